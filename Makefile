@@ -1,0 +1,28 @@
+# make demo    two real vLLM engines exchange KV through this connector and the answers are compared
+# make test    everything that can be checked here: make check, then all tests, cheap ones first
+# make check   style, formatting and types
+# make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
+# make clean   removes what the targets above made, except .venv
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo check test clean
+.DEFAULT_GOAL := test
+
+setup:
+	@$(PYTHON) .ci/setup_environment.py
+
+demo: setup
+	@$(BIN)/python -m tests.e2e.demo
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict statemachine connector
+
+test: check
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .state traces build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
