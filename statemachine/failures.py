@@ -1,0 +1,249 @@
+"""Why things fail: one frozen type per reason, with the facts a user needs.
+
+A failure travels as data: it is a field of an event, it is kept in the terminal state of the machine that it ends,
+it is a field of the trace record of that transition, and it is what the log line is made from. Nobody parses a
+message. `kind` (the class name) is the stable name for dashboards and tests; `str(failure)` is the sentence for people.
+
+Every failure answers: what happened, where (which peer, which field), what was expected, and what the user can do.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all failures. Subclasses say in `__str__` what happened and what to do."""
+
+    @property
+    def kind(self) -> str:
+        """Stable name of the failure: its class name."""
+        return type(self).__name__
+
+
+class PeerFailure(Failure, frozen=True, kw_only=True):
+    """A failure of one remote engine. `peer` is its engine id, `address` its side channel."""
+
+    peer: str
+    address: str = ""
+
+
+class HandshakeTimeout(PeerFailure, frozen=True, kw_only=True):
+    """No reply on the side channel within the deadline of one attempt."""
+
+    timeout_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} did not answer the handshake within "
+            f"{self.timeout_seconds:g} s; check that it runs and that VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it "
+            "name an address this engine can reach"
+        )
+
+
+class HandshakeMalformed(PeerFailure, frozen=True, kw_only=True):
+    """The reply could not be decoded within the bounds of the wire format."""
+
+    field: str
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} sent a malformed handshake ({self.field}: {self.detail}); "
+            "something other than a NIXL connector may listen there, or its version differs"
+        )
+
+
+class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
+    """The peer answered with an error, or our NIXL agent refused its metadata."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"handshake with prefill engine {self.peer} at {self.address} was refused: {self.detail}"
+
+
+class WrongEngine(PeerFailure, frozen=True, kw_only=True):
+    """Another engine answers at the address that the request names."""
+
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"expected prefill engine {self.peer} at {self.address}, found engine {self.found}: the engine was "
+            "replaced, or two engines share an address (is VLLM_NIXL_SIDE_CHANNEL_HOST still 'localhost'?)"
+        )
+
+
+class PeerRestarted(PeerFailure, frozen=True, kw_only=True):
+    """The engine kept its id but is a new process: the blocks that the request names are gone."""
+
+    expected_incarnation: str
+    found_incarnation: str
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} restarted since it granted the blocks "
+            f"(incarnation {self.expected_incarnation} is now {self.found_incarnation}); the request must be "
+            "prefilled again"
+        )
+
+
+class Incompatible(PeerFailure, frozen=True, kw_only=True):
+    """The two engines cannot exchange KV. Both sides' values of the field that differs."""
+
+    field: str
+    local: str
+    remote: str
+    advice: str = "start both engines with the same model, dtype, block size and parallel sizes"
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} is incompatible: {self.field} is {self.remote} there and "
+            f"{self.local} here; {self.advice}"
+        )
+
+
+class PeerBackoff(PeerFailure, frozen=True, kw_only=True):
+    """The peer failed a moment ago and is not tried again yet. `last` is the kind of the failure before."""
+
+    retry_in_seconds: float
+    last: str
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} failed recently ({self.last}); next attempt in "
+            f"{self.retry_in_seconds:.1f} s"
+        )
+
+
+class PeerRetired(PeerFailure, frozen=True, kw_only=True):
+    """Another engine has taken the address of this one, it was evicted, or the connector stops."""
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} was given up: another engine answers at its address, or it was evicted as "
+            "idle; the request must be prefilled again"
+        )
+
+
+class TooManyPeers(PeerFailure, frozen=True, kw_only=True):
+    """The cap on known remote engines is reached and none can be evicted."""
+
+    limit: int
+
+    def __str__(self) -> str:
+        return (
+            f"cannot track prefill engine {self.peer}: {self.limit} remote engines are in use already; "
+            "raise the option peer_limit"
+        )
+
+
+class TransferError(PeerFailure, frozen=True, kw_only=True):
+    """NIXL reported an error for a READ or refused to start one.
+
+    `transport_lost` is true when the error says that the connection to the peer is gone, so that every other
+    transfer to it will fail too until its agent is removed and added again (nixl.md facts 7 and 8).
+    """
+
+    operation: str
+    error: str
+    transport_lost: bool
+
+    def __str__(self) -> str:
+        return f"NIXL {self.operation} with prefill engine {self.peer} failed: {self.error}" + (
+            "; the connection is rebuilt on the next request" if self.transport_lost else ""
+        )
+
+
+class BadParams(Failure, frozen=True, kw_only=True):
+    """`kv_transfer_params` of a request is malformed. `found` is a bounded rendering of the offending value."""
+
+    field: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"kv_transfer_params.{self.field}: expected {self.expected}, found {self.found}; forward the "
+            "kv_transfer_params of the prefill response unchanged"
+        )
+
+
+class LeaseNotProven(Failure, frozen=True, kw_only=True):
+    """The blocks' lease ran out, or its end cannot be shown to lie after the last READ.
+
+    Times are seconds relative to the proven deadline; a positive `late_seconds` is how far past it we are.
+    """
+
+    peer: str
+    remote_request_id: str
+    late_seconds: float
+    basis: str
+
+    def __str__(self) -> str:
+        return (
+            f"the lease of {self.remote_request_id} on prefill engine {self.peer} ended {self.late_seconds:.3f} s "
+            f"before the blocks were known to be read (basis: {self.basis}); they may hold another request's KV. "
+            "Requests wait too long before decode, or kv_lease_duration is too short"
+        )
+
+
+class DeadlineExceeded(Failure, frozen=True, kw_only=True):
+    """The whole request took longer than the option request_timeout_seconds. `phase` is where it was."""
+
+    timeout_seconds: float
+    phase: str
+
+    def __str__(self) -> str:
+        return f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase})"
+
+
+class AbortedByClient(Failure, frozen=True, kw_only=True):
+    """The request was aborted by the engine (client gone, or stopped)."""
+
+    def __str__(self) -> str:
+        return "the request was aborted"
+
+
+class Quarantined(Failure, frozen=True, kw_only=True):
+    """READs never became quiescent: the destination blocks stay out of the pool until they do."""
+
+    transfers: int
+    waited_seconds: float
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transfers} READ(s) still in flight {self.waited_seconds:g} s after the request ended "
+            f"({self.cause}); its destination blocks are kept out of the block pool until they finish"
+        )
+
+
+class ActorCrashed(Failure, frozen=True, kw_only=True):
+    """A bug: an actor raised. Its requests fail, the actor is started again, the engine goes on."""
+
+    actor: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"internal error in {self.actor}: {self.error}; please report it with the log and the trace"
+
+
+class ConnectorStopped(Failure, frozen=True, kw_only=True):
+    """The connector's thread ended; every open request fails and new ones are refused."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"the KV connector has stopped ({self.detail}); restart this engine"
+
+
+class ConsumerUnknown(Failure, frozen=True, kw_only=True):
+    """A notification names a request that this engine does not lend, or comes from a sender that may not send it."""
+
+    sender: str
+    request_id: str
+
+    def __str__(self) -> str:
+        return f"notification from {self.sender} names {self.request_id}, which is not lent here; ignored"

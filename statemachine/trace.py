@@ -1,0 +1,62 @@
+"""What a transition record is, and the sink that it goes to.
+
+One record per transition of any machine. The fields are flat and stable: the trace log (JSON lines), the metrics, the
+timeline and the conformance check all read the same record. P's and D's records join on the remote request id: the
+`subject` of P's lease is the `remote_request_id` of D's request.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One transition.
+
+    Attributes:
+        seq: number of the record in its process, from 0, without gaps.
+        wall: Unix time in seconds; for people and for joining processes, never for arithmetic on durations.
+        mono_ns: monotonic clock of the process, in nanoseconds.
+        engine_id, rank, role: who wrote it; role is `worker` or `scheduler`.
+        machine: `request`, `lease`, `peer` or `transfer`.
+        subject: request id (request, lease), engine id (peer), `<request id>/<read>` (transfer).
+        from_state: None when the instance was created.
+        event: name of the event's type.
+        to_state: the state it led to, which may be the same one.
+        reason: kind of the failure that the new value carries, if any.
+        detail: the failure in words.
+        peer: engine id of the other side, where there is one.
+        remote_request_id: request id on the prefill engine (machine request).
+        blocks, bytes, descriptors: amounts, where known.
+        seconds_in_from: time spent in `from_state`.
+    """
+
+    seq: int
+    wall: float
+    mono_ns: int
+    engine_id: str
+    rank: int
+    role: str
+    machine: str
+    subject: str
+    from_state: str | None
+    event: str
+    to_state: str
+    reason: str | None = None
+    detail: str | None = None
+    peer: str | None = None
+    remote_request_id: str | None = None
+    blocks: int | None = None
+    bytes: int | None = None
+    descriptors: int | None = None
+    seconds_in_from: float | None = None
+
+
+class TraceSink(Protocol):
+    """Where records go. Called in the actor thread, must not raise and must not block for long."""
+
+    def write(self, record: TransitionRecord) -> None: ...
+
+    def close(self) -> None: ...
