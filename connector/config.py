@@ -1,0 +1,144 @@
+"""Options of the connector: `kv_connector_extra_config`, typed and checked at start.
+
+A misspelt option of a serving system is found weeks later, by its absence. So every key must be known and every value
+must have its type and bounds; what is wrong is an `OptionError` that names the option, shows the value, suggests the
+name that was probably meant and lists all of them.
+
+The built-in connector's options keep their names, so that a configuration can be taken over. Those that belong to
+transfers from D back to P, which this connector does not do, are treated as someone who switches over would want:
+`bidirectional_kv_xfer: true` is an error, because the deployment relies on it; `kv_recompute_threshold` and
+`decoder_kv_blocks_ttl` have no effect without it in the built-in connector either, so they are accepted, and a warning
+says that they do nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import render_untrusted
+
+TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
+"""Environment variable that sets `trace_directory` where the option does not."""
+
+_WITHOUT_EFFECT = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+
+_log = logging.getLogger(__name__)
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """All options, under the names they have in `kv_connector_extra_config`. Times are in seconds."""
+
+    kv_lease_duration: _Seconds = 30.0
+    """How long P keeps the blocks of a finished prefill for D. Of the built-in connector; may be fractional here."""
+    backends: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=64)], ...], Meta(min_length=1)] = ("UCX",)
+    """NIXL back ends, of the built-in connector."""
+    num_threads: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Threads of NIXL's UCX back end, of the built-in connector. 0: only the connector's own thread moves data."""
+    enforce_handshake_compat: bool = True
+    """Refuse engines whose compatibility hash differs, of the built-in connector."""
+    engine_ttl: _Seconds = 3600.0
+    """A remote engine that is known to be gone is forgotten after this long without use, of the built-in connector."""
+    bidirectional_kv_xfer: bool = False
+    """Of the built-in connector; only false is supported."""
+    kv_recompute_threshold: Annotated[int, Meta(ge=0)] = 64
+    """Of the built-in connector; no effect without bidirectional_kv_xfer."""
+    decoder_kv_blocks_ttl: _Seconds = 480.0
+    """Of the built-in connector; no effect without bidirectional_kv_xfer."""
+
+    request_timeout_seconds: _Seconds = 120.0
+    """How long a request may wait for its KV in all, from when D hears of it."""
+    handshake_timeout_seconds: _Seconds = 5.0
+    """How long one attempt to reach a prefill engine may take."""
+    quiesce_timeout_seconds: _Seconds = 30.0
+    """How long a failed request waits for its READs in flight before its blocks are quarantined."""
+    lease_margin_seconds: _SecondsOrZero = 0.05
+    """How much earlier than proven D takes a lease to end.
+
+    The error of the clock offset is accounted for apart from this (half the round trip of the handshake). What is left
+    is drift of one clock against the other since the offset was measured: NTP slews a clock by at most 500 ppm, so two
+    clocks part by at most 30 ms over a lease of 30 s; 50 ms leaves room on top.
+    """
+    transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
+    """How often a request whose READ failed is tried again while its lease is proven."""
+    peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
+    """Most remote engines known at a time."""
+    backoff_initial_seconds: _Seconds = 0.5
+    """Pause before a failed prefill engine is tried again; doubles with each failure, with jitter."""
+    backoff_max_seconds: _Seconds = 30.0
+    trace_directory: Annotated[str, Meta(min_length=1)] | None = None
+    """Where each process writes its state transitions as JSON lines. Unset: the environment variable
+    NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
+
+
+class OptionError(ValueError):
+    """An option of `kv_connector_extra_config` is unknown or has a value that it cannot have."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(
+            f"kv_connector_extra_config: {problem}. Options of this connector and their defaults: {_listed_options()}"
+        )
+        self.option = option
+
+
+def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ConnectorOptions:
+    """Check `kv_connector_extra_config`. Raises OptionError.
+
+    `environment` is where NIXL_ACTOR_TRACE_DIR is looked up, by default that of the process.
+    """
+    types = {field.name: field.type for field in msgspec.structs.fields(ConnectorOptions)}
+    for name, value in extra_config.items():
+        if name not in types:
+            raise OptionError(str(name), _unknown(name, list(types)))
+        try:
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            raise OptionError(name, f"option {name} has the value {render_untrusted(value)}: {error}") from None
+    options = msgspec.convert(dict(extra_config), ConnectorOptions)
+    _check_together(options)
+    for name in _WITHOUT_EFFECT:
+        if name in extra_config:
+            _log.warning("Option %s has no effect: this connector does not transfer KV from decode to prefill", name)
+    if options.trace_directory is None:
+        directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
+        return msgspec.structs.replace(options, trace_directory=directory or None)
+    return options
+
+
+def _check_together(options: ConnectorOptions) -> None:
+    """What no option can be blamed for alone."""
+    if options.bidirectional_kv_xfer:
+        problem = "option bidirectional_kv_xfer is true: transfers from decode back to prefill are not supported"
+        raise OptionError("bidirectional_kv_xfer", problem)
+    if options.backoff_max_seconds < options.backoff_initial_seconds:
+        raise OptionError(
+            "backoff_max_seconds",
+            f"option backoff_max_seconds ({options.backoff_max_seconds:g}) is less than backoff_initial_seconds "
+            f"({options.backoff_initial_seconds:g})",
+        )
+    if options.lease_margin_seconds >= options.kv_lease_duration:
+        raise OptionError(
+            "lease_margin_seconds",
+            f"option lease_margin_seconds ({options.lease_margin_seconds:g}) leaves nothing of kv_lease_duration "
+            f"({options.kv_lease_duration:g})",
+        )
+
+
+def _unknown(name: object, valid: list[str]) -> str:
+    problem = f"unknown option {render_untrusted(name)}"
+    close = difflib.get_close_matches(str(name)[:100], valid, n=1)
+    return f"{problem}, did you mean {close[0]}?" if close else problem
+
+
+def _listed_options() -> str:
+    defaults = msgspec.to_builtins(ConnectorOptions())
+    return ", ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in defaults.items())

@@ -1,0 +1,199 @@
+"""Frames of the side channel: D asks P's scheduler process what one of P's ranks looks like.
+
+    request   one frame, message pack of (b"get_meta_msg", pp rank, tp rank); older engines leave the pp rank out
+    reply     two frames: payload, and P's `time.perf_counter` in seconds when it answered
+    payload   {"compatibility_hash": text, "agent_metadata_bytes": bytes, "actor": {"version": 1, "incarnation": hex}}
+              or {"error": text}
+
+The payload is decoded in two phases, so that engines of different versions get a clear answer instead of a decoding
+error: first the outer map, then the hash is compared, and only when it is equal the metadata inside. `actor` is this
+connector's own addition; the built-in decoder ignores it, and its absence tells us that the peer is a built-in engine.
+A built-in D reads the error payload as a malformed one, which fails its handshake just as well.
+
+The listener's clock gives D the offset between the two processes' clocks, good to half the round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack, render_untrusted, shorten
+from connector.wire.metadata import METADATA_BYTES_MAX, AgentMetadata, decode_agent_metadata
+from connector.wire.params import INCARNATION_PATTERN
+from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, PeerFailure, WrongEngine
+
+GET_METADATA = b"get_meta_msg"
+REQUEST_BYTES_MAX = 64
+RANK_MAX = 1023
+PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + (1 << 20)
+_CLOCK_BYTES_MAX = 16
+ERROR_LENGTH_MAX = 500
+"""Longest error text sent or quoted, in characters."""
+
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, le=RANK_MAX)]
+_Clock: TypeAlias = Annotated[float, Meta(ge=0, lt=1e12)]
+"""Seconds. The bounds leave out infinity and, because it compares false with everything, not-a-number."""
+
+
+class MetadataRequest(msgspec.Struct, frozen=True):
+    """A peer asks for the metadata of one of our ranks. The rank may not exist."""
+
+    pp_rank: int
+    tp_rank: int
+
+
+class BadFrame(Exception):
+    """A request that is not one. `detail` is bounded and fit for an error reply."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class HandshakeError(Exception):
+    """A handshake that failed; `failure` is the typed reason."""
+
+    def __init__(self, failure: PeerFailure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
+    """What this connector adds to the payload."""
+
+    version: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    incarnation: Annotated[str, Meta(pattern=INCARNATION_PATTERN)]
+    """Identity of the sender's scheduler process, the same as in `kv_transfer_params`."""
+
+
+class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A reply that passed all checks of form, of the hash and of the engine id."""
+
+    metadata: AgentMetadata
+    actor: ActorExtension | None
+    """None: the peer runs the built-in connector."""
+    listener_clock_seconds: float
+
+
+class _Payload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The outer map, of a success or of an error."""
+
+    compatibility_hash: Annotated[str, Meta(max_length=256, pattern=IDENTIFIER_PATTERN)] | None = None
+    agent_metadata_bytes: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)] | None = None
+    actor: ActorExtension | None = None
+    error: str | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(tuple[bytes, _Rank, _Rank])
+_older_request_decoder = msgspec.msgpack.Decoder(tuple[bytes, _Rank])
+_payload_decoder = msgspec.msgpack.Decoder(_Payload)
+_clock_decoder = msgspec.msgpack.Decoder(_Clock)
+
+
+def encode_request(pp_rank: int, tp_rank: int) -> bytes:
+    """The frame that asks for the metadata of one rank."""
+    return _encoder.encode((GET_METADATA, pp_rank, tp_rank))
+
+
+def parse_request(frames_untrusted: Sequence[bytes]) -> MetadataRequest:
+    """Read a request frame, the current or the older form. Raises BadFrame."""
+    if len(frames_untrusted) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
+    frame = frames_untrusted[0]
+    try:
+        message, pp_rank, tp_rank = _decode_request(frame)
+    except DecodeFailed as error:
+        raise BadFrame(f"not a request for metadata: {error.detail}") from None
+    if message != GET_METADATA:
+        raise BadFrame(f"unknown request {render_untrusted(message)}")
+    return MetadataRequest(pp_rank, tp_rank)
+
+
+def _decode_request(frame: bytes) -> tuple[bytes, int, int]:
+    try:
+        return decode_msgpack(_request_decoder, frame, bytes_max=REQUEST_BYTES_MAX)
+    except DecodeFailed as error:
+        try:
+            message, tp_rank = decode_msgpack(_older_request_decoder, frame, bytes_max=REQUEST_BYTES_MAX)
+        except DecodeFailed:
+            raise error from None
+        return message, 0, tp_rank
+
+
+def encode_payload(compatibility_hash: str, agent_metadata: bytes, incarnation: str) -> bytes:
+    """The payload of one rank; `agent_metadata` is what `encode_agent_metadata` made."""
+    return _encoder.encode(
+        _Payload(
+            compatibility_hash=compatibility_hash,
+            agent_metadata_bytes=agent_metadata,
+            actor=ActorExtension(incarnation=incarnation),
+        )
+    )
+
+
+def encode_error(detail: str) -> bytes:
+    """The payload that says why there is no other."""
+    return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX)))
+
+
+def encode_reply(payload: bytes, clock_seconds: float) -> tuple[bytes, bytes]:
+    """The two frames of a reply. `clock_seconds` is `time.perf_counter()` of the process that stamps leases, now."""
+    return payload, _encoder.encode(clock_seconds)
+
+
+def decode_reply(
+    frames_untrusted: Sequence[bytes], *, peer: str, address: str, expected_hash: str | None
+) -> HandshakeReply:
+    """Read a peer's reply. `peer` is the engine id that should answer at `address`.
+
+    `expected_hash` is our own compatibility hash, or None to skip the comparison (enforce_handshake_compat false).
+    Raises HandshakeError with HandshakeMalformed, HandshakeRefused, Incompatible or WrongEngine.
+    """
+
+    def malformed(field: str, detail: str) -> HandshakeError:
+        return HandshakeError(HandshakeMalformed(peer=peer, address=address, field=field, detail=detail))
+
+    if len(frames_untrusted) != 2:
+        raise malformed("frames", f"expected 2, got {len(frames_untrusted)}")
+    try:
+        payload = decode_msgpack(_payload_decoder, frames_untrusted[0], bytes_max=PAYLOAD_BYTES_MAX)
+    except DecodeFailed as error:
+        raise malformed("payload", error.detail) from None
+    if payload.error is not None:
+        detail = shorten(payload.error, ERROR_LENGTH_MAX)
+        raise HandshakeError(HandshakeRefused(peer=peer, address=address, detail=detail))
+    if payload.compatibility_hash is None or payload.agent_metadata_bytes is None:
+        raise malformed("payload", "compatibility_hash or agent_metadata_bytes is missing")
+    if expected_hash is not None and payload.compatibility_hash != expected_hash:
+        raise HandshakeError(_hash_mismatch(peer, address, expected_hash, payload.compatibility_hash))
+    try:
+        metadata = decode_agent_metadata(payload.agent_metadata_bytes)
+    except DecodeFailed as error:
+        raise malformed("agent_metadata", error.detail) from None
+    if metadata.engine_id != peer:
+        raise HandshakeError(WrongEngine(peer=peer, address=address, found=metadata.engine_id))
+    try:
+        clock = decode_msgpack(_clock_decoder, frames_untrusted[1], bytes_max=_CLOCK_BYTES_MAX)
+    except DecodeFailed as error:
+        raise malformed("clock", error.detail) from None
+    return HandshakeReply(metadata=metadata, actor=payload.actor, listener_clock_seconds=clock)
+
+
+def _hash_mismatch(peer: str, address: str, local: str, remote: str) -> Incompatible:
+    return Incompatible(
+        peer=peer,
+        address=address,
+        field="compatibility_hash",
+        local=local,
+        remote=remote,
+        advice=(
+            "the hash covers vLLM version, connector version, model, dtype, KV cache dtype, attention backend, hybrid "
+            "cache manager and speculative decoding: start both engines with the same. The option "
+            "enforce_handshake_compat=false skips this comparison"
+        ),
+    )

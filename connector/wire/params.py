@@ -1,0 +1,284 @@
+"""`kv_transfer_params`: how a router tells D where P keeps a request's KV.
+
+P puts the dict that `build_remote_prefill` makes into its response, the router forwards it, D reads it back with
+`parse_remote_prefill`. Between the two lies a program that we do not know, so the dict is untrusted: every field has a
+type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
+what was found. Keys that are not listed here are ignored, because routers add their own.
+
+The keys and their meaning are those of the built-in connector. Two are ours and ignored by a built-in D:
+`lease_expires_at` and `incarnation` (see `RemotePrefill`); a built-in P does not send them.
+
+Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
+are the fields looked at one by one to find the culprit, so the common case stays cheap (50 us for a
+list of 4,000 blocks).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import IDENTIFIER_PATTERN, render_untrusted
+from statemachine.failures import BadParams
+
+HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"
+"""Host names, IPv4 and IPv6 addresses. Anything else could change the meaning of a ZMQ endpoint."""
+
+INCARNATION_PATTERN = r"\A[0-9a-f]{32}\Z"
+
+
+class ParamLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Upper bounds on what a router may hand us. The defaults are far above what vLLM produces."""
+
+    blocks_max: int = 1 << 20
+    """Blocks of one request, all cache groups together."""
+    groups_max: int = 64
+    block_id_max: int = 2**31 - 1
+    id_length_max: int = 512
+    host_length_max: int = 255
+    tokens_max: int = 2**31 - 1
+    parallel_size_max: int = 1024
+
+
+DEFAULT_LIMITS = ParamLimits()
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of one prefilled request lies. Checked for form only: P may still not know the request."""
+
+    engine_id: str
+    request_id: str
+    """The request's name on P, which differs from its name on D."""
+    host: str
+    port: int
+    """Side channel of P's scheduler process."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """Logical block ids on P, one tuple per cache group."""
+    tp_size: int
+    dcp_size: int = 1
+    pp_size: int = 1
+    num_tokens: int | None = None
+    """Tokens whose KV the blocks hold."""
+    lease_expires_at: float | None = None
+    """End of the lease in seconds of `time.perf_counter` in P's scheduler process; None when P is a built-in one."""
+    incarnation: str | None = None
+    """Identity of P's scheduler process (32 hex digits); None when P is a built-in one."""
+
+
+class ParamsKind(enum.Enum):
+    """What a request asks of the connector."""
+
+    NONE = "none"
+    REMOTE_PREFILL = "remote_prefill"
+    """We are D: read the KV from P."""
+    REMOTE_DECODE = "remote_decode"
+    """We are P: keep the KV for D."""
+
+
+class ParamsError(ValueError):
+    """`kv_transfer_params` is malformed; `failure` says which field, what was expected and what was found."""
+
+    def __init__(self, failure: BadParams) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def classify(raw_untrusted: object) -> ParamsKind:
+    """Which side of a transfer the request is on, from the two flags alone.
+
+    Raises ParamsError when a flag is not a boolean or both are set.
+    """
+    if raw_untrusted is None:
+        return ParamsKind.NONE
+    raw = _require_dict(raw_untrusted)
+    remote_prefill = _flag(raw, "do_remote_prefill")
+    remote_decode = _flag(raw, "do_remote_decode")
+    if remote_prefill and remote_decode:
+        raise _error("do_remote_decode", "false when do_remote_prefill is true", True)
+    if remote_prefill:
+        return ParamsKind.REMOTE_PREFILL
+    return ParamsKind.REMOTE_DECODE if remote_decode else ParamsKind.NONE
+
+
+def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LIMITS) -> RemotePrefill:
+    """Check `kv_transfer_params` of a request whose KV is to be read from P.
+
+    Raises ParamsError naming the first field that is missing, of the wrong type or out of bounds. Does not look at
+    the two `do_remote_*` flags: that is `classify`.
+    """
+    raw = _require_dict(raw_untrusted)
+    known = {field.key: raw[field.key] for field in _wire_fields(limits) if field.key in raw}
+    try:
+        wire: Any = msgspec.convert(known, _wire_struct(limits))
+    except (msgspec.ValidationError, RecursionError):
+        raise _first_error(known, limits) from None
+    block_ids: tuple[tuple[int, ...], ...] = wire.remote_block_ids
+    block_count = sum(map(len, block_ids))
+    if block_count > limits.blocks_max:
+        raise _error("remote_block_ids", f"at most {limits.blocks_max} blocks", block_count)
+    return RemotePrefill(
+        engine_id=wire.remote_engine_id,
+        request_id=wire.remote_request_id,
+        host=wire.remote_host,
+        port=wire.remote_port,
+        block_ids=block_ids,
+        tp_size=wire.tp_size,
+        dcp_size=wire.dcp_size,
+        pp_size=wire.pp_size,
+        num_tokens=wire.remote_num_tokens,
+        lease_expires_at=wire.lease_expires_at,
+        incarnation=wire.incarnation,
+    )
+
+
+def build_remote_prefill(
+    *,
+    engine_id: str,
+    request_id: str,
+    host: str,
+    port: int,
+    block_ids: Sequence[Sequence[int]],
+    tp_size: int,
+    num_tokens: int,
+    lease_expires_at: float | None,
+    incarnation: str,
+    dcp_size: int = 1,
+    pp_size: int = 1,
+) -> dict[str, Any]:
+    """What P returns for a prefilled request: JSON-serialisable, understood by a built-in D too.
+
+    `remote_blocks_expiry_time` stays None: a built-in D takes a value there for the one-way lease of its second-turn
+    read-back, and would refuse to read in the last five seconds of it.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": tp_size,
+        "dcp_size": dcp_size,
+        "pp_size": pp_size,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "lease_expires_at": lease_expires_at,
+        "incarnation": incarnation,
+    }
+
+
+class _WireField(msgspec.Struct, frozen=True):
+    """One key of the dict: its type with bounds, the words for it, and the default when it may be absent."""
+
+    key: str
+    type: Any
+    expected: str
+    default: Any = ...
+    """Ellipsis: the key is required."""
+
+
+@functools.lru_cache(maxsize=8)
+def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
+    identifier = Annotated[str, Meta(max_length=limits.id_length_max, pattern=IDENTIFIER_PATTERN)]
+    identifier_words = f"1 to {limits.id_length_max} characters without control characters"
+    block_id = Annotated[int, Meta(ge=0, le=limits.block_id_max)]
+    group = Annotated[tuple[block_id, ...], Meta(max_length=limits.blocks_max)]
+    blocks = Annotated[tuple[group, ...], Meta(max_length=limits.groups_max)]
+    size = Annotated[int, Meta(ge=1, le=limits.parallel_size_max)]
+    size_words = f"an integer from 1 to {limits.parallel_size_max}"
+    seconds = Annotated[float, Meta(ge=0, le=1e12)]
+    seconds_words = "a finite number of seconds, or null"
+    return (
+        _WireField("remote_engine_id", identifier, identifier_words),
+        _WireField("remote_request_id", identifier, identifier_words),
+        _WireField(
+            "remote_host",
+            Annotated[str, Meta(max_length=limits.host_length_max, pattern=HOST_PATTERN)],
+            f"a host name or address of at most {limits.host_length_max} characters",
+        ),
+        _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
+        _WireField(
+            "remote_block_ids",
+            blocks,
+            f"at most {limits.groups_max} lists of block ids, each at most {limits.block_id_max}",
+        ),
+        _WireField("tp_size", size, size_words),
+        _WireField("dcp_size", size, size_words, 1),
+        _WireField("pp_size", size, size_words, 1),
+        _WireField(
+            "remote_num_tokens",
+            Annotated[int, Meta(ge=0, le=limits.tokens_max)] | None,
+            f"an integer from 0 to {limits.tokens_max}, or null",
+            None,
+        ),
+        _WireField("remote_blocks_expiry_time", seconds | None, seconds_words, None),
+        _WireField("transfer_mode", Literal["pull"], '"pull" (push transfers are not supported)', "pull"),
+        _WireField("lease_expires_at", seconds | None, seconds_words, None),
+        _WireField(
+            "incarnation", Annotated[str, Meta(pattern=INCARNATION_PATTERN)] | None, "32 hex digits, or null", None
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _wire_struct(limits: ParamLimits) -> type[msgspec.Struct]:
+    fields = [
+        (field.key, field.type) if field.default is ... else (field.key, field.type, field.default)
+        for field in _wire_fields(limits)
+    ]
+    return msgspec.defstruct("KvTransferParams", fields, frozen=True, kw_only=True)
+
+
+def _first_error(known: dict[str, Any], limits: ParamLimits) -> ParamsError:
+    """The error of the first field that does not convert; called only when some field does not."""
+    for field in _wire_fields(limits):
+        if field.key not in known:
+            if field.default is ...:
+                return ParamsError(BadParams(field=field.key, expected=field.expected, found="nothing"))
+            continue
+        try:
+            msgspec.convert(known[field.key], field.type)
+        except (msgspec.ValidationError, RecursionError):
+            if field.key == "remote_block_ids":
+                return _block_ids_error(known[field.key], field.expected, limits)
+            return _error(field.key, field.expected, known[field.key])
+    # Only the depth of the whole can be too much when no part of it is.
+    return _error("(the whole)", "less deeply nested values", known)
+
+
+def _block_ids_error(block_ids: object, expected: str, limits: ParamLimits) -> ParamsError:
+    """Point at the group or the block that is wrong: a rendering of the whole list helps nobody."""
+    if not isinstance(block_ids, (list, tuple)) or len(block_ids) > limits.groups_max:
+        return _error("remote_block_ids", expected, block_ids)
+    for group_index, group in enumerate(block_ids):
+        where = f"remote_block_ids[{group_index}]"
+        if not isinstance(group, (list, tuple)) or len(group) > limits.blocks_max:
+            return _error(where, f"a list of at most {limits.blocks_max} integers", group)
+        for index, block in enumerate(group):
+            if type(block) is not int or not 0 <= block <= limits.block_id_max:
+                return _error(f"{where}[{index}]", f"an integer from 0 to {limits.block_id_max}", block)
+    return _error("remote_block_ids", expected, block_ids)
+
+
+def _require_dict(raw_untrusted: object) -> dict[str, Any]:
+    if not isinstance(raw_untrusted, dict):
+        raise _error("(the whole)", "an object", raw_untrusted)
+    return raw_untrusted
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _error(key, "a boolean", value)
+    return bool(value)
+
+
+def _error(field: str, expected: str, found: object) -> ParamsError:
+    return ParamsError(BadParams(field=field, expected=expected, found=render_untrusted(found)))

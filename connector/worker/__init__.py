@@ -1,0 +1,1 @@
+"""The worker-process side of the connector, on the engine thread."""

@@ -1,0 +1,37 @@
+"""What all suites share: the order of the tests, and an orderly end.
+
+Cheap suites run first, so that a broken table is reported in seconds and not behind minutes of engine starts. A
+terminated run (`kill`, a CI time limit) ends like an interrupted one: fixtures are torn down and engines stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+SUITES_CHEAP_FIRST = ("unit", "conformance", "simulation", "bench", "e2e")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """SIGTERM interrupts, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Suites by cost; within a suite, tests marked slow or e2e last; otherwise the order of collection."""
+
+    def cost(item: pytest.Item) -> tuple[int, bool, bool]:
+        suite = item.path.relative_to(TESTS).parts[0]
+        rank = SUITES_CHEAP_FIRST.index(suite) if suite in SUITES_CHEAP_FIRST else -1
+        return rank, item.get_closest_marker("e2e") is not None, item.get_closest_marker("slow") is not None
+
+    items.sort(key=cost)

@@ -1,0 +1,133 @@
+"""Options: defaults, what a configuration of the built-in connector becomes, and how errors read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from connector.config import ConnectorOptions, OptionError, parse_options
+
+
+def _error(extra: dict[Any, Any]) -> OptionError:
+    with pytest.raises(OptionError) as caught:
+        parse_options(extra, {})
+    text = str(caught.value)
+    assert "kv_lease_duration=30.0" in text
+    assert 'backends=["UCX"]' in text
+    assert len(text) < 1500
+    return caught.value
+
+
+def test_defaults() -> None:
+    assert parse_options({}, {}) == ConnectorOptions()
+
+
+def test_values_are_taken_over() -> None:
+    options = parse_options(
+        {"kv_lease_duration": 0.5, "backends": ["UCX", "GDS"], "num_threads": 4, "trace_directory": "/tmp/trace"}, {}
+    )
+    assert (options.kv_lease_duration, options.backends, options.num_threads) == (0.5, ("UCX", "GDS"), 4)
+    assert options.trace_directory == "/tmp/trace"
+
+
+def test_whole_seconds_may_be_integers() -> None:
+    assert parse_options({"kv_lease_duration": 3}, {}).kv_lease_duration == 3.0
+
+
+def test_unknown_option_suggests_the_nearest() -> None:
+    error = _error({"kv_lease_durration": 3})
+    assert error.option == "kv_lease_durration"
+    assert "did you mean kv_lease_duration?" in str(error)
+
+
+def test_unknown_option_without_a_near_one() -> None:
+    assert "did you mean" not in str(_error({"zzz": 3}))
+
+
+@pytest.mark.parametrize("name", [7, "x" * 100_000, "new\nline", None])
+def test_odd_names(name: Any) -> None:
+    assert str(_error({name: 1})).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_lease_duration", "30"),
+        ("kv_lease_duration", 0),
+        ("kv_lease_duration", -1),
+        ("kv_lease_duration", None),
+        ("kv_lease_duration", True),
+        ("kv_lease_duration", float("nan")),
+        ("kv_lease_duration", float("inf")),
+        ("backends", "UCX"),
+        ("backends", []),
+        ("backends", [""]),
+        ("num_threads", 1.5),
+        ("num_threads", -1),
+        ("num_threads", True),
+        ("enforce_handshake_compat", "false"),
+        ("enforce_handshake_compat", 0),
+        ("transfer_retries", -1),
+        ("transfer_retries", 11),
+        ("peer_limit", 0),
+        ("request_timeout_seconds", 0),
+        ("trace_directory", ""),
+        ("trace_directory", 5),
+        ("backoff_initial_seconds", []),
+        ("kv_recompute_threshold", "64"),
+    ],
+)
+def test_ill_typed_value_is_named_and_shown(name: str, value: Any) -> None:
+    error = _error({name: value})
+    assert error.option == name
+    assert f"option {name} has the value {value!r}" in str(error)
+
+
+def test_bidirectional_transfers_are_refused() -> None:
+    assert parse_options({"bidirectional_kv_xfer": False}, {}) == ConnectorOptions()
+    error = _error({"bidirectional_kv_xfer": True})
+    assert error.option == "bidirectional_kv_xfer"
+    assert "not supported" in str(error)
+
+
+def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse_options({"kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}, {})
+    assert [record.args for record in caplog.records] == [("kv_recompute_threshold",), ("decoder_kv_blocks_ttl",)]
+
+
+def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse_options({"num_threads": 2}, {})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("extra", "option"),
+    [
+        ({"backoff_initial_seconds": 10, "backoff_max_seconds": 5}, "backoff_max_seconds"),
+        ({"kv_lease_duration": 0.05}, "lease_margin_seconds"),
+    ],
+)
+def test_options_that_contradict_each_other(extra: dict[str, float], option: str) -> None:
+    assert _error(extra).option == option
+
+
+def test_trace_directory_from_the_environment() -> None:
+    environment = {"NIXL_ACTOR_TRACE_DIR": "/from/environment"}
+    assert parse_options({}, environment).trace_directory == "/from/environment"
+    assert parse_options({"trace_directory": "/from/option"}, environment).trace_directory == "/from/option"
+    assert parse_options({}, {"NIXL_ACTOR_TRACE_DIR": ""}).trace_directory is None
+
+
+def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIXL_ACTOR_TRACE_DIR", "/from/process")
+    assert parse_options({}).trace_directory == "/from/process"
+
+
+def test_every_option_has_a_default_that_is_valid() -> None:
+    defaults = msgspec.to_builtins(ConnectorOptions())
+    assert parse_options(defaults | {"trace_directory": None}, {}) == ConnectorOptions()

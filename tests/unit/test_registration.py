@@ -1,0 +1,288 @@
+"""What we register and advertise, field by field against the built-in connector on the same real KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from connector.layout import plan_reads
+from connector.wire.handshake import decode_reply, encode_payload, encode_reply
+from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata, understand
+from connector.worker.registration import Registration, UnsupportedCache, derive_registration, require_supported
+from tests.unit.vllm_setup import (
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    allocate,
+    attention_spec,
+    cache_config,
+    engine_config,
+    layer_name,
+    single_rank,
+    write_model,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    config = engine_config(model)
+    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
+        yield config
+
+
+def _with_layout(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", layout)
+
+
+def _with_kernel_block_size(monkeypatch: pytest.MonkeyPatch, size_tokens: int) -> None:
+    """An attention backend that can work with one block size only, as several GPU ones do."""
+    monkeypatch.setattr(
+        CPUAttentionBackend, "get_supported_kernel_block_sizes", staticmethod(lambda kv_cache_spec=None: [size_tokens])
+    )
+
+
+def _builtin(
+    config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]
+) -> tuple[NixlAgentMetadata, str, list[tuple[int, int]]]:
+    """What the built-in connector makes of the same cache: metadata, hash, registered (address, length)."""
+    worker = NixlPullConnectorWorker(config, "prefill-engine", caches)
+    registered: list[tuple[int, int]] = []
+    get_reg_descs = worker.nixl_wrapper.get_reg_descs
+
+    def record(ranges: Any, *rest: Any) -> Any:
+        # NIXL calls this too, with lists of its own.
+        if isinstance(ranges, list):
+            registered.extend((address, length) for address, length, _, _ in ranges)
+        return get_reg_descs(ranges, *rest)
+
+    worker.nixl_wrapper.get_reg_descs = record
+    try:
+        worker.register_kv_caches(tensors)
+        payload = worker.xfer_handshake_metadata
+        assert payload is not None
+        metadata = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(payload.agent_metadata_bytes)
+        return metadata, payload.compatibility_hash, registered
+    finally:
+        worker.shutdown()
+
+
+CASES = [
+    pytest.param("LBHNC", LAYERS, 64, {}, id="layers outermost"),
+    pytest.param("LBHNC", 1, 64, {}, id="one layer"),
+    pytest.param("LBHNC", LAYERS, 32, {}, id="two kernel blocks per block"),
+    pytest.param("LBHNC", 1, 64, {"page_size_padded": 70_000 * 4}, id="padded pages, one layer"),
+    pytest.param("BLHNC", LAYERS, 64, {"page_size_padded": 70_000 * 4}, id="padded pages, layers within a block"),
+    pytest.param("LBNHC", LAYERS, 64, {}, id="tokens before heads"),
+    pytest.param("LBNHC", 1, 64, {}, id="tokens before heads, one layer"),
+    pytest.param("BLHNC", LAYERS, 64, {}, id="layers within a block"),
+    pytest.param("BLNHC", LAYERS, 64, {}, id="layers within a block, tokens before heads"),
+    pytest.param("BHLNC", LAYERS, 64, {}, id="layers within a head"),
+]
+
+
+@pytest.mark.parametrize(("layout", "layers", "kernel_block_size", "spec_changes"), CASES)
+def test_equals_the_builtin_registration(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    layers: int,
+    kernel_block_size: int,
+    spec_changes: dict[str, int],
+) -> None:
+    _with_layout(config, monkeypatch, layout)
+    if kernel_block_size != 64:
+        _with_kernel_block_size(monkeypatch, kernel_block_size)
+    caches = cache_config(attention_spec(64, **spec_changes), layers=layers, layout=layout)
+    tensors = allocate(caches, layout=layout, kernel_block_size=kernel_block_size)
+
+    builtin, builtin_hash, builtin_ranges = _builtin(config, caches, tensors)
+    ours = derive_registration(config, caches, tensors)
+
+    advertised = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(
+        encode_agent_metadata(ours.agent_metadata(builtin.agent_metadata))
+    )
+    for field in msgspec.structs.fields(type(ours.agent_metadata(b"x"))):
+        assert getattr(advertised, field.name) == getattr(builtin, field.name), field.name
+    assert ours.compatibility_hash == builtin_hash
+    assert [(r.address, r.length_bytes) for r in ours.ranges] == builtin_ranges
+    assert ours.memory_kind == "DRAM"
+
+
+def test_regions_hold_the_bytes_of_their_blocks(config: VllmConfig) -> None:
+    """Independent of the built-in connector: the address of each block is where the tensor's data is."""
+    caches = cache_config(attention_spec())
+    tensors = allocate(caches)
+    layout = derive_registration(config, caches, tensors).layout
+    assert [region.name for region in layout.regions] == [layer_name(index) for index in range(LAYERS)]
+    for region in layout.regions:
+        for block in (0, 7, 15):
+            assert tensors[region.name][block].data_ptr() == region.base_address + block * region.block_stride_bytes
+        assert region.block_length_bytes == tensors[region.name][0].nbytes == 64 * KV_HEADS * 2 * HEAD_SIZE * 4
+
+
+def test_padding_is_part_of_a_block(config: VllmConfig) -> None:
+    """The built-in connector cannot register this one; ours moves the padding along."""
+    caches = cache_config(attention_spec(page_size_padded=70_000 * 4), layers=2)
+    first, second = derive_registration(config, caches, allocate(caches)).layout.regions
+    assert first.block_length_bytes == first.block_stride_bytes == 280_000
+    assert second.base_address == first.base_address + 16 * 280_000
+
+
+def test_kernel_blocks_are_told_from_blocks(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_kernel_block_size(monkeypatch, 32)
+    caches = cache_config(attention_spec(64))
+    layout = derive_registration(config, caches, allocate(caches, kernel_block_size=32)).layout
+    assert (layout.kernel_block_size_tokens, layout.kernel_blocks_per_block) == (32, 2)
+    assert {region.num_blocks for region in layout.regions} == {32}
+
+
+def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
+    """The whole way: register, encode, decode, plan; the result reads each layer of the peer into ours."""
+    caches = cache_config(attention_spec())
+    theirs = derive_registration(config, caches, allocate(caches))
+    ours = _renamed(derive_registration(config, caches, allocate(caches)), "decode-engine")
+    payload = encode_payload(
+        theirs.compatibility_hash, encode_agent_metadata(theirs.agent_metadata(b"agent")), "0" * 32
+    )
+    reply = decode_reply(
+        encode_reply(payload, 1.0), peer="prefill-engine", address="h:1", expected_hash=ours.compatibility_hash
+    )
+    assert understand(reply.metadata, tp_rank=0, tp_size=1) == theirs.layout
+    plan = plan_reads(ours.layout, theirs.layout)
+    assert [run.address for run in plan.remote_runs] == [r.base_address for r in theirs.layout.regions]
+    assert plan.length_bytes(3) == 3 * LAYERS * attention_spec().page_size_bytes
+
+
+def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec())
+    tensors = allocate(caches)
+    builtin, _, _ = _builtin(config, caches, tensors)
+    metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
+    assert understand(metadata, tp_rank=0, tp_size=1) == derive_registration(config, caches, tensors).layout
+
+
+def test_layers_of_different_sizes_in_one_group(config: VllmConfig) -> None:
+    """A group whose layers differ in page size comes as a spec per layer."""
+    specs = {layer_name(0): attention_spec(), layer_name(1): attention_spec(head_size=64)}
+    names = list(specs)
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, UniformTypeKVCacheSpecs(64, specs))]
+    )
+    tensors = {name: torch.zeros(4, KV_HEADS, 64, 2 * specs[name].head_size) for name in names}
+    builtin, _, builtin_ranges = _builtin(config, caches, tensors)
+    ours = derive_registration(config, caches, tensors)
+    assert [region.block_length_bytes for region in ours.layout.regions] == builtin.block_lens
+    assert len(set(builtin.block_lens)) == 2
+    assert [(r.address, r.length_bytes) for r in ours.ranges] == builtin_ranges
+
+
+def test_layers_that_share_anothers_cache_are_skipped(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec(), layers=2)
+    tensors = allocate(caches)
+    tensors["model.layers.2.self_attn.attn"] = tensors[layer_name(1)]
+    assert len(derive_registration(config, caches, tensors).layout.regions) == 2
+
+
+def _refusal(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> UnsupportedCache:
+    with pytest.raises(UnsupportedCache) as caught:
+        derive_registration(config, caches, tensors)
+    return caught.value
+
+
+def test_refuses_heads_outside_of_blocks(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_layout(config, monkeypatch, "LHBNC")
+    caches = cache_config(attention_spec())
+    tensors = {
+        name: torch.zeros(KV_HEADS, 16, 64, 2 * HEAD_SIZE).permute(1, 0, 2, 3)
+        for name in caches.kv_cache_groups[0].layer_names
+    }
+    assert "strides" in _refusal(config, caches, tensors).field
+
+
+def test_refuses_key_and_value_in_separate_segments(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec())
+    names = caches.kv_cache_groups[0].layer_names
+    tensors = {name: torch.zeros(2, 16, KV_HEADS, 64, HEAD_SIZE) for name in names}
+    assert "shape" in _refusal(config, caches, tensors).field
+
+
+def test_refuses_too_few_blocks(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec())
+    tensors = {name: cache[:15] for name, cache in allocate(caches).items()}
+    assert "(15, 4, 64, 64)" in str(_refusal(config, caches, tensors))
+
+
+def test_refuses_a_missing_layer(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec())
+    tensors = allocate(caches)
+    del tensors[layer_name(3)]
+    assert _refusal(config, caches, tensors).found == layer_name(3)
+
+
+@pytest.mark.parametrize(
+    ("field", "size"),
+    [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("prefill_context_parallel_size", 2)],
+)
+def test_refuses_other_parallelism(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, field: str, size: int) -> None:
+    monkeypatch.setattr(config.parallel_config, field, size)
+    with pytest.raises(UnsupportedCache, match=f"{field} {size}") as caught:
+        require_supported(config, cache_config(attention_spec()))
+    assert caught.value.field == field
+
+
+def test_refuses_several_groups(config: VllmConfig) -> None:
+    caches = cache_config(attention_spec())
+    groups = [KVCacheGroupSpec([layer_name(0)], attention_spec()), KVCacheGroupSpec([layer_name(1)], attention_spec())]
+    with pytest.raises(UnsupportedCache, match="groups 2"):
+        require_supported(config, replace(caches, kv_cache_groups=groups))
+
+
+def test_refuses_other_attention(config: VllmConfig) -> None:
+    window = SlidingWindowSpec(
+        block_size=64, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32, sliding_window=128
+    )
+    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    for spec in (window, latent):
+        with pytest.raises(UnsupportedCache, match=type(spec).__name__):
+            require_supported(config, cache_config(spec))
+
+
+def test_refuses_host_staging(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.kv_transfer_config, "kv_buffer_device", "cuda")
+    with pytest.raises(UnsupportedCache, match="kv_buffer_device cuda"):
+        require_supported(config, cache_config(attention_spec()))
+
+
+def test_refuses_mla(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda self: True))
+    with pytest.raises(UnsupportedCache, match="MLA"):
+        require_supported(config, cache_config(attention_spec()))
+
+
+def _renamed(registration: Registration, engine_id: str) -> Registration:
+    layout = msgspec.structs.replace(registration.layout, engine_id=engine_id)
+    return msgspec.structs.replace(registration, layout=layout)

@@ -1,0 +1,353 @@
+"""Handshake frames and metadata: the order of checks, the bounds, and hostile bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.layout import LayoutMismatch, RankLayout, Region
+from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
+from connector.wire.handshake import (
+    ERROR_LENGTH_MAX,
+    ActorExtension,
+    BadFrame,
+    HandshakeError,
+    MetadataRequest,
+    decode_reply,
+    encode_error,
+    encode_payload,
+    encode_reply,
+    encode_request,
+    parse_request,
+)
+from connector.wire.metadata import (
+    AgentMetadata,
+    decode_agent_metadata,
+    describe,
+    encode_agent_metadata,
+    understand,
+)
+from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
+from tests.unit.properties import on_any_machine
+
+INCARNATION = "0123456789abcdef" * 2
+
+LAYOUT = RankLayout(
+    engine_id="prefill",
+    tp_rank=1,
+    tp_size=2,
+    dcp_size=1,
+    pcp_size=1,
+    regions=tuple(
+        Region(
+            name=f"layer.{index}",
+            base_address=(1 << 40) + index * 4096,
+            block_length_bytes=128,
+            block_stride_bytes=256,
+            num_blocks=16,
+            memory_kind="DRAM",
+        )
+        for index in range(3)
+    ),
+    kernel_block_size_tokens=32,
+    kernel_blocks_per_block=2,
+    layout_name="LBHNC",
+    attention_backend="CPU_ATTN",
+)
+METADATA = describe(LAYOUT, b"agent")
+WIRE: dict[str, Any] = msgspec.to_builtins(METADATA, builtin_types=(bytes,))
+
+
+def _encoded(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode(WIRE | changes)
+
+
+def _reply(metadata: bytes | None = None, clock: float = 5.0) -> tuple[bytes, bytes]:
+    return encode_reply(
+        encode_payload("hash", encode_agent_metadata(METADATA) if metadata is None else metadata, INCARNATION), clock
+    )
+
+
+def _decode(frames: Any, peer: str = "prefill", expected_hash: str | None = "hash") -> Any:
+    return decode_reply(frames, peer=peer, address="host:5600", expected_hash=expected_hash)
+
+
+def _failure(frames: Any, peer: str = "prefill", expected_hash: str | None = "hash") -> Any:
+    with pytest.raises(HandshakeError) as caught:
+        _decode(frames, peer, expected_hash)
+    failure = caught.value.failure
+    assert (failure.peer, failure.address) == (peer, "host:5600")
+    assert str(failure).isprintable()
+    return failure
+
+
+class TestRequest:
+    def test_round_trip(self) -> None:
+        assert parse_request([encode_request(3, 7)]) == MetadataRequest(3, 7)
+
+    def test_older_form(self) -> None:
+        assert parse_request([msgspec.msgpack.encode((b"get_meta_msg", 7))]) == MetadataRequest(0, 7)
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [],
+            [b""],
+            [encode_request(0, 0), b""],
+            [b"get_meta_msg"],
+            [b"\xc1"],
+            [b"GET / HTTP/1.1\r\n\r\n"],
+            [b"\x91" * 60],
+            [b"\x91" * 100_000],
+            [b"\xdd\xff\xff\xff\xff"],
+            [msgspec.msgpack.encode(("get_meta_msg", 0, 0))],
+            [msgspec.msgpack.encode((b"other", 0, 0))],
+            [msgspec.msgpack.encode((b"get_meta_msg",))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 0, 0, 0))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 0, -1))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 1024, 0))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 0, 2**64 - 1))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 0, True))],
+            [msgspec.msgpack.encode((b"get_meta_msg", 0, 1.0))],
+            [encode_request(0, 0) + b"\0"],
+        ],
+    )
+    def test_bad_frames(self, frames: list[bytes]) -> None:
+        with pytest.raises(BadFrame) as caught:
+            parse_request(frames)
+        assert len(caught.value.detail) < 300
+
+    @on_any_machine
+    @given(st.lists(st.binary(max_size=40), max_size=3))
+    def test_any_bytes(self, frames: list[bytes]) -> None:
+        try:
+            parse_request(frames)
+        except BadFrame:
+            return
+        assert len(frames) == 1
+
+
+class TestReply:
+    def test_round_trip(self) -> None:
+        reply = _decode(_reply())
+        assert reply.metadata == METADATA
+        assert reply.actor == ActorExtension(version=1, incarnation=INCARNATION)
+        assert reply.listener_clock_seconds == 5.0
+
+    @pytest.mark.parametrize("frames", [(), (b"",), (*_reply(), b""), (b"", b""), (b"\xff", _reply()[1])])
+    def test_wrong_frames(self, frames: Any) -> None:
+        assert isinstance(_failure(frames), HandshakeMalformed)
+
+    def test_error_reply(self) -> None:
+        failure = _failure(encode_reply(encode_error("no rank 7\n" * 1000), 1.0))
+        assert isinstance(failure, HandshakeRefused)
+        assert failure.detail.startswith("no rank 7\\n")
+        assert len(failure.detail) <= ERROR_LENGTH_MAX
+
+    def test_hash_is_compared_before_the_metadata_is_decoded(self) -> None:
+        frames = _reply(metadata=b"\xc1 another version's")
+        failure = _failure(frames, expected_hash="ours")
+        assert isinstance(failure, Incompatible)
+        assert (failure.field, failure.local, failure.remote) == ("compatibility_hash", "ours", "hash")
+        assert isinstance(_failure(frames), HandshakeMalformed)
+
+    def test_hash_comparison_can_be_switched_off(self) -> None:
+        assert _decode(_reply(), expected_hash=None).metadata == METADATA
+
+    def test_wrong_engine(self) -> None:
+        failure = _failure(_reply(), peer="somebody else")
+        assert isinstance(failure, WrongEngine)
+        assert failure.found == "prefill"
+
+    @pytest.mark.parametrize("clock", [float("nan"), float("inf"), -1.0, 1e13])
+    def test_clock_that_is_none(self, clock: float) -> None:
+        failure = _failure(_reply(clock=clock))
+        assert (failure.kind, failure.field) == ("HandshakeMalformed", "clock")
+
+    @pytest.mark.parametrize("frame", [b"", b"\xa15", b"\xc0", msgspec.msgpack.encode([1.0]), b"\xcb" + b"\0" * 40])
+    def test_clock_frame_that_is_none(self, frame: bytes) -> None:
+        assert _failure((_reply()[0], frame)).field == "clock"
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            {"compatibility_hash": "hash"},
+            {"agent_metadata_bytes": b""},
+            {"compatibility_hash": "hash", "agent_metadata_bytes": "text"},
+            {"compatibility_hash": "h" * 257, "agent_metadata_bytes": b""},
+            {"compatibility_hash": "new\nline", "agent_metadata_bytes": b""},
+            {
+                "compatibility_hash": "hash",
+                "agent_metadata_bytes": b"",
+                "actor": {"version": 0, "incarnation": INCARNATION},
+            },
+            {"compatibility_hash": "hash", "agent_metadata_bytes": b"", "actor": {"incarnation": "x"}},
+            {"error": 5},
+            [],
+            "text",
+        ],
+    )
+    def test_malformed_payload(self, payload: Any) -> None:
+        failure = _failure((msgspec.msgpack.encode(payload), _reply()[1]))
+        assert (failure.kind, failure.field) == ("HandshakeMalformed", "payload")
+
+    def test_newer_extension_is_understood(self) -> None:
+        payload = msgspec.msgpack.decode(_reply()[0])
+        payload["actor"] |= {"version": 2, "later": [1, 2, 3]}
+        payload["another"] = {"x": None}
+        assert _decode((msgspec.msgpack.encode(payload), _reply()[1])).actor.version == 2
+
+    def test_deep_nesting_in_an_ignored_key(self) -> None:
+        payload = b"\x81\xa1z" + b"\x91" * 1_000_000 + b"\xc0"
+        assert "nested" in _failure((payload, _reply()[1])).detail
+
+    @on_any_machine
+    @given(st.binary(max_size=200), st.binary(max_size=12))
+    def test_any_bytes(self, payload: bytes, clock: bytes) -> None:
+        _failure((payload, clock))
+
+    @on_any_machine
+    @given(st.data())
+    def test_flipped_bytes(self, data: st.DataObject) -> None:
+        """One byte of a good reply changed: still a reply, or a typed failure."""
+        payload = bytearray(_reply()[0])
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            reply = _decode((bytes(payload), _reply()[1]))
+        except HandshakeError:
+            return
+        assert isinstance(reply.metadata, AgentMetadata)
+
+
+class TestMetadata:
+    def test_round_trip_of_a_layout(self) -> None:
+        assert understand(decode_agent_metadata(encode_agent_metadata(METADATA)), tp_rank=1, tp_size=2) == LAYOUT
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"engine_id": ""},
+            {"engine_id": "e" * 513},
+            {"agent_metadata": b""},
+            {"agent_metadata": "text"},
+            {"kv_caches_base_addr": []},
+            {"kv_caches_base_addr": [0, 4096, 8192]},
+            {"kv_caches_base_addr": [-1, 4096, 8192]},
+            {"kv_caches_base_addr": [2**63, 4096, 8192]},
+            {"kv_caches_base_addr": [2**63 - 100, 4096, 8192]},
+            {"kv_caches_base_addr": [4096] * 100_001},
+            {"kv_caches_base_addr": [1 << 40]},
+            {"block_lens": [128, 128]},
+            {"block_lens": [128, 0, 128]},
+            {"block_lens": [128, 128, 257]},
+            {"block_strides": [256, 256, 127]},
+            {"block_strides": [256, 256, 2**62]},
+            {"block_strides": []},
+            {"num_blocks": 0},
+            {"num_blocks": 2**31},
+            {"num_blocks": 16.0},
+            {"block_size": 0},
+            {"physical_blocks_per_logical_kv_block": 0},
+            {"region_num_blocks": [16, 16]},
+            {"region_num_blocks": [16, 16, 0]},
+            {"region_group_ids": [0]},
+            {"region_group_ids": [0, 0, -2]},
+            {"region_names": ["a", "b"]},
+            {"region_names": ["a", "b", "c\n"]},
+            {"region_mem_types": ["DRAM", "DRAM"]},
+            {"region_mem_types": ["DRAM", "DRAM", "FILE"]},
+            {"ssm_sizes": [0]},
+            {"ssm_sizes": [0, -1]},
+            {"dcp_size": 0},
+            {"pcp_size": -1},
+            {"device_id": -1},
+            {"kv_cache_layout": 5},
+            {"packed_member_layouts": {"a": [0]}},
+        ],
+        ids=lambda changes: repr(changes)[:40],
+    )
+    def test_bounds(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(DecodeFailed) as caught:
+            decode_agent_metadata(_encoded(**changes))
+        assert len(caught.value.detail) <= 200
+
+    @pytest.mark.parametrize(
+        "field", ["engine_id", "agent_metadata", "kv_caches_base_addr", "block_lens", "num_blocks"]
+    )
+    def test_missing(self, field: str) -> None:
+        with pytest.raises(DecodeFailed, match=field):
+            decode_agent_metadata(msgspec.msgpack.encode({key: value for key, value in WIRE.items() if key != field}))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("ssm_sizes", (64, 128)),
+            ("packed_member_layouts", {"layer.0": (0, 128)}),
+            ("ple_block_len", 64),
+            ("region_names", None),
+            ("region_mem_types", None),
+            ("region_num_blocks", None),
+            ("region_group_ids", None),
+        ],
+    )
+    def test_other_than_full_attention_is_refused_by_name(self, field: str, value: Any) -> None:
+        metadata = decode_agent_metadata(_encoded(**{field: value}))
+        with pytest.raises(LayoutMismatch) as caught:
+            understand(metadata, tp_rank=0, tp_size=1)
+        assert caught.value.field == field
+
+    def test_sizes_of_a_large_model(self) -> None:
+        """Ten thousand regions decode; a limit that is too tight would show here."""
+        count = 10_000
+        metadata = decode_agent_metadata(
+            _encoded(
+                agent_metadata=bytes(1 << 20),
+                kv_caches_base_addr=[4096] * count,
+                block_lens=[128] * count,
+                block_strides=[128] * count,
+                region_num_blocks=[16] * count,
+                region_group_ids=[0] * count,
+                region_names=[f"model.layers.{index}.self_attn.attn" for index in range(count)],
+                region_mem_types=["VRAM"] * count,
+            )
+        )
+        assert len(understand(metadata, tp_rank=0, tp_size=1).regions) == count
+
+
+class TestBoundedText:
+    @pytest.mark.parametrize(
+        ("value", "rendered"),
+        [
+            (None, "None"),
+            (True, "True"),
+            (-5, "-5"),
+            pytest.param(10**5000, "an integer of 16610 bits", id="huge integer"),
+            (float("nan"), "nan"),
+            ("a\nb", r"'a\nb'"),
+            (b"\0", r"b'\x00'"),
+            ([1, [2, [3, [4]]], 5, 6], "list of 4 [1, [2, list of 2 [...]], 5, ...]"),
+            ({"a": 1, "b": 2}, "{'a': ..., 'b': ...}"),
+            (object(), "a value of type object"),
+        ],
+    )
+    def test_rendering(self, value: Any, rendered: str) -> None:
+        assert render_untrusted(value) == rendered
+
+    @on_any_machine
+    @given(st.recursive(st.none() | st.integers() | st.text() | st.binary() | st.floats(), st.lists, max_leaves=20))
+    def test_is_bounded_and_printable(self, value: Any) -> None:
+        text = render_untrusted(value, 40)
+        assert len(text) <= 40
+        assert text.isprintable()
+
+    @on_any_machine
+    @given(st.text())
+    def test_shortening(self, text: str) -> None:
+        assert len(shorten(text, 30)) <= 30
+        assert shorten(text, 30).isprintable()
+        if len(text) <= 30 and text.isprintable():
+            assert shorten(text, 30) == text

@@ -1,0 +1,134 @@
+"""Real vLLM configurations and KV caches for tests that compare us with the built-in connector, in one process.
+
+No model is loaded and nothing is downloaded: a configuration file is all that `VllmConfig` needs. The KV cache comes
+from vLLM's own allocator, so views, strides and the shared allocation are those of a running engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+KV_HEADS = 4
+HEAD_SIZE = 32
+LAYERS = 12
+"""More than ten, so that natural and alphabetical order of layer names differ."""
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """Configuration of a tiny Llama in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def engine_config(model: Path, **changes: Any) -> VllmConfig:
+    """Configuration of an engine with a NIXL connector; `changes` are engine arguments."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": 64,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device="cpu", engine_id="prefill-engine"
+        ),
+    }
+    config = EngineArgs(**(arguments | changes)).create_engine_config()
+    config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
+    return config
+
+
+def layer_name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def attention_spec(block_size_tokens: int = 64, **changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        **{
+            "block_size": block_size_tokens,
+            "num_kv_heads": KV_HEADS,
+            "head_size": HEAD_SIZE,
+            "dtype": torch.float32,
+            **changes,
+        }
+    )
+
+
+def cache_config(
+    spec: AttentionSpec, *, layers: int = LAYERS, num_blocks: int = 16, layout: str = "LBHNC"
+) -> KVCacheConfig:
+    """All layers in one group and one allocation, placed as vLLM places them for `layout`."""
+    names = [layer_name(index) for index in range(layers)]
+    page = spec.page_size_bytes
+    block_outermost = KVCacheLayout[layout].is_block_outermost
+    layer_stride = page if block_outermost else page * num_blocks
+    if layout == "BHLNC":
+        layer_stride = page // spec.num_kv_heads
+    tensor = KVCacheTensor(
+        size=page * num_blocks * layers,
+        layers=names,
+        layer_stride=layer_stride,
+        block_stride=page * layers if block_outermost else page,
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+    )
+
+
+def allocate(config: KVCacheConfig, *, layout: str = "LBHNC", kernel_block_size: int = 64) -> dict[str, torch.Tensor]:
+    """The KV cache tensors as the model runner hands them to `register_kv_caches`, in an unhelpful order."""
+    caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout], [kernel_block_size])
+    return dict(sorted(caches.items()))
+
+
+@contextlib.contextmanager
+def single_rank(config: VllmConfig, directory: Path) -> Iterator[None]:
+    """vLLM's process groups for one rank; puts back the CPU affinity that the built-in connector changes."""
+    affinity = os.sched_getaffinity(0)
+    try:
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+        yield
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        os.sched_setaffinity(0, affinity)
