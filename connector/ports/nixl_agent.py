@@ -1,0 +1,327 @@
+"""The real NIXL agent behind `ports.nixl.NixlPort`.
+
+Why a thread of its own (see `nixl_thread`)
+Measured by tests/bench/bench_nixl_calls.py: a READ of 134 MB (2048 scattered blocks of 64 KiB) between two processes
+over CMA, on a noisy machine with 2 cores, in milliseconds; "loop" is how late a task of the same trio loop came.
+
+| call | called in the trio thread: p50 / max | loop | from the agent's thread: p50 / max | loop |
+|---|---|---|---|---|
+| transfer (post_read until ReadDone) | 32 / 223 | 222 | 33 / 47 | 4.7 |
+| add_remote_agent | 1.2 / 8.0 | 7.2 | 1.5 / 6.6 | 1.9 |
+| prep_xfer_dlist | 0.07 / 0.07 | 0.4 | 0.4 / 0.8 | 1.0 |
+| make_prepped_xfer | 0.1 / 0.2 | 0.6 | (part of post_read) | |
+| check, release, notifications | < 0.1 | 0.8 | | |
+
+(223: the first READ, into memory that was not touched before.) `transfer` copies the whole READ before it returns, so a
+trio loop that made the call would stand still for it, and with it every handshake, timeout and lease of every other
+peer. It does release the GIL (a computing thread stood still for at most 2.8 ms of its 43 ms), so a thread of its own
+really takes it off the loop. Calls that are short could stay in the loop, but an agent may be called by one thread only
+(NIXL crashes within seconds otherwise), so all of them moved; a command and its answer cost 0.3 ms here, mostly the two
+wake-ups. Polling costs 0.5 % of a core while the port is idle and 5 % while it expects notifications.
+
+How a call travels
+The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a deque, as it does
+with events; `TrioToken.run_sync_soon` is called once per batch, not once per item (a flag says that a drain is due; the
+drain clears it before it looks). The two threads share nothing else.
+
+Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
+one NIXL call takes), so a result is never lost and needs no disposal.
+
+Events of a READ whose `post_read` has not returned yet are held back until it has: the caller knows the handle first.
+
+What this port cannot do
+* Stop a READ; nor can NIXL.
+* Vouch that nothing lands after an error state. It was observed for UCX in error handling mode "peer" (the default).
+* Notice a short READ. Over CMA, when part of one descriptor's remote memory is not mapped any more, UCX 1.23 copies
+  what comes before the hole, and NIXL calls it done and notifies the peer. It takes a peer that unmaps part of a
+  registered range while it serves, which no engine does; a descriptor that is gone as a whole is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+
+from connector.ports.nixl import (
+    AgentName,
+    DescriptorIds,
+    DescriptorListHandle,
+    MemoryRange,
+    MemoryRun,
+    NixlCallFailed,
+    NixlEvent,
+    PortBroken,
+    PortClosed,
+    PortCounts,
+    ReadDone,
+    ReadErrored,
+    ReadHandle,
+    ReadInFlight,
+)
+from connector.ports.nixl_thread import (
+    AgentCore,
+    AgentThread,
+    CallRefused,
+    Command,
+    MemoryType,
+    Outgoing,
+    ThreadEnded,
+)
+
+OPEN_SECONDS_MAX = 60.0
+"""Creating an agent and registering memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer."""
+
+TEARDOWN_SECONDS_MAX = 10.0
+"""How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
+
+logger = logging.getLogger(__name__)
+
+
+class RealNixlPort:
+    """A NIXL agent on a thread of its own. Implements `NixlPort`; made by `open`.
+
+    `set_event_callback` (or the first async call) ties the port to the trio run that it is called in.
+    """
+
+    def __init__(self, agent_name: AgentName) -> None:
+        self._agent_name = agent_name
+        self._handles = itertools.count(1)
+        self._outbox: deque[Outgoing] = deque()
+        self._drain_is_due = False
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._on_event: Callable[[NixlEvent], None] | None = None
+        self._events: deque[NixlEvent] = deque()
+        self._posting: set[ReadHandle] = set()
+        self._reads_ended: dict[ReadHandle, bool] = {}
+        self._parked: dict[Command, trio.lowlevel.Task] = {}
+        self._closing = False
+        self._ended: ThreadEnded | None = None
+        self._ended_event: trio.Event | None = None
+        self._thread: AgentThread
+        self._core: AgentCore
+
+    @classmethod
+    def open(
+        cls,
+        agent_name: AgentName,
+        ranges: Sequence[MemoryRange],
+        memory_type: MemoryType,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
+        *,
+        prepare_thread: Callable[[], None] | None = None,
+        timeout_seconds: float = OPEN_SECONDS_MAX,
+    ) -> RealNixlPort:
+        """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
+
+        `num_threads` is UCX's (0: none). `prepare_thread` runs on the agent's thread first: for VRAM it must make
+        the device current, or UCX finds no CUDA context and does without NVLink. Raises NixlCallFailed.
+        """
+        port = cls(agent_name)
+
+        def make_core() -> AgentCore:
+            if prepare_thread is not None:
+                prepare_thread()
+            return AgentCore(agent_name, ranges, memory_type, backends, num_threads)
+
+        port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver)
+        try:
+            port._core = port._thread.open(timeout_seconds)
+        except CallRefused as refused:
+            raise NixlCallFailed("open", refused.error) from None
+        return port
+
+    @property
+    def agent_name(self) -> AgentName:
+        return self._agent_name
+
+    @property
+    def agent_metadata(self) -> bytes:
+        return self._core.metadata
+
+    def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
+        self._attach()
+        self._on_event = on_event
+        self._request_drain()
+
+    async def add_remote_agent(self, metadata: bytes) -> AgentName:
+        name: AgentName = await self._call("add_remote_agent", lambda core: core.add_remote_agent(metadata))
+        return name
+
+    async def remove_remote_agent(self, name: AgentName) -> None:
+        await self._call("remove_remote_agent", lambda core: core.remove_remote_agent(name))
+
+    async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
+        return await self._prepare("prepare_local", None, runs)
+
+    async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
+        return await self._prepare("prepare_remote", agent, runs)
+
+    async def _prepare(self, operation: str, agent: AgentName | None, runs: Sequence[MemoryRun]) -> int:
+        handle = next(self._handles)
+        await self._call(operation, lambda core: core.prepare(handle, agent, runs))
+        return handle
+
+    async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
+        await self._call("release_descriptor_list", lambda core: core.release_list(handle))
+
+    async def post_read(
+        self,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+        notification: bytes,
+    ) -> ReadHandle:
+        handle = next(self._handles)
+        self._posting.add(handle)
+        try:
+            await self._call(
+                "post_read",
+                lambda core: core.post_read(handle, local, local_ids, remote, remote_ids, notification),
+            )
+            self._reads_ended[handle] = False
+        finally:
+            self._posting.discard(handle)
+            if self._events:  # perhaps held back for this READ
+                self._request_drain()
+        return handle
+
+    async def release_read(self, handle: ReadHandle) -> None:
+        """The thread has released the READ already when its end was seen, so only the books change here."""
+        self._refuse_if_closed()
+        if self._reads_ended.get(handle) is False:
+            raise ReadInFlight(f"READ {handle} has not ended")
+        await trio.lowlevel.checkpoint()
+        self._reads_ended.pop(handle, None)
+
+    async def send_notification(self, agent: AgentName, message: bytes) -> None:
+        await self._call("send_notification", lambda core: core.send_notification(agent, message))
+
+    def expect_notifications(self, expected: bool) -> None:
+        self._thread.expect_notifications(expected)
+
+    def counts(self) -> PortCounts:
+        return PortCounts(
+            remote_agents=len(self._core.agents),
+            descriptor_lists=len(self._core.lists),
+            reads=len(self._reads_ended),
+            registered_ranges=self._core.registered_ranges,
+        )
+
+    async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
+        self._attach()
+        if self._ended_event is None:
+            self._ended_event = trio.Event()
+        if self._ended is not None:
+            self._ended_event.set()
+        if not self._closing:
+            self._closing = True
+            self._thread.close(grace_seconds)
+        try:
+            with trio.move_on_after(grace_seconds + TEARDOWN_SECONDS_MAX):
+                await self._ended_event.wait()
+        except trio.Cancelled:
+            self._thread.close(0.0)
+            with trio.move_on_after(TEARDOWN_SECONDS_MAX, shield=True):
+                await self._ended_event.wait()
+            raise
+        return self._abandoned()
+
+    def close_blocking(self, timeout_seconds: float) -> list[ReadHandle]:
+        """Close without a trio run: for a port that never saw one, or has outlived it. No grace for READs."""
+        self._closing = True
+        self._thread.close(0.0)
+        self._thread.join(timeout_seconds)
+        return self._abandoned()
+
+    def _abandoned(self) -> list[ReadHandle]:
+        """READs left in flight; those of a thread that does not end, too."""
+        return list(self._thread.abandoned if self._thread.ended else self._core.reads)
+
+    async def _call(self, operation: str, call: Callable[[AgentCore], Any]) -> Any:
+        """Run `call` on the agent's thread. Raises NixlCallFailed or PortClosed; see "Cancellation" above."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._refuse_if_closed()
+        self._attach()
+        command = Command(call)
+        self._parked[command] = trio.lowlevel.current_task()
+        try:
+            if not self._thread.submit(command):
+                raise PortClosed(self._agent_name)
+
+            def withdraw(_raise_cancel: object) -> trio.lowlevel.Abort:
+                return trio.lowlevel.Abort.SUCCEEDED if command.claim() else trio.lowlevel.Abort.FAILED
+
+            await trio.lowlevel.wait_task_rescheduled(withdraw)
+        finally:
+            self._parked.pop(command, None)
+        if command.closed:
+            raise PortClosed(self._agent_name)
+        if command.failure is not None:
+            failure = command.failure
+            raise NixlCallFailed(operation, failure.error, transport_lost=failure.transport_lost)
+        return command.result
+
+    def _refuse_if_closed(self) -> None:
+        if self._closing or self._thread.ended:
+            raise PortClosed(self._agent_name)
+
+    def _attach(self) -> None:
+        if self._token is None:
+            self._token = trio.lowlevel.current_trio_token()
+            self._request_drain()
+
+    # From here on: the way back. `_deliver` runs on the agent's thread, `_drain` and what it calls in trio.
+
+    def _deliver(self, items: Sequence[Outgoing]) -> int:
+        """Hand items to the trio thread; returns how many wait there."""
+        self._outbox.extend(items)
+        self._request_drain()
+        return len(self._outbox) + len(self._events)
+
+    def _request_drain(self) -> None:
+        if self._drain_is_due or self._token is None:
+            return
+        self._drain_is_due = True
+        try:
+            self._token.run_sync_soon(self._drain)
+        except trio.RunFinishedError:
+            self._thread.close(0.0)  # nobody will ask for anything any more
+
+    def _drain(self) -> None:
+        self._drain_is_due = False  # before looking: an item that comes now asks for another drain
+        while self._outbox:
+            item = self._outbox.popleft()
+            if isinstance(item, Command):
+                task = self._parked.pop(item, None)
+                if task is not None:
+                    trio.lowlevel.reschedule(task)
+            elif isinstance(item, ThreadEnded):
+                self._ended = item
+                if self._ended_event is not None:
+                    self._ended_event.set()
+            else:
+                self._events.append(item)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Call the callback with every event in order, up to one that has to wait for its `post_read`."""
+        while self._events and self._on_event is not None:
+            event = self._events[0]
+            if isinstance(event, ReadDone | ReadErrored):
+                if event.handle in self._posting:
+                    return
+                self._reads_ended[event.handle] = True
+            elif isinstance(event, PortBroken):
+                self._closing = True
+            self._events.popleft()
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("the callback of NIXL port %s raised on %r", self._agent_name, event)

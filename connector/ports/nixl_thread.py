@@ -1,0 +1,553 @@
+"""The one thread that ever touches a NIXL agent.
+
+`AgentCore` is the agent with everything that belongs to it (descriptor lists, READs in flight). `AgentThread` runs it:
+it takes commands from a queue, polls the READs in flight and the notifications, and hands results and events to the
+other side, `nixl_agent.RealNixlPort`, which explains why there is such a thread at all.
+
+Rules
+* NIXL objects (the agent, list handles, READ handles) never leave this thread, not even inside a traceback: their
+  `__del__` calls the agent from whatever thread drops the last reference, and the agent is not thread-safe. Errors
+  therefore cross as text, and both classes drop what they hold before the thread ends.
+* A remote agent is removed only when no READ from it is in flight: NIXL would forget how to ask for the READ's state
+  while its data keeps landing, and then nobody could say when the memory is free. The removal waits; new lists and
+  READs for the agent are refused at once.
+* Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
+  the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
+  to a ceiling that depends on what it waits for. A command ends a pause at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from connector.ports.nixl import (
+    AgentName,
+    DescriptorIds,
+    DescriptorListHandle,
+    MemoryRange,
+    MemoryRun,
+    NixlEvent,
+    NotificationReceived,
+    PortBroken,
+    ReadDone,
+    ReadErrored,
+    ReadHandle,
+)
+
+MemoryType = Literal["DRAM", "VRAM"]
+
+PAUSE_READING_SECONDS_MAX = 0.0005
+"""Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
+
+PAUSE_EXPECTING_SECONDS_MAX = 0.001
+"""Longest pause while notifications are expected."""
+
+PAUSE_IDLE_SECONDS_MAX = 0.05
+"""Longest pause otherwise: 20 polls a second keep connections alive for well under 1 % of a core."""
+
+PAUSE_SECONDS_MIN = 0.00005
+"""Shorter pauses are not worth a system call (the kernel's timer slack alone is 50 us); the loop spins instead."""
+
+PAUSE_FRACTION = 0.25
+"""Pause this fraction of the time since the last activity: a wait overshoots by at most a quarter."""
+
+POLL_WORKED_SECONDS = 0.0001
+POLL_WORKED_SECONDS_PER_READ = 0.000005
+"""A poll that took longer than this moved data (an empty one takes 1-50 us), so the next one follows at once."""
+
+EXIT_SECONDS_MAX = 2.0
+"""How long the end of the process waits for a port that nobody closed."""
+
+UNDELIVERED_EVENTS_MAX = 10_000
+"""Notifications are left inside NIXL while so many events wait for the trio thread."""
+
+
+class CallRefused(Exception):
+    """A command failed before or inside NIXL. Carries text only (see the module's first rule)."""
+
+    def __init__(self, error: str, *, transport_lost: bool = False) -> None:
+        super().__init__(error)
+        self.error = error
+        self.transport_lost = transport_lost
+
+
+class Command:
+    """One call on its way to the agent's thread and back.
+
+    Either the thread or a canceller claims it, whoever comes first; a lock taken once is the atomic test-and-set.
+    `failure` is set when the call failed, `closed` when the thread ended before it came to it, else `result` holds.
+    """
+
+    __slots__ = ("_claim", "call", "closed", "failure", "result")
+
+    def __init__(self, call: Callable[[AgentCore], Any]) -> None:
+        self.call = call
+        self.result: Any = None
+        self.failure: CallRefused | None = None
+        self.closed = False
+        self._claim = threading.Lock()
+
+    def claim(self) -> bool:
+        """True for the first caller only."""
+        return self._claim.acquire(blocking=False)
+
+
+class ThreadEnded(msgspec.Struct, frozen=True):
+    """The last thing the thread says. `abandoned`: READs left in flight, whose memory must not be reused."""
+
+    abandoned: tuple[ReadHandle, ...]
+
+
+Outgoing = Command | ThreadEnded | NixlEvent
+
+
+class _List:
+    """A prepared descriptor list. `prepared` is None once its remote agent is gone."""
+
+    __slots__ = ("agent", "block_length_bytes", "prepared", "run_ends", "run_lengths_bytes")
+
+    def __init__(self, agent: AgentName | None, runs: Sequence[MemoryRun], prepared: Any) -> None:
+        self.agent = agent
+        self.prepared: Any | None = prepared
+        lengths = {run.length_bytes for run in runs}
+        self.block_length_bytes = lengths.pop() if len(lengths) == 1 else None
+        self.run_lengths_bytes = np.array([run.length_bytes for run in runs], dtype=np.int64)
+        self.run_ends = np.cumsum([run.count for run in runs])
+
+    def length_bytes(self, ids: DescriptorIds) -> int:
+        """Bytes named by `ids`, which NIXL has found valid."""
+        if self.block_length_bytes is not None:
+            return self.block_length_bytes * len(ids)
+        return int(self.run_lengths_bytes[np.searchsorted(self.run_ends, ids, side="right")].sum())
+
+
+class _Read:
+    """A READ in flight from `agent`."""
+
+    __slots__ = ("agent", "bytes", "descriptors", "transfer")
+
+    def __init__(self, agent: AgentName, transfer: Any, length_bytes: int, descriptors: int) -> None:
+        self.agent = agent
+        self.transfer = transfer
+        self.bytes = length_bytes
+        self.descriptors = descriptors
+
+
+class AgentCore:
+    """A NIXL agent and what belongs to it. Created, used and destroyed on one thread.
+
+    Every method may raise whatever NIXL raises; `describe` turns that into text.
+    """
+
+    def __init__(
+        self,
+        agent_name: AgentName,
+        ranges: Sequence[MemoryRange],
+        memory_type: MemoryType,
+        backends: Sequence[str],
+        num_threads: int,
+    ) -> None:
+        self._nixl = _import_nixl()
+        self._memory_type = memory_type
+        config = self._nixl.nixl_agent_config(
+            enable_prog_thread=False,
+            capture_telemetry=True,
+            num_threads=num_threads,
+            backends=list(backends),
+        )
+        self._agent = self._nixl.nixl_agent(agent_name, config)
+        missing = [backend for backend in backends if backend not in self._agent.backends]
+        if missing:
+            raise CallRefused(f"NIXL has no usable backend {', '.join(missing)}")
+        self._registration: Any | None = None
+        if ranges:
+            described = [(r.address, r.length_bytes, r.device_id, "") for r in ranges]
+            self._registration = self._agent.register_memory(described, memory_type, list(backends))
+        self.registered_ranges = len(ranges)
+        self.metadata: bytes = bytes(self._agent.get_agent_metadata())
+        self.agents: set[AgentName] = set()
+        self.lists: dict[DescriptorListHandle, _List] = {}
+        self.reads: dict[ReadHandle, _Read] = {}
+        self._leaving: set[AgentName] = set()
+        self._unreleasable: list[Any] = []
+
+    def add_remote_agent(self, metadata: bytes) -> AgentName:
+        """Load a peer, or keep it if its removal is still waiting for a READ."""
+        name = _text(self._agent.add_remote_agent(metadata))
+        self.agents.add(name)
+        self._leaving.discard(name)
+        return name
+
+    def remove_remote_agent(self, name: AgentName) -> None:
+        """Forget a peer, now or when its last READ has ended; its lists are of no use from now on."""
+        if name not in self.agents:
+            return
+        for prepared in self.lists.values():
+            if prepared.agent == name and prepared.prepared is not None:
+                self._agent.release_dlist_handle(prepared.prepared)
+                prepared.prepared = None
+        self._leaving.add(name)
+        self._finish_removal(name)
+
+    def _finish_removal(self, name: AgentName) -> None:
+        if name in self._leaving and not any(read.agent == name for read in self.reads.values()):
+            self._leaving.discard(name)
+            self.agents.discard(name)
+            self._agent.remove_remote_agent(name)
+
+    def prepare(self, handle: DescriptorListHandle, agent: AgentName | None, runs: Sequence[MemoryRun]) -> None:
+        """Prepare a list under the port's `handle`; `agent` is None for local memory."""
+        if not runs:
+            raise CallRefused("no memory runs given")
+        if agent is not None and (agent not in self.agents or agent in self._leaving):
+            raise CallRefused(f"remote agent {agent} is not loaded")
+        rows = np.array(
+            [(run.address, run.length_bytes, run.device_id, run.stride_bytes, run.count) for run in runs],
+            dtype=np.uint64,
+        )
+        side = "NIXL_INIT_AGENT" if agent is None else agent
+        self.lists[handle] = _List(agent, runs, self._agent.prep_xfer_dlist(side, rows, self._memory_type))
+
+    def release_list(self, handle: DescriptorListHandle) -> None:
+        """Unknown handles are ignored."""
+        prepared = self.lists.pop(handle, None)
+        if prepared is not None and prepared.prepared is not None:
+            self._agent.release_dlist_handle(prepared.prepared)
+
+    def post_read(
+        self,
+        handle: ReadHandle,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+        notification: bytes,
+    ) -> ReadDone | None:
+        """Post a READ under the port's `handle`; returns its end if it is over already."""
+        local_list, remote_list = self._usable(local), self._usable(remote)
+        if local_list.agent is not None or remote_list.agent is None:
+            raise CallRefused("a READ goes from a remote list to a local one")
+        for ids in (local_ids, remote_ids):
+            if ids.dtype != np.int32 or ids.ndim != 1:  # NIXL truncates floats without a word
+                raise CallRefused(f"descriptor ids must be int32 in one dimension, not {ids.dtype} in {ids.ndim}")
+        transfer = self._agent.make_prepped_xfer(
+            "READ",
+            local_list.prepared,
+            np.ascontiguousarray(local_ids),
+            remote_list.prepared,
+            np.ascontiguousarray(remote_ids),
+            notification,
+        )
+        read = _Read(remote_list.agent, transfer, local_list.length_bytes(local_ids), len(local_ids))
+        try:
+            state = self._agent.transfer(transfer)
+        except Exception:
+            if not self._still_running(transfer):
+                self._release(transfer)
+                raise
+            state = "PROC"
+        self.reads[handle] = read
+        return self._end_done(handle, read) if state == "DONE" else None
+
+    def _still_running(self, transfer: Any) -> bool:
+        """Whether a READ whose post raised is in flight all the same (it would have to be waited for)."""
+        try:
+            return bool(self._agent.check_xfer_state(transfer) == "PROC")
+        except Exception:
+            return False
+
+    def _usable(self, handle: DescriptorListHandle) -> _List:
+        prepared = self.lists.get(handle)
+        if prepared is None:
+            raise CallRefused(f"descriptor list {handle} is not known")
+        if prepared.prepared is None:
+            raise CallRefused(f"remote agent {prepared.agent} was removed; prepare its list again", transport_lost=True)
+        return prepared
+
+    def send_notification(self, agent: AgentName, message: bytes) -> None:
+        self._agent.send_notif(agent, message)
+
+    def poll_reads(self) -> list[NixlEvent]:
+        """Ask for the state of every READ in flight; this also makes them progress and sends their notifications."""
+        ended: list[NixlEvent] = []
+        for handle, read in list(self.reads.items()):
+            try:
+                state = self._agent.check_xfer_state(read.transfer)
+            except Exception as error:
+                text, lost = self.describe(error)
+                ended.append(ReadErrored(handle, time.monotonic_ns(), text, lost))
+                self._forget(handle, read)
+                continue
+            if state == "DONE":
+                ended.append(self._end_done(handle, read))
+        return ended
+
+    def _end_done(self, handle: ReadHandle, read: _Read) -> ReadDone:
+        completed_ns = time.monotonic_ns()
+        transport_seconds, post_seconds = self._durations_seconds(read.transfer)
+        self._forget(handle, read)
+        return ReadDone(handle, completed_ns, read.bytes, read.descriptors, transport_seconds, post_seconds)
+
+    def _durations_seconds(self, transfer: Any) -> tuple[float, float]:
+        """What telemetry says of a READ that is done (before that it says garbage)."""
+        try:
+            telemetry = self._agent.get_xfer_telemetry(transfer)
+            return telemetry.xferDuration / 1e6, telemetry.postDuration / 1e6
+        except Exception:
+            return 0.0, 0.0
+
+    def _forget(self, handle: ReadHandle, read: _Read) -> None:
+        del self.reads[handle]
+        self._release(read.transfer)
+        self._finish_removal(read.agent)
+
+    def _release(self, transfer: Any) -> None:
+        """Release a READ that is over. What NIXL will not release waits for the end of the agent."""
+        try:
+            self._agent.release_xfer_handle(transfer)
+        except Exception:
+            self._unreleasable.append(transfer)
+
+    def poll_notifications(self) -> list[NixlEvent]:
+        received: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        return [
+            NotificationReceived(_text(sender), bytes(message))
+            for sender, messages in received.items()
+            for message in messages
+        ]
+
+    def describe(self, error: Exception) -> tuple[str, bool]:
+        """(text, transport_lost) of something that a method raised."""
+        if isinstance(error, CallRefused):
+            return error.error, error.transport_lost
+        lost = isinstance(error, self._nixl.nixlBind.nixlRemoteDisconnectError)
+        return f"{type(error).__name__}: {error}", lost
+
+    def destroy(self) -> None:
+        """Give everything back; only without READs in flight. NIXL's objects die here, on this thread."""
+        for handle in list(self.lists):
+            self.release_list(handle)
+        for name in list(self.agents):
+            self._agent.remove_remote_agent(name)
+        if self._registration is not None:
+            self._agent.deregister_memory(self._registration)
+        self.agents.clear()
+        self._unreleasable.clear()
+        self._registration = None
+        self.registered_ranges = 0
+        del self._agent
+
+    def leak(self) -> None:
+        """Keep everything alive for the life of the process, on purpose: a READ in flight may still write.
+
+        Releasing it would not stop it, and taking the agent apart under it is worse. One more reference than the
+        interpreter can drop keeps the destructors from running even when the process ends.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
+class AgentThread:
+    """Runs one `AgentCore`. `deliver` is called on this thread with everything that goes back."""
+
+    def __init__(
+        self,
+        make_core: Callable[[], AgentCore],
+        name: str,
+        deliver: Callable[[Sequence[Outgoing]], int],
+    ) -> None:
+        self._make_core = make_core
+        self._deliver = deliver
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._opened = threading.Event()
+        self._open_failure: CallRefused | None = None
+        self._ended = threading.Event()
+        self._close_at: float | None = None
+        self._expecting = False
+        self._backlog = 0
+        self.core: AgentCore | None = None
+        self.abandoned: tuple[ReadHandle, ...] = ()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def open(self, timeout_seconds: float) -> AgentCore:
+        """Start the thread and wait for its agent. Raises CallRefused."""
+        atexit.register(self._end_before_exit)
+        self._thread.start()
+        if not self._opened.wait(timeout_seconds):
+            self.close(0.0)
+            raise CallRefused(f"no NIXL agent within {timeout_seconds:g} s")
+        if self.core is None:
+            raise self._open_failure or CallRefused("the agent's thread ended")
+        return self.core
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def submit(self, command: Command) -> bool:
+        """Queue a command. False (and the caller keeps it) when the thread has ended."""
+        self._commands.put(command)
+        return not (self._ended.is_set() and command.claim())
+
+    def expect_notifications(self, expected: bool) -> None:
+        self._expecting = expected
+        self._commands.put(None)
+
+    def close(self, grace_seconds: float) -> None:
+        """End the thread when no READ is in flight, or after `grace_seconds`; may be called again to hurry it."""
+        self._close_at = time.monotonic() + grace_seconds
+        self._commands.put(None)
+
+    def join(self, timeout_seconds: float) -> None:
+        self._thread.join(timeout_seconds)
+
+    def _end_before_exit(self) -> None:
+        """A daemon thread that the interpreter stops inside C++ aborts the process; end it while there is time."""
+        self.close(0.0)
+        self.join(EXIT_SECONDS_MAX)
+
+    def _main(self) -> None:
+        _leave_single_cpu()
+        try:
+            self.core = self._make_core()
+        except Exception as error:
+            # A new exception: the traceback of this one would carry NIXL objects to another thread.
+            self._open_failure = (
+                CallRefused(error.error) if isinstance(error, CallRefused) else CallRefused(f"{_kind(error)}: {error}")
+            )
+        self._opened.set()
+        if self.core is not None:
+            self._run(self.core)
+        self._ended.set()
+        atexit.unregister(self._end_before_exit)
+
+    def _run(self, core: AgentCore) -> None:
+        failure: str | None = None
+        try:
+            self._serve(core)
+        except Exception as error:
+            failure = f"{_kind(error)}: {error}"
+        self.abandoned = tuple(core.reads)
+        if self.abandoned or failure is not None:
+            core.leak()
+        else:
+            try:
+                core.destroy()
+            except Exception as error:
+                failure = f"{_kind(error)}: {error}"
+                core.leak()
+        self._ended.set()  # before the last look at the queue: see `submit`
+        refused = self._refuse_queued()
+        broken = [PortBroken(failure)] if failure is not None else []
+        self._deliver([*refused, *broken, ThreadEnded(self.abandoned)])
+
+    def _refuse_queued(self) -> list[Command]:
+        refused = []
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None and command.claim():
+                command.closed = True
+                refused.append(command)
+        return refused
+
+    def _serve(self, core: AgentCore) -> None:
+        """One command at a time, and a look at the READs after each: a burst of posts hides no completion."""
+        active_at = time.monotonic()
+        notifications_at = 0.0
+        pause_seconds = 0.0
+        while True:
+            if self._execute_next(core, pause_seconds):
+                active_at = time.monotonic()
+            started = time.monotonic()
+            if self._close_at is not None and (not core.reads or started >= self._close_at):
+                return
+            events = core.poll_reads() if core.reads else []
+            ceiling_seconds = self._pause_seconds_max(core)
+            if started >= notifications_at and self._backlog < UNDELIVERED_EVENTS_MAX:
+                events += core.poll_notifications()
+                notifications_at = started + min(ceiling_seconds, PAUSE_EXPECTING_SECONDS_MAX)
+            now = time.monotonic()
+            if events:
+                self._backlog = self._deliver(events)
+            if events or now - started > POLL_WORKED_SECONDS + POLL_WORKED_SECONDS_PER_READ * len(core.reads):
+                active_at = notifications_at = now
+                pause_seconds = 0.0
+            else:
+                floor_seconds = 0.0 if core.reads else PAUSE_SECONDS_MIN
+                pause_seconds = max(min((now - active_at) * PAUSE_FRACTION, ceiling_seconds), floor_seconds)
+
+    def _pause_seconds_max(self, core: AgentCore) -> float:
+        if core.reads:
+            return PAUSE_READING_SECONDS_MAX
+        return PAUSE_EXPECTING_SECONDS_MAX if self._expecting else PAUSE_IDLE_SECONDS_MAX
+
+    def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
+        """Wait for a command and run it. False when the pause went by without one."""
+        if pause_seconds < PAUSE_SECONDS_MIN:
+            if self._commands.empty():
+                return False
+            command = self._commands.get()
+        else:
+            try:
+                command = self._commands.get(timeout=pause_seconds)
+            except Empty:
+                return False
+        if command is None:
+            return True
+        if command.claim():
+            self._execute(core, command)
+        return True
+
+    def _execute(self, core: AgentCore, command: Command) -> None:
+        try:
+            command.result = command.call(core)
+        except Exception as error:
+            text, lost = core.describe(error)
+            command.failure = CallRefused(text, transport_lost=lost)
+        outgoing: list[Outgoing] = [command]
+        if isinstance(command.result, ReadDone):
+            outgoing.append(command.result)
+        self._backlog = self._deliver(outgoing)
+
+
+def _import_nixl() -> Any:
+    """The NIXL Python API.
+
+    UCX keeps unreleased registrations without bound unless told otherwise before it is loaded; vLLM sets the same
+    limit for its own connector.
+    """
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    return importlib.import_module("nixl._api")
+
+
+def _text(name: str | bytes) -> AgentName:
+    """An agent name as text; one that is not UTF-8 stays distinguishable."""
+    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__
+
+
+def _leave_single_cpu() -> None:
+    """Widen this thread's CPU affinity when it inherited a single CPU.
+
+    vLLM's CPU worker pins its main thread to one core of its OpenMP set, and a new thread inherits that: copying KV
+    there would take the core from the model. The parent process (the server that started the worker) shows what this
+    process may use. A wider mask is somebody's choice and is left alone.
+    """
+    try:
+        if len(os.sched_getaffinity(0)) == 1:
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    except (OSError, AttributeError):  # not permitted here, or not Linux: the mask stays as it is
+        return

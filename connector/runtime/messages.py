@@ -1,0 +1,171 @@
+"""Messages between the engine thread and the actors, and between actors. All frozen; nothing shared is mutable.
+
+Commands go from the engine thread to the supervisor, outcomes come back. What the scheduler process decides reaches
+the worker process inside the step metadata, as exactly these commands.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from statemachine.failures import BadParams, Failure
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A remote engine as a request names it."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    dcp_size: int = 1
+    pp_size: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+# --- commands: decode side ------------------------------------------------------------------------------------------
+
+
+class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read a request's blocks: `remote_block_ids[i]` into `local_block_ids[i]` (logical block ids).
+
+    With `awaited` false there is nothing to read: the peer is only told that this consumer is finished.
+    `age_seconds`: how long ago this engine first heard of the request.
+    """
+
+    request_id: str
+    peer: PeerAddress
+    remote_request_id: str
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    awaited: bool
+    age_seconds: float
+    lease_expires_at: float | None
+    incarnation: str | None
+
+
+class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request waits for KV, but what it says about where that lies makes no sense."""
+
+    request_id: str
+    local_block_ids: list[int]
+    failure: BadParams
+
+
+class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine gave the request up. Unknown ids are ignored: the request may have ended already."""
+
+    request_id: str
+
+
+class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request waits in the scheduler's queue: keep its lease on the peer alive."""
+
+    peer: PeerAddress
+    remote_request_id: str
+
+
+class UntrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The lease needs no more heartbeats."""
+
+    engine_id: str
+    remote_request_id: str
+
+
+# --- commands: prefill side -----------------------------------------------------------------------------------------
+
+
+class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request that will be lent has been scheduled."""
+
+    request_id: str
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The prefill finished; hold its blocks for `lease_seconds` from now."""
+
+    request_id: str
+    lease_seconds: float
+    blocks: int
+
+
+class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request ended without lending."""
+
+    request_id: str
+
+
+Command: TypeAlias = (
+    StartPull | RejectPull | AbortPull | TrackLease | UntrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn
+)
+
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | UntrackLease
+
+
+# --- outcomes -------------------------------------------------------------------------------------------------------
+
+
+class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits for KV has ended: loaded (`failure` None) or not.
+
+    `quarantined`: READs may still write into `local_block_ids`.
+    """
+
+    request_id: str
+    failure: Failure | None
+    local_block_ids: list[int]
+    quarantined: bool
+
+
+class SendEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease ended; the blocks of this request may be freed. `expired`: not everybody had read them."""
+
+    request_id: str
+    expired: bool
+
+
+class QuarantineLifted(msgspec.Struct, frozen=True, kw_only=True):
+    """The READs that might have written into these blocks have ended."""
+
+    local_block_ids: list[int]
+
+
+class TransferMeasured(msgspec.Struct, frozen=True, kw_only=True):
+    """One READ completed; NIXL's own figures."""
+
+    seconds_in_transport: float
+    seconds_to_post: float
+    bytes: int
+    descriptors: int
+
+
+class HandshakeFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A handshake failed (counted once, however many requests waited for it)."""
+
+
+class TransferFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A READ failed."""
+
+
+class NotificationFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A notification could not be sent."""
+
+
+class LateNotificationNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer says that it has read blocks that are not lent (any more)."""
+
+
+Outcome: TypeAlias = (
+    ReceiveEnded
+    | SendEnded
+    | QuarantineLifted
+    | TransferMeasured
+    | HandshakeFailureNoted
+    | TransferFailureNoted
+    | NotificationFailureNoted
+    | LateNotificationNoted
+)

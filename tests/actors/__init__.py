@@ -1,0 +1,1 @@
+"""The production actors on real ports (NIXL over UCX, ZMQ), without vLLM."""

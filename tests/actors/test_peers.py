@@ -1,0 +1,235 @@
+"""Peers that fail, restart, lie or are replaced; and that they cost nobody else anything."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.runtime.messages import PeerAddress, TrackLease
+from connector.runtime.peer_actor import PeerActor
+from statemachine.failures import Failure
+from tests.actors.engines import Engine, engine, until
+from tests.actors.test_pull import run
+
+
+def nobody(name: str, port: int = 1) -> PeerAddress:
+    return PeerAddress(engine_id=name, host="127.0.0.1", port=port, tp_size=1)
+
+
+async def failure_of(d: Engine, request_id: str, seconds: float = 10.0) -> Failure:
+    ended = await until(lambda: d.received(request_id), seconds)
+    assert ended.failure is not None
+    return ended.failure
+
+
+async def reads(d: Engine, p: Engine, request_id: str) -> None:
+    ends = p.lend(f"remote-{request_id}")
+    d.pull(request_id, p, [1], [1], lease_expires_at=ends)
+    ended = await until(lambda: d.received(request_id))
+    assert ended.failure is None, ended.failure
+
+
+def test_dead_peers_do_not_delay_a_healthy_one() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            for i in range(8):
+                d.pull(f"dead-{i}", nobody(f"dead-{i}"), [10 + i], [1])
+            with trio.fail_after(2.0):
+                await reads(d, p, "alive")
+            assert all(d.received(f"dead-{i}") is None for i in range(8))
+
+    run(test)
+
+
+def test_request_arriving_in_back_off_fails_at_once_and_says_when() -> None:
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=0.2, backoff_initial_seconds=20.0)
+        async with engine("d", options=options) as d:
+            d.pull("a", nobody("dead"), [1], [1])
+            assert (await failure_of(d, "a")).kind == "HandshakeTimeout"
+            d.pull("b", nobody("dead"), [1], [1])
+            failure = await failure_of(d, "b", 1.0)
+            assert failure.kind == "PeerBackoff"
+            assert "HandshakeTimeout" in str(failure)
+
+    run(test)
+
+
+def test_all_waiting_requests_share_one_handshake() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            for i in range(10):
+                ends = p.lend(f"remote-{i}")
+                d.pull(str(i), p, [i], [i], lease_expires_at=ends)
+            for i in range(10):
+                assert (await until(lambda i=i: d.received(str(i)))).failure is None
+            assert d.trace.path("peer", "p") == ["idle", "handshaking", "ready"]
+            assert d.counts().remote_agents == 1
+
+    run(test)
+
+
+def test_another_engine_at_the_address_is_named() -> None:
+    async def test() -> None:
+        async with engine("new", serves=True) as p, engine("d") as d:
+            assert p.listener is not None
+            d.pull("a", nobody("old", p.listener.port), [1], [1])
+            failure = await failure_of(d, "a")
+            assert failure.kind == "WrongEngine"
+            assert "new" in str(failure)
+            assert d.counts().remote_agents == 0
+
+    run(test)
+
+
+def test_incompatible_engines_are_refused_with_both_values() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True, block_bytes=8192) as p, engine("d") as d:
+            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            failure = await failure_of(d, "a")
+            assert failure.kind == "Incompatible"
+            assert "8192" in str(failure)
+            assert "4096" in str(failure)
+            assert d.trace.path("peer", "p") == ["idle", "handshaking", "incompatible"]
+            assert d.counts().remote_agents == d.counts().descriptor_lists == 0
+
+    run(test)
+
+
+def test_other_model_is_refused_by_its_hash() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True, compatibility_hash="other-model") as p, engine("d") as d:
+            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            assert (await failure_of(d, "a")).kind == "Incompatible"
+
+    run(test)
+
+
+@pytest.mark.parametrize("remote", [[64], [-1], [2**31 - 1]])
+def test_block_that_the_peer_does_not_have(remote: list[int]) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            d.pull("a", p, [1], remote, lease_expires_at=p.lend("remote-a"))
+            assert (await failure_of(d, "a")).kind == "BadParams"
+            await reads(d, p, "b")
+
+    run(test)
+
+
+def test_lease_that_has_ended_is_never_done() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "warm-up")
+            ends = p.lend("remote-a", lease_seconds=0.2)
+            await until(lambda: p.sent("remote-a"))
+            p.memory[:] = 99  # The next request's KV lies there now.
+            d.pull("a", p, [2], [2], lease_expires_at=ends)
+            assert (await failure_of(d, "a")).kind == "LeaseNotProven"
+            assert d.trace.path("request", "a") == ["pending_handshake", "expired"]
+            assert p.sent("remote-a") is not None
+            assert p.sent("remote-a").expired
+
+    run(test)
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_restarted_engine_with_the_same_id_serves_new_requests_and_not_old_ones(known_before: bool) -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            async with engine("p", serves=True) as old:
+                if known_before:
+                    await reads(d, old, "before")
+                address = old.address
+                ends = old.lend("remote-stale")
+            async with engine("p", serves=True, port=address.port) as new:
+                assert new.incarnation != old.incarnation
+                d.pull("stale", new, [1], [1], lease_expires_at=ends, incarnation=old.incarnation)
+                failure = await failure_of(d, "stale")
+                assert failure.kind in ("PeerRestarted", "TransferError")
+                await reads(d, new, "after")
+                await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+def test_new_request_of_a_restarted_engine_is_served_without_touching_d() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            async with engine("p", serves=True) as old:
+                await reads(d, old, "before")
+                address = old.address
+            async with engine("p", serves=True, port=address.port) as new:
+                await reads(d, new, "after")
+                await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+def test_engine_replaced_at_its_address_is_given_up() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            async with engine("p1", serves=True) as old:
+                await reads(d, old, "before")
+                address = old.address
+            async with engine("p2", serves=True, port=address.port) as new:
+                await reads(d, new, "after")
+                await until(lambda: d.trace.path("peer", "p1")[-1] == "gone")
+                await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+def test_heartbeats_keep_a_waiting_request_leased() -> None:
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=0.6)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            p.lend("remote-a", lease_seconds=0.6)
+            d.supervisor.deliver(TrackLease(peer=p.address, remote_request_id="remote-a"))
+            await trio.sleep(1.8)
+            assert p.sent("remote-a") is None
+
+    run(test)
+
+
+def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "before")
+            original = PeerActor._offer
+
+            def broken(self: PeerActor, run: object) -> None:
+                raise RuntimeError("injected")
+
+            monkeypatch.setattr(PeerActor, "_offer", broken)
+            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            assert (await failure_of(d, "a")).kind == "ActorCrashed"
+            monkeypatch.setattr(PeerActor, "_offer", original)
+            await reads(d, p, "after")
+            assert [name for name, _ in d.crashes] == ["peer actor of p"]
+
+    run(test)
+
+
+def test_too_many_peers() -> None:
+    async def test() -> None:
+        options = ConnectorOptions(peer_limit=2)
+        async with engine("d", options=options) as d:
+            for name in ("x", "y", "z"):
+                d.pull(name, nobody(name), [1], [1])
+            assert (await failure_of(d, "z", 1.0)).kind == "TooManyPeers"
+
+    run(test)
+
+
+def test_stop_fails_what_is_open() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            d.pull("a", nobody("dead"), [1], [1])
+            await until(lambda: d.trace.path("peer", "dead") == ["idle", "handshaking"])
+        ended = d.received("a")
+        assert ended is not None
+        assert ended.failure is not None
+        assert ended.failure.kind == "ConnectorStopped"
+
+    run(test)

@@ -1,0 +1,812 @@
+"""What every NIXL port must do: the contract of `connector.ports.nixl`, line by line, as tests.
+
+A subclass provides a world (`test_nixl_agent.py`: real agents over UCX, peers in processes of their own; a fake brings
+its own). A world makes ports and peers:
+
+* `open_port`: a port under test that registers the given memory. Memory is numpy arrays of this process throughout.
+* `open_peer`: a remote engine that can be paused, killed, or robbed of its memory. While a peer of the "stepwise" kind
+  is paused, READs from it stay in flight; READs from another kind may be over before `post_read` returns.
+
+The waits are generous: they only bound a test that fails.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trio
+
+from connector.ports.nixl import (
+    AgentName,
+    MemoryRange,
+    MemoryRun,
+    NixlCallFailed,
+    NixlEvent,
+    NixlPort,
+    NotificationReceived,
+    PortBroken,
+    PortClosed,
+    PortCounts,
+    ReadDone,
+    ReadErrored,
+    ReadHandle,
+    ReadInFlight,
+)
+
+BLOCK_BYTES = 4096
+BLOCKS = 64
+
+Blocks = npt.NDArray[np.uint8]
+"""Memory of a port under test, shape [blocks, bytes of a block]."""
+
+
+class Peer(ABC):
+    """A remote engine with `BLOCKS` blocks of registered memory; block i holds `pattern(i)` throughout."""
+
+    metadata: bytes
+    run: MemoryRun
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop the peer as a hang does: its connections stay, nothing of it runs."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def kill(self) -> None: ...
+
+    @abstractmethod
+    async def lose_block(self, block: int) -> None:
+        """Take a block's memory away while it stays registered: reading it fails, and the peer lives on."""
+
+    @abstractmethod
+    async def notifications(self) -> list[tuple[AgentName, bytes]]:
+        """What the peer has received so far."""
+
+    @abstractmethod
+    async def notify(self, metadata: bytes, message: bytes) -> None:
+        """Let the peer load the agent of `metadata` and send it a notification."""
+
+
+class NixlWorld(ABC):
+    @abstractmethod
+    async def open_port(
+        self, ranges: Sequence[MemoryRange], *, stepwise: bool = False, agent_name: AgentName | None = None
+    ) -> NixlPort:
+        """A port; the world closes it. `stepwise`: it is to talk to stepwise peers."""
+
+    @abstractmethod
+    async def open_peer(self, *, stepwise: bool) -> Peer: ...
+
+    @abstractmethod
+    async def break_port(self, port: NixlPort) -> None:
+        """Make what is behind the port fail in a way that nobody foresaw."""
+
+
+class Recorder:
+    """Keeps the events of a port, and checks what holds for all of them."""
+
+    def __init__(self, port: NixlPort) -> None:
+        self.events: list[NixlEvent] = []
+        self._port = port
+        self._thread = threading.get_ident()
+        self.known: set[ReadHandle] = set()
+        self._ended: set[ReadHandle] = set()
+        self.complaints: list[str] = []
+        self._new = trio.Event()
+        port.set_event_callback(self._on_event)
+
+    def _on_event(self, event: NixlEvent) -> None:
+        if threading.get_ident() != self._thread:
+            self.complaints.append(f"{event} in another thread")
+        if isinstance(event, ReadDone | ReadErrored):
+            if event.handle not in self.known:
+                self.complaints.append(f"{event} before post_read had returned")
+            if event.handle in self._ended:
+                self.complaints.append(f"{event} after another end")
+            self._ended.add(event.handle)
+        self.events.append(event)
+        self._new.set()
+        self._new = trio.Event()
+
+    def ends(self) -> dict[ReadHandle, ReadDone | ReadErrored]:
+        return {event.handle: event for event in self.events if isinstance(event, ReadDone | ReadErrored)}
+
+    def notifications(self) -> list[tuple[AgentName, bytes]]:
+        return [(e.sender, e.message_untrusted) for e in self.events if isinstance(e, NotificationReceived)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._new.wait()
+        assert self.complaints == []
+
+    async def end_of(self, handle: ReadHandle) -> ReadDone | ReadErrored:
+        await self.until(lambda: handle in self.ends())
+        return self.ends()[handle]
+
+
+class Reader:
+    """A port with memory of its own and the lists to read from one peer."""
+
+    def __init__(self, port: NixlPort, memory: Blocks, run: MemoryRun) -> None:
+        self.port = port
+        self.memory = memory
+        self.run = run
+        self.recorder = Recorder(port)
+        self.peer_name = ""
+        self.local = 0
+        self.remote = 0
+
+    async def connect(self, metadata: bytes, run: MemoryRun) -> None:
+        self.peer_name = await self.port.add_remote_agent(metadata)
+        self.local = await self.port.prepare_local([self.run])
+        self.remote = await self.port.prepare_remote(self.peer_name, [run])
+
+    async def post(self, local: Sequence[int], remote: Sequence[int], notification: bytes = b"") -> ReadHandle:
+        handle = await self.port.post_read(self.local, ids(local), self.remote, ids(remote), notification)
+        self.recorder.known.add(handle)
+        return handle
+
+    def untouched(self, blocks: Sequence[int]) -> bool:
+        return not self.memory[list(blocks)].any()
+
+    def holds(self, local: Sequence[int], remote: Sequence[int]) -> bool:
+        return all(bytes(self.memory[to]) == pattern(source) for to, source in zip(local, remote, strict=True))
+
+
+def ids(values: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def pattern(block: int, block_bytes: int = BLOCK_BYTES) -> bytes:
+    """What a peer's block holds; never zero, and different in every block and place."""
+    return bytes(1 + (block * 7 + place) % 251 for place in range(block_bytes))
+
+
+def new_memory(blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES) -> tuple[Blocks, MemoryRun]:
+    memory = np.zeros((blocks, block_bytes), dtype=np.uint8)
+    return memory, MemoryRun(memory.ctypes.data, block_bytes, block_bytes, blocks)
+
+
+def whole(memory: Blocks) -> list[MemoryRange]:
+    return [MemoryRange(memory.ctypes.data, memory.nbytes)]
+
+
+async def new_reader(world: NixlWorld, *, stepwise: bool = False) -> Reader:
+    memory, run = new_memory()
+    return Reader(await world.open_port(whole(memory), stepwise=stepwise), memory, run)
+
+
+async def reader_and_source(world: NixlWorld) -> tuple[Reader, NixlPort, Recorder, Blocks]:
+    """A reader connected to a second port of this process whose memory follows `pattern`."""
+    memory, run = new_memory()
+    for block in range(BLOCKS):
+        memory[block] = np.frombuffer(pattern(block), dtype=np.uint8)
+    source = await world.open_port(whole(memory))
+    recorder = Recorder(source)
+    source.expect_notifications(True)
+    reader = await new_reader(world)
+    await reader.connect(source.agent_metadata, run)
+    return reader, source, recorder, memory
+
+
+async def reader_and_peer(world: NixlWorld, *, stepwise: bool) -> tuple[Reader, Peer]:
+    peer = await world.open_peer(stepwise=stepwise)
+    reader = await new_reader(world, stepwise=stepwise)
+    await reader.connect(peer.metadata, peer.run)
+    return reader, peer
+
+
+async def read_in_flight(reader: Reader, peer: Peer, blocks: Sequence[int] = range(BLOCKS)) -> ReadHandle:
+    """A READ from a paused stepwise peer. The first one, of one block, is over: the connection stands."""
+    assert isinstance(await reader.recorder.end_of(await reader.post([0], [0])), ReadDone)
+    reader.memory[:] = 0
+    await peer.pause()
+    return await reader.post(list(blocks), list(blocks), b"all read")
+
+
+async def peer_got(peer: Peer, count: int) -> list[tuple[AgentName, bytes]]:
+    while len(received := await peer.notifications()) < count:
+        await trio.sleep(0.01)
+    return received
+
+
+class NixlPortSuite(ABC):
+    @abstractmethod
+    def world(self) -> AbstractAsyncContextManager[NixlWorld]:
+        """A fresh world, inside the trio run; leaving it ends all that it made."""
+
+    def run(self, scenario: Callable[[NixlWorld], Awaitable[None]], limit_seconds: float = 60.0) -> None:
+        async def main() -> None:
+            with trio.fail_after(limit_seconds):
+                async with self.world() as world:
+                    await scenario(world)
+
+        trio.run(main)
+
+    # Reading
+
+    def test_a_read_moves_its_blocks_and_nothing_else(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            local, remote = [5, 6, 7, 40, 12], [9, 10, 11, 0, 63]
+            before_ns = time.monotonic_ns()
+            handle = await reader.post(local, remote)
+            end = await reader.recorder.end_of(handle)
+            assert isinstance(end, ReadDone)
+            assert reader.holds(local, remote)
+            assert reader.untouched([block for block in range(BLOCKS) if block not in local])
+            assert (end.bytes, end.descriptors) == (5 * BLOCK_BYTES, 5)
+            assert before_ns <= end.completed_ns <= time.monotonic_ns()
+            assert 0 <= end.seconds_to_post <= end.seconds_in_transport < 60
+
+        self.run(scenario)
+
+    def test_lists_of_several_runs_with_strides_and_lengths(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, _, memory = await reader_and_source(world)
+            base, other = memory.ctypes.data, reader.memory.ctypes.data
+            remote = await reader.port.prepare_remote(
+                source.agent_name,
+                [MemoryRun(base, 512, BLOCK_BYTES, 4), MemoryRun(base + 10 * BLOCK_BYTES, 1024, 1024, 6)],
+            )
+            local = await reader.port.prepare_local(
+                [MemoryRun(other, 512, 512, 4), MemoryRun(other + 20 * BLOCK_BYTES, 1024, 2048, 6)]
+            )
+            handle = await reader.port.post_read(local, ids([1, 3, 4, 9]), remote, ids([2, 0, 9, 5]), b"")
+            reader.recorder.known.add(handle)
+            end = await reader.recorder.end_of(handle)
+            assert isinstance(end, ReadDone)
+            assert (end.bytes, end.descriptors) == (2 * 512 + 2 * 1024, 4)
+            expected = np.zeros_like(reader.memory).reshape(-1)
+            flat = memory.reshape(-1)
+            expected[512:1024] = flat[2 * BLOCK_BYTES : 2 * BLOCK_BYTES + 512]
+            expected[3 * 512 : 4 * 512] = flat[:512]
+            for to, start in ((0, 10 * BLOCK_BYTES + 5 * 1024), (5, 10 * BLOCK_BYTES + 1024)):
+                at = 20 * BLOCK_BYTES + to * 2048
+                expected[at : at + 1024] = flat[start : start + 1024]
+            assert (reader.memory.reshape(-1) == expected).all()
+
+        self.run(scenario)
+
+    def test_many_reads_at_once_end_once_each_and_in_order(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            handles: list[ReadHandle] = []
+
+            async def read(number: int) -> None:
+                block = number % BLOCKS
+                handles.append(await reader.post([block], [block], b"%d" % number))
+
+            async with trio.open_nursery() as nursery:
+                for number in range(300):
+                    nursery.start_soon(read, number)
+            await reader.recorder.until(lambda: len(reader.recorder.ends()) == 300)
+            await trio.sleep(0.1)  # a second end would come now
+            assert reader.recorder.complaints == []
+            assert len(set(handles)) == 300
+            completed = [end.completed_ns for end in reader.recorder.ends().values()]
+            assert completed == sorted(completed)
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_a_refused_post_leaves_nothing_behind(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            before = reader.port.counts()
+            floats = np.array([1.7], dtype=np.float64)
+            square = np.zeros((1, 1), dtype=np.int32)
+            for local_ids, remote_ids in (
+                (ids([0]), ids([BLOCKS])),
+                (ids([BLOCKS]), ids([0])),
+                (ids([-1]), ids([0])),
+                (ids([0, 1]), ids([0])),
+                (ids([]), ids([])),
+                (floats, ids([0])),
+                (ids([0]), square),
+            ):
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.port.post_read(reader.local, local_ids, reader.remote, remote_ids, b"never")
+                assert failed.value.operation == "post_read"
+                assert not failed.value.transport_lost
+            for local, remote in ((reader.remote, reader.local), (999_999, reader.remote), (reader.local, 999_999)):
+                with pytest.raises(NixlCallFailed):
+                    await reader.port.post_read(local, ids([0]), remote, ids([0]), b"never")
+            await trio.sleep(0.1)
+            assert reader.port.counts() == before
+            assert reader.recorder.events == []
+            assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_a_read_in_flight_has_no_event_and_cannot_be_released(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            await trio.sleep(0.5)
+            assert handle not in reader.recorder.ends()
+            with pytest.raises(ReadInFlight):
+                await reader.port.release_read(handle)
+            await peer.resume()
+            assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+            await reader.port.release_read(handle)
+            await reader.port.release_read(handle)
+            await reader.port.release_read(999_999)
+
+        self.run(scenario)
+
+    def test_a_read_from_a_dead_peer_errors_once_and_then_writes_nothing(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            first = await read_in_flight(reader, peer, range(32))
+            second = await reader.post(range(32, 64), range(32, 64), b"all read")
+            await peer.kill()
+            for handle in (first, second):
+                end = await reader.recorder.end_of(handle)
+                assert isinstance(end, ReadErrored)
+                assert end.transport_lost
+                assert end.error
+            reader.memory[:] = 0
+            await trio.sleep(0.5)
+            assert reader.untouched(range(BLOCKS))
+            assert reader.recorder.complaints == []
+            with pytest.raises(NixlCallFailed) as failed:
+                await reader.post([0], [0])
+            assert failed.value.transport_lost
+            for handle in (first, second):
+                await reader.port.release_read(handle)
+
+        self.run(scenario)
+
+    def test_a_dead_peer_costs_another_peers_reads_nothing(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, dying = await reader_and_peer(world, stepwise=True)
+            lost = await read_in_flight(reader, dying)
+            healthy = await world.open_peer(stepwise=True)
+            name = await reader.port.add_remote_agent(healthy.metadata)
+            remote = await reader.port.prepare_remote(name, [healthy.run])
+            for kill in (False, True):
+                if kill:
+                    await dying.kill()
+                handle = await reader.port.post_read(reader.local, ids([3]), remote, ids([8]), b"ok")
+                reader.recorder.known.add(handle)
+                assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+                assert (lost in reader.recorder.ends()) <= kill
+                assert reader.holds([3], [8])
+            assert isinstance(await reader.recorder.end_of(lost), ReadErrored)
+
+        self.run(scenario)
+
+    # Notifications of READs
+
+    def test_the_notification_comes_after_the_data_and_once(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, recorder, _ = await reader_and_source(world)
+            for turn in range(50):
+                reader.memory[:] = 0
+                message = b"read %d \x00\xff" % turn
+                handle = await reader.post(range(BLOCKS), range(BLOCKS), message)
+                await recorder.until(lambda turn=turn: len(recorder.notifications()) > turn)
+                assert reader.holds(range(BLOCKS), range(BLOCKS))
+                assert recorder.notifications()[-1] == (reader.port.agent_name, message)
+                assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+            await trio.sleep(0.1)
+            assert len(recorder.notifications()) == 50
+            assert source.counts().reads == 0
+
+        self.run(scenario)
+
+    def test_no_notification_of_a_read_that_failed_and_recovery_afterwards(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=False)
+            await reader.recorder.end_of(await reader.post([1], [1], b"before"))
+            await peer.lose_block(33)
+            # Falling ids, so that the lost block is a descriptor of its own: see what `nixl_agent` cannot do.
+            falling = range(40, 30, -1)
+            failed: NixlCallFailed | ReadDone | ReadErrored
+            try:
+                failed = await reader.recorder.end_of(await reader.post(falling, falling, b"must not arrive"))
+            except NixlCallFailed as refused:
+                failed = refused
+            assert not isinstance(failed, ReadDone)
+            assert failed.transport_lost
+            # A lost connection stays lost until the agent is removed, added and its lists prepared again.
+            with pytest.raises(NixlCallFailed):
+                await reader.post([2], [2], b"must not arrive either")
+            await reader.port.remove_remote_agent(reader.peer_name)
+            await reader.connect(peer.metadata, peer.run)
+            assert isinstance(await reader.recorder.end_of(await reader.post([3], [3], b"after")), ReadDone)
+            assert reader.holds([3], [3])
+            received = await peer_got(peer, 2)
+            assert [message for _, message in received] == [b"before", b"after"]
+
+        self.run(scenario)
+
+    def test_no_notification_while_a_read_is_in_flight(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            await peer.resume()
+            assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+            assert await peer_got(peer, 1) == [(reader.port.agent_name, b"all read")]
+
+        self.run(scenario)
+
+    # Notifications on their own
+
+    def test_notifications_travel_both_ways_in_order_also_from_strangers(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=False)
+            reader = await new_reader(world)
+            reader.port.expect_notifications(True)
+            messages = [b"%d \x00\xff" % number for number in range(20)]
+            for message in messages:
+                await peer.notify(reader.port.agent_metadata, message)
+            await reader.recorder.until(lambda: len(reader.recorder.notifications()) == 20)
+            assert [message for _, message in reader.recorder.notifications()] == messages
+            sender = reader.recorder.notifications()[0][0]
+            assert sender
+            assert reader.port.counts().remote_agents == 0  # the peer is a stranger to us
+            assert await reader.port.add_remote_agent(peer.metadata) == sender
+            for message in messages:
+                await reader.port.send_notification(sender, message)
+            assert await peer_got(peer, 20) == [(reader.port.agent_name, message) for message in messages]
+
+        self.run(scenario)
+
+    def test_expected_notifications_are_noticed_soon(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, recorder, _ = await reader_and_source(world)
+
+            async def median_latency_seconds() -> float:
+                latencies = []
+                for _ in range(15):
+                    await trio.sleep(0.3)  # long enough for any eagerness after the last one to fade
+                    count, sent = len(recorder.notifications()), trio.current_time()
+                    await reader.port.send_notification(source.agent_name, b"ping")
+                    await recorder.until(lambda count=count: len(recorder.notifications()) > count)
+                    latencies.append(trio.current_time() - sent)
+                return sorted(latencies)[7]
+
+            source.expect_notifications(True)
+            expected = await median_latency_seconds()
+            source.expect_notifications(False)
+            unexpected = await median_latency_seconds()
+            assert expected < 0.02
+            assert expected < unexpected < 1
+
+        self.run(scenario)
+
+    def test_sending_to_the_unknown_and_to_the_dead_fails(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            with pytest.raises(NixlCallFailed) as failed:
+                await reader.port.send_notification("nobody", b"hello")
+            assert failed.value.operation == "send_notification"
+            await reader.recorder.end_of(await reader.post([0], [0]))
+            await peer.kill()
+            refusal: NixlCallFailed | None = None
+            while refusal is None:  # the first may vanish without a word
+                try:
+                    await reader.port.send_notification(reader.peer_name, b"hello")
+                except NixlCallFailed as refused:
+                    refusal = refused
+                await trio.sleep(0.05)
+            assert refusal.transport_lost
+
+        self.run(scenario)
+
+    # Peers and lists
+
+    def test_metadata_that_is_none_is_refused(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader = await new_reader(world)
+            other = await new_reader(world)
+            good = other.port.agent_metadata
+            for bad in (b"", b"garbage", bytes(1000), good[: len(good) // 2], reader.port.agent_metadata):
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.port.add_remote_agent(bad)
+                assert failed.value.operation == "add_remote_agent"
+            assert reader.port.counts().remote_agents == 0
+            for _ in range(2):  # the same again is fine
+                assert await reader.port.add_remote_agent(good) == other.port.agent_name
+            assert reader.port.counts().remote_agents == 1
+            memory, _ = new_memory(blocks=8)
+            impostor = await world.open_port(whole(memory), agent_name=other.port.agent_name)
+            with pytest.raises(NixlCallFailed):
+                await reader.port.add_remote_agent(impostor.agent_metadata)
+
+        self.run(scenario)
+
+    def test_lists_of_memory_that_is_not_registered_are_refused(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, _, memory = await reader_and_source(world)
+            before = reader.port.counts()
+            beyond = MemoryRun(memory.ctypes.data + memory.nbytes, BLOCK_BYTES, BLOCK_BYTES, 1)
+            over_the_end = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS + 1)
+            negative = MemoryRun(-1, BLOCK_BYTES, BLOCK_BYTES, 1)
+            empty = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 0)
+            for runs in ([beyond], [over_the_end], [negative], [empty], []):
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.port.prepare_remote(source.agent_name, runs)
+                assert failed.value.operation == "prepare_remote"
+            with pytest.raises(NixlCallFailed):
+                await reader.port.prepare_remote("nobody", [reader.run])
+            elsewhere = np.zeros(BLOCK_BYTES, dtype=np.uint8)
+            with pytest.raises(NixlCallFailed):
+                await reader.port.prepare_local([MemoryRun(elsewhere.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 1)])
+            assert reader.port.counts() == before
+
+        self.run(scenario)
+
+    def test_removing_a_peer_makes_its_lists_useless_until_prepared_again(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, _, memory = await reader_and_source(world)
+            await reader.port.remove_remote_agent("nobody")
+            await reader.port.remove_remote_agent(source.agent_name)
+            await reader.port.remove_remote_agent(source.agent_name)
+            assert reader.port.counts().remote_agents == 0
+            for again in (False, True):
+                if again:
+                    await reader.port.add_remote_agent(source.agent_metadata)
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.post([0], [0])
+                assert failed.value.transport_lost
+            old = reader.remote
+            run = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
+            reader.remote = await reader.port.prepare_remote(source.agent_name, [run])
+            assert reader.remote != old
+            await reader.port.release_descriptor_list(old)
+            assert isinstance(await reader.recorder.end_of(await reader.post([0], [4])), ReadDone)
+            assert reader.holds([0], [4])
+
+        self.run(scenario)
+
+    def test_a_read_outlives_the_removal_of_its_peer(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            with pytest.raises(NixlCallFailed):
+                await reader.post([0], [0])
+            with pytest.raises(NixlCallFailed):
+                await reader.port.prepare_remote(reader.peer_name, [peer.run])
+            await trio.sleep(0.2)
+            assert handle not in reader.recorder.ends()
+            with pytest.raises(ReadInFlight):
+                await reader.port.release_read(handle)
+            await peer.resume()
+            assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+
+    def test_a_peer_that_comes_back_while_its_read_is_in_flight(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            await reader.connect(peer.metadata, peer.run)
+            await peer.resume()
+            assert isinstance(await reader.recorder.end_of(handle), ReadDone)
+            assert reader.port.counts().remote_agents == 1
+            assert isinstance(await reader.recorder.end_of(await reader.post([1], [2])), ReadDone)
+            assert reader.holds([1], [2])
+
+        self.run(scenario)
+
+    def test_counts_return_to_zero(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, *_ = await reader_and_source(world)
+            assert reader.port.counts() == PortCounts(1, 2, 0, 1)
+            handles = [await reader.post([block], [block]) for block in range(10)]
+            for handle in handles:
+                await reader.recorder.end_of(handle)
+            assert reader.port.counts() == PortCounts(1, 2, 10, 1)
+            for handle in handles:
+                await reader.port.release_read(handle)
+            for prepared in (reader.local, reader.remote, reader.remote):
+                await reader.port.release_descriptor_list(prepared)
+            await reader.port.remove_remote_agent(source.agent_name)
+            assert reader.port.counts() == PortCounts(0, 0, 0, 1)
+
+        self.run(scenario)
+
+    def test_handles_are_never_used_twice(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            prepared, posted = [reader.local, reader.remote], []
+            for _ in range(20):
+                again = await reader.port.prepare_local([reader.run])
+                prepared.append(again)
+                await reader.port.release_descriptor_list(again)
+                handle = await reader.post([0], [0])
+                await reader.recorder.end_of(handle)
+                await reader.port.release_read(handle)
+                posted.append(handle)
+            assert len(set(prepared)) == len(prepared)
+            assert len(set(posted)) == len(posted)
+
+        self.run(scenario)
+
+    # Cancellation
+
+    def test_a_call_cancelled_before_it_starts_has_no_effect(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, recorder, _ = await reader_and_source(world)
+            before = reader.port.counts()
+            calls: list[Callable[[], Awaitable[object]]] = [
+                lambda: reader.post(range(BLOCKS), range(BLOCKS), b"never"),
+                lambda: reader.port.send_notification(source.agent_name, b"never"),
+                lambda: reader.port.remove_remote_agent(source.agent_name),
+                lambda: reader.port.prepare_local([reader.run]),
+                lambda: reader.port.release_descriptor_list(reader.local),
+            ]
+            for call in calls:
+                with trio.CancelScope() as cancelled:
+                    cancelled.cancel()
+                    await call()
+                assert cancelled.cancelled_caught
+            await trio.sleep(0.1)
+            assert reader.port.counts() == before
+            assert recorder.notifications() == []
+            assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_a_call_cancelled_at_any_time_happens_wholly_or_not_at_all(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, _, recorder, _ = await reader_and_source(world)
+            chance = random.Random(7)
+            posted: dict[int, ReadHandle] = {}
+            prepared: list[int] = []
+
+            async def post(turn: int) -> None:
+                posted[turn] = await reader.post([turn % BLOCKS], [turn % BLOCKS], b"%d" % turn)
+
+            async def prepare() -> None:
+                prepared.append(await reader.port.prepare_local([reader.run]))
+
+            cancelled = 0
+            for turn in range(400):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(post, turn)
+                    nursery.start_soon(prepare)
+                    for _ in range(chance.randrange(4)):
+                        await trio.lowlevel.checkpoint()
+                    if chance.random() < 0.5:
+                        await trio.sleep(chance.uniform(0, 0.0005))
+                    nursery.cancel_scope.cancel()
+                cancelled += turn not in posted
+            await reader.recorder.until(lambda: len(reader.recorder.ends()) == len(posted))
+            await recorder.until(lambda: len(recorder.notifications()) >= len(posted))
+            await trio.sleep(0.1)
+            assert {int(message) for _, message in recorder.notifications()} == set(posted)
+            assert set(reader.recorder.ends()) == set(posted.values())
+            assert reader.port.counts().descriptor_lists == 2 + len(prepared)
+            assert reader.port.counts().reads == len(posted)
+            assert 0 < cancelled < 400
+
+        self.run(scenario)
+
+    # The end
+
+    def test_closing_waits_for_reads_in_flight(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            abandoned: list[list[ReadHandle]] = []
+
+            async def close() -> None:
+                abandoned.append(await reader.port.aclose(30))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(close)
+                nursery.start_soon(close)
+                await trio.sleep(0.3)
+                assert abandoned == []
+                with pytest.raises(PortClosed):
+                    await reader.post([0], [0])
+                await peer.resume()
+            assert abandoned == [[], []]
+            assert isinstance(reader.recorder.ends()[handle], ReadDone)
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+            assert await peer_got(peer, 1) == [(reader.port.agent_name, b"all read")]
+
+        self.run(scenario)
+
+    def test_closing_abandons_reads_after_the_grace(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            started = trio.current_time()
+            assert await reader.port.aclose(0.3) == [handle]
+            assert 0.3 <= trio.current_time() - started < 10
+            assert await reader.port.aclose(0.3) == [handle]
+            assert handle not in reader.recorder.ends()
+
+        self.run(scenario)
+
+    def test_a_closed_port_refuses_every_call(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            await reader.recorder.end_of(await reader.post([0], [0]))
+            assert await reader.port.aclose(1) == []
+            await refuses_every_call(reader)
+            assert await reader.port.aclose(1) == []
+            assert reader.port.counts().remote_agents == reader.port.counts().descriptor_lists == 0
+
+        self.run(scenario)
+
+    def test_closing_is_not_stopped_by_cancellation(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            with trio.move_on_after(0.2) as impatient:
+                await reader.port.aclose(1000)
+            assert impatient.cancelled_caught
+            assert await reader.port.aclose(1000) == [handle]
+
+        self.run(scenario)
+
+    def test_a_broken_port_says_so_once_and_refuses_every_call(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            await world.break_port(reader.port)
+            await reader.recorder.until(lambda: any(isinstance(e, PortBroken) for e in reader.recorder.events))
+            await refuses_every_call(reader)
+            assert await reader.port.aclose(1) == []
+            await trio.sleep(0.1)
+            assert sum(isinstance(event, PortBroken) for event in reader.recorder.events) == 1
+
+        self.run(scenario)
+
+    def test_calls_under_way_when_the_port_breaks_end_too(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            outcomes: list[str] = []
+
+            async def call() -> None:
+                try:
+                    await reader.port.prepare_local([reader.run])
+                    outcomes.append("done")
+                except PortClosed:
+                    outcomes.append("closed")
+
+            async with trio.open_nursery() as nursery:
+                for number in range(200):
+                    nursery.start_soon(call)
+                    if number == 100:
+                        await world.break_port(reader.port)
+            assert len(outcomes) == 200
+            assert "closed" in outcomes
+
+        self.run(scenario)
+
+
+async def refuses_every_call(reader: Reader) -> None:
+    port = reader.port
+    for call in (
+        lambda: port.add_remote_agent(b"x"),
+        lambda: port.remove_remote_agent("x"),
+        lambda: port.prepare_local([reader.run]),
+        lambda: port.prepare_remote("x", [reader.run]),
+        lambda: port.release_descriptor_list(reader.local),
+        lambda: port.post_read(reader.local, ids([0]), reader.remote, ids([0]), b""),
+        lambda: port.release_read(1),
+        lambda: port.send_notification("x", b"y"),
+    ):
+        with pytest.raises(PortClosed):
+            await call()

@@ -1,0 +1,366 @@
+"""What every side channel must do: the contract of `connector.ports.side_channel`, line by line, as tests.
+
+A subclass says how to make a side channel and how to run a scenario (`test_zmq_bridge.py`: real sockets and the real
+clock; a fake brings its own). Nothing here knows what is behind the Protocol. The waits of the scenarios are generous:
+they only bound a test that fails.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+import trio
+
+from connector.ports.side_channel import Listener, Requester, SideChannel, SideChannelError
+
+HOST = "127.0.0.1"
+CLIENTS = 200
+
+
+async def serve(listener: Listener, answer: Callable[[tuple[bytes, ...]], Sequence[bytes]]) -> None:
+    """Answer every request at once, until cancelled."""
+    while True:
+        request = await listener.receive()
+        listener.reply(request.reply_address, answer(request.frames_untrusted))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that nothing announces; the scenario's time limit bounds it."""
+    while not condition():
+        await trio.sleep(0.01)
+
+
+class SideChannelSuite(ABC):
+    @abstractmethod
+    def make_channel(self) -> SideChannel:
+        """A fresh side channel, inside the trio run."""
+
+    def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 60.0) -> None:
+        """Run a scenario on a fresh channel and close it."""
+
+        async def main() -> None:
+            channel = self.make_channel()
+            try:
+                with trio.fail_after(limit_seconds):
+                    await scenario(channel)
+            finally:
+                channel.close()
+
+        trio.run(main)
+
+    @pytest.mark.parametrize(
+        "frames",
+        [(b"one",), (b"",), (b"first", b"", b"third"), (bytes(range(256)) * 100, b"\xff")],
+        ids=["one", "empty", "several", "binary"],
+    )
+    def test_frames_arrive_and_come_back_as_they_were(self, frames: tuple[bytes, ...]) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                seen: list[tuple[bytes, ...]] = []
+
+                def answer(request: tuple[bytes, ...]) -> Sequence[bytes]:
+                    seen.append(request)
+                    return (b"reply", *request)
+
+                nursery.start_soon(serve, listener, answer)
+                assert await channel.connect(HOST, listener.port).ask(frames) == (b"reply", *frames)
+                assert seen == [frames]
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_requests_come_in_order_of_arrival_and_each_reply_finds_its_requester(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            replies: dict[int, tuple[bytes, ...]] = {}
+
+            async def ask(number: int) -> None:
+                replies[number] = await channel.connect(HOST, listener.port).ask([b"%d" % number])
+
+            async with trio.open_nursery() as nursery:
+                requests = []
+                for number in range(20):
+                    nursery.start_soon(ask, number)
+                    requests.append(await listener.receive())
+                assert [request.frames_untrusted for request in requests] == [(b"%d" % n,) for n in range(20)]
+                for request in reversed(requests):
+                    listener.reply(request.reply_address, [b"reply to", *request.frames_untrusted])
+            assert replies == {n: (b"reply to", b"%d" % n) for n in range(20)}
+
+        self.run(scenario)
+
+    def test_many_clients_while_replies_come_from_other_tasks(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            answered = 0
+
+            async def receive_all(nursery: trio.Nursery) -> None:
+                while True:
+                    request = await listener.receive()
+                    nursery.start_soon(reply_later, request.reply_address, request.frames_untrusted)
+
+            async def reply_later(address: bytes, frames: tuple[bytes, ...]) -> None:
+                await trio.sleep(random.Random(frames[0]).uniform(0, 0.01))
+                listener.reply(address, frames)
+
+            async def client(number: int) -> None:
+                nonlocal answered
+                for turn in range(10):
+                    frames = (b"%d/%d" % (number, turn),)
+                    assert await channel.connect(HOST, listener.port).ask(frames) == frames
+                    answered += 1
+
+            async with trio.open_nursery() as server:
+                server.start_soon(receive_all, server)
+                async with trio.open_nursery() as clients:
+                    for number in range(CLIENTS):
+                        clients.start_soon(client, number)
+                server.cancel_scope.cancel()
+            assert answered == CLIENTS * 10
+            assert listener.counts().dropped_replies == 0
+
+        self.run(scenario)
+
+    def test_a_requester_serves_one_exchange(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                requester = channel.connect(HOST, listener.port)
+                await requester.ask([b"once"])
+                with pytest.raises((RuntimeError, trio.ClosedResourceError)):
+                    await requester.ask([b"twice"])
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_silence_lasts_as_long_as_the_caller_lets_it(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            nobody = listener.port
+            listener.close()
+            with trio.move_on_after(0.3) as patience:
+                await channel.connect(HOST, nobody).ask([b"anybody?"])
+            assert patience.cancelled_caught
+            mute = channel.listen(HOST, 0)
+            with trio.move_on_after(0.3) as patience:
+                await channel.connect(HOST, mute.port).ask([b"hello?"])
+            assert patience.cancelled_caught
+
+        self.run(scenario)
+
+    def test_a_late_reply_goes_nowhere(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            for turn in range(20):
+                with trio.move_on_after(0.02):
+                    await channel.connect(HOST, listener.port).ask([b"impatient", b"%d" % turn])
+                async with trio.open_nursery() as nursery:
+
+                    async def ask_again(turn: int = turn) -> None:
+                        reply = await channel.connect(HOST, listener.port).ask([b"patient", b"%d" % turn])
+                        assert reply == (b"for the patient", b"%d" % turn)
+
+                    nursery.start_soon(ask_again)
+                    while True:
+                        request = await listener.receive()
+                        who, number = request.frames_untrusted
+                        listener.reply(request.reply_address, [b"for the " + who, number])
+                        if (who, number) == (b"patient", b"%d" % turn):
+                            break
+
+        self.run(scenario)
+
+    def test_a_cancelled_ask_costs_only_itself(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            outcomes = {"answered": 0, "cancelled": 0}
+
+            async def ask(number: int) -> None:
+                patience_seconds = random.Random(number).choice([0.0, 0.001, 0.005, 20.0])
+                with trio.move_on_after(patience_seconds) as patience:
+                    assert await channel.connect(HOST, listener.port).ask([b"%d" % number]) == (b"%d" % number,)
+                outcomes["cancelled" if patience.cancelled_caught else "answered"] += 1
+
+            async with trio.open_nursery() as server:
+                server.start_soon(serve, listener, lambda frames: frames)
+                async with trio.open_nursery() as nursery:
+                    for number in range(300):
+                        nursery.start_soon(ask, number)
+                server.cancel_scope.cancel()
+            patient = sum(random.Random(n).choice([0.0, 0.001, 0.005, 20.0]) == 20.0 for n in range(300))
+            assert outcomes["answered"] >= patient
+            assert outcomes["cancelled"] > 0
+
+        self.run(scenario)
+
+    def test_a_cancelled_receive_loses_no_request(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            asks = 400
+            received: list[bytes] = []
+            cancelled = 0
+            limiter = trio.CapacityLimiter(20)
+
+            async def ask(number: int) -> None:
+                async with limiter:
+                    assert await channel.connect(HOST, listener.port).ask([b"%d" % number]) == (b"ok",)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(asks):
+                    nursery.start_soon(ask, number)
+                chance = random.Random(1)
+                while len(received) < asks:
+                    with trio.move_on_after(chance.choice([0.0, 0.0001, 0.001])) as brief:
+                        request = await listener.receive()
+                        received.append(request.frames_untrusted[0])
+                        listener.reply(request.reply_address, [b"ok"])
+                    cancelled += brief.cancelled_caught
+            assert sorted(received, key=int) == [b"%d" % n for n in range(asks)]
+            assert cancelled > 0
+
+        self.run(scenario)
+
+    def test_requests_out_of_bounds_are_dropped_and_counted(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0, frames_max=2, frame_bytes_max=100)
+
+            async def ask_in_vain(frames: list[bytes]) -> None:
+                with trio.move_on_after(5):
+                    await channel.connect(HOST, listener.port).ask(frames)
+                    raise AssertionError("a request out of bounds was answered")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                async with trio.open_nursery() as askers:
+                    askers.start_soon(ask_in_vain, [b"x" * 101])
+                    askers.start_soon(ask_in_vain, [b"1", b"2", b"3"])
+                    await until(lambda: listener.counts().oversized_requests == 2)
+                    askers.cancel_scope.cancel()
+                within = [b"x" * 100, b"2"]
+                assert await channel.connect(HOST, listener.port).ask(within) == tuple(within)
+                assert listener.counts().oversized_requests == 2
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_a_reply_that_cannot_be_delivered_is_dropped_and_counted(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            listener.reply(b"nobody has this address", [b"hello"])
+            assert listener.counts().dropped_replies == 1
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(channel.connect(HOST, listener.port).ask, [b"bye"])
+                request = await listener.receive()
+                nursery.cancel_scope.cancel()
+
+            def dropped() -> bool:
+                listener.reply(request.reply_address, [b"too late"])
+                return listener.counts().dropped_replies >= 2
+
+            await until(dropped)
+
+        self.run(scenario)
+
+    def test_addresses_that_cannot_be_used_say_so(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            with pytest.raises(SideChannelError) as refused:
+                channel.listen(HOST, listener.port)
+            assert (refused.value.host, refused.value.port) == (HOST, listener.port)
+            with pytest.raises(SideChannelError):
+                channel.listen("192.0.2.1", 0)  # reserved for documentation: nobody's address
+            for host in ("", "no spaces", "semi;colon", "nul\0", "a" * 300):
+                with pytest.raises(SideChannelError):
+                    channel.connect(host, 5600)
+            for port in (0, -1, 65536):
+                with pytest.raises(SideChannelError):
+                    channel.connect(HOST, port)
+
+        self.run(scenario)
+
+    def test_a_port_is_free_again_after_its_listener_closed(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            first = channel.listen(HOST, 0)
+            port = first.port
+            assert port > 0
+            first.close()
+            second = None
+            while second is None:  # a real port may take a moment
+                try:
+                    second = channel.listen(HOST, port)
+                except SideChannelError:
+                    await trio.sleep(0.01)
+            assert second.port == port
+
+        self.run(scenario)
+
+    def test_closing_wakes_who_waits(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            mute = channel.listen(HOST, 0)
+            requester = channel.connect(HOST, mute.port)
+            woken: list[str] = []
+
+            async def wait(name: str, wait_for: Callable[[], Awaitable[object]]) -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await wait_for()
+                woken.append(name)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait, "receive", listener.receive)
+                nursery.start_soon(wait, "ask", lambda: requester.ask([b"hello"]))
+                await mute.receive()
+                for closed in (listener, requester):
+                    closed.close()
+                    closed.close()
+            assert sorted(woken) == ["ask", "receive"]
+            with pytest.raises(trio.ClosedResourceError):
+                await listener.receive()
+            with pytest.raises(trio.ClosedResourceError):
+                listener.reply(b"x", [b"y"])
+            unused: Requester = channel.connect(HOST, mute.port)
+            unused.close()
+            with pytest.raises(trio.ClosedResourceError):
+                await unused.ask([b"hello"])
+
+        self.run(scenario)
+
+    def test_closing_the_channel_closes_everything(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            asked = channel.connect(HOST, listener.port)
+
+            async def wait(wait_for: Callable[[], Awaitable[object]]) -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await wait_for()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait, lambda: asked.ask([b"hello"]))
+                await listener.receive()
+                nursery.start_soon(wait, listener.receive)
+                await trio.sleep(0.05)
+                channel.close()
+                channel.close()
+            with pytest.raises(trio.ClosedResourceError):
+                channel.connect(HOST, 5600)
+            with pytest.raises(trio.ClosedResourceError):
+                channel.listen(HOST, 0)
+
+        self.run(scenario)
+
+    def test_one_task_receives_at_a_time(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(listener.receive)
+                await trio.sleep(0.05)
+                with pytest.raises(trio.BusyResourceError):
+                    await listener.receive()
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)

@@ -1,0 +1,419 @@
+"""The real NIXL port: the contract's suite over UCX, and what only a real agent and a real thread can show."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from connector.ports import nixl_thread
+from connector.ports.nixl import (
+    AgentName,
+    MemoryRange,
+    MemoryRun,
+    NixlCallFailed,
+    NixlEvent,
+    NixlPort,
+    ReadDone,
+)
+from connector.ports.nixl_agent import RealNixlPort
+from tests.conformance.nixl_suite import (
+    BLOCK_BYTES,
+    BLOCKS,
+    NixlPortSuite,
+    NixlWorld,
+    Peer,
+    Reader,
+    Recorder,
+    new_memory,
+    new_reader,
+    read_in_flight,
+    reader_and_peer,
+    reader_and_source,
+    whole,
+)
+
+ROOT = Path(__file__).parents[2]
+STEPWISE_TRANSPORTS = "tcp,self"
+"""UCX without shared memory: a READ then needs the peer's help, so a paused peer holds it up."""
+
+
+@contextmanager
+def transports(stepwise: bool) -> Iterator[dict[str, str]]:
+    """The environment of agents made inside (UCX reads it when an agent is made)."""
+    before = os.environ.pop("UCX_TLS", None)
+    if stepwise:
+        os.environ["UCX_TLS"] = STEPWISE_TRANSPORTS
+    try:
+        yield dict(os.environ)
+    finally:
+        os.environ.pop("UCX_TLS", None)
+        if before is not None:
+            os.environ["UCX_TLS"] = before
+
+
+class ProcessPeer(Peer):
+    """`nixl_peer` in a process."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._pending = b""
+
+    async def introduce(self) -> None:
+        said = await self._hear()
+        self.metadata = base64.b64decode(said["metadata"])
+        self.run = MemoryRun(said["address"], BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
+
+    async def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while True:
+            line, newline, rest = self._pending.partition(b"\n")
+            if not newline:
+                chunk = await self._process.stdout.receive_some()
+                assert chunk, "the peer process ended"
+                self._pending += chunk
+                continue
+            self._pending = rest
+            if line.startswith(b"@"):
+                return json.loads(line[1:])
+
+    async def _order(self, **order: object) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        await self._process.stdin.send_all(json.dumps(order).encode() + b"\n")
+        return await self._hear()
+
+    async def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    async def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+    async def lose_block(self, block: int) -> None:
+        assert (await self._order(do="lose", block=block))["lost"]
+
+    async def notifications(self) -> list[tuple[AgentName, bytes]]:
+        said = await self._order(do="notifications")
+        return [(sender, base64.b64decode(message)) for sender, message in said["notifications"]]
+
+    async def notify(self, metadata: bytes, message: bytes) -> None:
+        given = {"metadata": metadata, "message": message}
+        await self._order(do="notify", **{name: base64.b64encode(value).decode() for name, value in given.items()})
+
+
+class RealWorld(NixlWorld):
+    def __init__(self) -> None:
+        self.ports: list[RealNixlPort] = []
+        self.processes: list[trio.Process] = []
+
+    async def open_port(
+        self, ranges: Sequence[MemoryRange], *, stepwise: bool = False, agent_name: AgentName | None = None
+    ) -> NixlPort:
+        with transports(stepwise):
+            port = RealNixlPort.open(agent_name or f"port-{uuid.uuid4()}", ranges, "DRAM")
+        self.ports.append(port)
+        return port
+
+    async def open_peer(self, *, stepwise: bool) -> Peer:
+        with transports(stepwise) as environment:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "tests.conformance.nixl_peer"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                env=environment,
+            )
+        self.processes.append(process)
+        peer = ProcessPeer(process)
+        await peer.introduce()
+        return peer
+
+    async def break_port(self, port: NixlPort) -> None:
+        assert isinstance(port, RealNixlPort)
+        port._core.poll_notifications = _fail  # type: ignore[method-assign]
+
+    async def end(self) -> None:
+        with trio.CancelScope(shield=True):
+            for port in self.ports:
+                await port.aclose(0)
+            for process in self.processes:
+                process.kill()
+                await process.wait()
+                for pipe in (process.stdin, process.stdout):
+                    if pipe is not None:
+                        await pipe.aclose()
+
+
+def _fail() -> list[NixlEvent]:
+    raise RuntimeError("broken on purpose")
+
+
+@asynccontextmanager
+async def real_world() -> AsyncIterator[RealWorld]:
+    world = RealWorld()
+    try:
+        yield world
+    finally:
+        await world.end()
+
+
+class TestRealNixlPort(NixlPortSuite):
+    def world(self) -> AbstractAsyncContextManager[NixlWorld]:
+        return real_world()
+
+    # What only a real thread can show
+
+    def test_the_agent_is_called_from_one_thread_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every call into NIXL of a port's life, and the end of every NIXL handle, in whatever way it comes about."""
+        callers: dict[str, set[int]] = {}
+        bindings = nixl_thread._import_nixl()
+
+        def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
+            def call(self: object, *args: object, **kwargs: object) -> object:
+                callers.setdefault(name, set()).add(threading.get_ident())
+                return original(self, *args, **kwargs)
+
+            return call
+
+        for kind in (bindings.nixl_agent, bindings.nixl_xfer_handle, bindings.nixl_prepped_dlist_handle):
+            for name in ("__init__", "__del__", "release", *(n for n in vars(kind) if not n.startswith("_"))):
+                original = vars(kind).get(name)
+                if callable(original) and not isinstance(original, staticmethod):
+                    monkeypatch.setattr(kind, name, watched(f"{kind.__name__}.{name}", original))
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            with pytest.raises(NixlCallFailed) as failed:
+                await reader.post([0], [BLOCKS])
+            del failed
+            assert isinstance(await reader.recorder.end_of(await reader.post([0], [0], b"read")), ReadDone)
+
+        self.run(scenario)
+        gc.collect()
+        assert callers.keys() >= {
+            "nixl_agent.__init__",
+            "nixl_xfer_handle.__del__",
+            "nixl_prepped_dlist_handle.__del__",
+        }
+        assert threading.get_ident() not in set().union(*callers.values())
+        assert max(len(threads) for threads in callers.values()) == 2  # two ports, a thread each
+
+    def test_a_long_post_holds_up_neither_trio_nor_the_ends_of_other_reads(self) -> None:
+        """Eight READs of 16 MiB posted together: the first is known to be over before the last is posted."""
+
+        async def scenario(world: NixlWorld) -> None:
+            blocks, block_bytes = 2048, 64 * 1024
+            source_memory, source_run = new_memory(blocks, block_bytes)
+            source = await world.open_port(whole(source_memory))
+            memory, run = new_memory(blocks, block_bytes)
+            reader = Reader(await world.open_port(whole(memory)), memory, run)
+            await reader.connect(source.agent_metadata, source_run)
+            scattered = list(range(blocks - 1, -1, -1))
+            posted_at, late_seconds = [], [0.0]
+
+            async def tick() -> None:
+                while True:
+                    before = trio.current_time()
+                    await trio.sleep(0.001)
+                    late_seconds.append(trio.current_time() - before - 0.001)
+
+            async def post(part: int) -> None:
+                chosen = scattered[part::8]
+                await reader.post(chosen, chosen)
+                posted_at.append(time.monotonic_ns())
+
+            await reader.recorder.end_of(await reader.post([0], [0]))
+            async with trio.open_nursery() as ticking:
+                ticking.start_soon(tick)
+                async with trio.open_nursery() as nursery:
+                    for part in range(8):
+                        nursery.start_soon(post, part)
+                await reader.recorder.until(lambda: len(reader.recorder.ends()) == 9)
+                ticking.cancel_scope.cancel()
+            first_end = sorted(end.completed_ns for end in reader.recorder.ends().values())[1]
+            assert first_end < max(posted_at)
+            assert max(late_seconds) < 0.5
+
+        self.run(scenario)
+
+    def test_an_idle_port_costs_almost_nothing(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader = await new_reader(world)
+            await trio.sleep(1)
+            before = time.process_time()
+            await trio.sleep(3)
+            assert time.process_time() - before < 0.3  # a tenth of a core; measured: 0.5 %
+            await reader.port.aclose(0)
+
+        self.run(scenario)
+
+    def test_ports_leave_no_threads_and_no_descriptors(self) -> None:
+        def held() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+        def open_and_close() -> None:
+            async def scenario(world: NixlWorld) -> None:
+                reader, *_ = await reader_and_source(world)
+                await reader.recorder.end_of(await reader.post([0], [0], b"read"))
+
+            self.run(scenario)
+
+        open_and_close()
+        before = held()
+        for _ in range(5):
+            open_and_close()
+        assert held() == before
+
+    def test_opening_fails_with_the_reason(self) -> None:
+        memory, _ = new_memory()
+        with pytest.raises(NixlCallFailed) as failed:
+            RealNixlPort.open("x", whole(memory), "DRAM", backends=("NO_SUCH_BACKEND",))
+        assert failed.value.operation == "open"
+        assert "NO_SUCH_BACKEND" in failed.value.error
+        with pytest.raises(NixlCallFailed) as failed:
+            RealNixlPort.open("x", [MemoryRange(-1, 4096)], "DRAM")
+        assert failed.value.error
+
+        def no_device() -> None:
+            raise RuntimeError("no such device")
+
+        with pytest.raises(NixlCallFailed, match="no such device"):
+            RealNixlPort.open("x", whole(memory), "DRAM", prepare_thread=no_device)
+        assert not _threads_named("nixl-x")
+
+    def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self) -> None:
+        memory, _ = new_memory()
+        release = threading.Event()
+        with pytest.raises(NixlCallFailed, match=r"within 0\.2 s"):
+            RealNixlPort.open("late", whole(memory), "DRAM", prepare_thread=lambda: _wait(release), timeout_seconds=0.2)
+        (thread,) = _threads_named("nixl-late")
+        release.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    def test_threads_of_the_backend_are_accepted(self) -> None:
+        async def main() -> None:
+            memory, run = new_memory()
+            memory[:] = 7
+            source = RealNixlPort.open(f"s-{uuid.uuid4()}", whole(memory), "DRAM")
+            own, own_run = new_memory()
+            reader = Reader(RealNixlPort.open(f"r-{uuid.uuid4()}", whole(own), "DRAM", num_threads=2), own, own_run)
+            try:
+                await reader.connect(source.agent_metadata, run)
+                assert isinstance(await reader.recorder.end_of(await reader.post([1], [1])), ReadDone)
+                assert own[1].all()
+            finally:
+                await reader.port.aclose(1)
+                await source.aclose(1)
+
+        trio.run(main)
+
+    def test_a_pinned_thread_does_not_pin_the_agent(self) -> None:
+        if len(os.sched_getaffinity(os.getppid())) == 1:
+            pytest.skip("the parent process may use one CPU only")
+        seen: list[set[int]] = []
+
+        def open_pinned() -> None:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            port = RealNixlPort.open("pinned", [], "DRAM", prepare_thread=lambda: seen.append(os.sched_getaffinity(0)))
+            port.close_blocking(30)
+
+        thread = threading.Thread(target=open_pinned)
+        thread.start()
+        thread.join(60)
+        assert seen == [os.sched_getaffinity(os.getppid())]
+
+    def test_closing_without_a_trio_run(self) -> None:
+        memory, _ = new_memory()
+        never_attached = RealNixlPort.open("never", whole(memory), "DRAM")
+        assert never_attached.close_blocking(30) == []
+        assert not _threads_named("nixl-never")
+        orphan = RealNixlPort.open("orphan", whole(memory), "DRAM")
+
+        async def main() -> None:
+            Recorder(orphan)
+            await orphan.prepare_local([MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)])
+
+        trio.run(main)
+        assert orphan.close_blocking(30) == []
+        assert not _threads_named("nixl-orphan")
+
+    def test_a_callback_that_raises_breaks_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, *_ = await reader_and_source(world)
+            seen: list[object] = []
+
+            def faulty(event: object) -> None:
+                seen.append(event)
+                raise RuntimeError("a bug of the caller")
+
+            source.set_event_callback(faulty)
+            for turn in range(3):
+                await reader.recorder.end_of(await reader.post([0], [0], b"%d" % turn))
+            while len(seen) < 3:
+                await trio.sleep(0.01)
+
+        self.run(scenario)
+        assert "a bug of the caller" in caplog.text
+
+    @pytest.mark.parametrize("how", ["forgotten", "abandoned"])
+    def test_the_process_ends_well_with_a_port_that(self, how: str) -> None:
+        """Nobody closed the port, or a READ had to be left in flight: neither may crash or hang the end."""
+        with transports(stepwise=True) as environment:
+            ended = subprocess.run(
+                [sys.executable, "-c", f"from tests.conformance.test_nixl_agent import {how}; {how}()"],
+                cwd=ROOT,
+                env=environment,
+                timeout=60,
+                capture_output=True,
+                text=True,
+            )
+        assert ended.returncode == 0, ended.stderr
+        assert "reached the end" in ended.stdout
+
+
+def forgotten() -> None:
+    """Program: leave a port open, its callback never set."""
+    memory, _ = new_memory()
+    globals()["kept"] = RealNixlPort.open("forgotten", whole(memory), "DRAM"), memory
+    sys.stdout.write("reached the end\n")
+
+
+def abandoned() -> None:
+    """Program: close a port while a READ from a paused peer is in flight."""
+
+    async def main() -> None:
+        async with real_world() as world:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            assert await reader.port.aclose(0) == [handle]
+            del reader
+            gc.collect()
+
+    trio.run(main)
+    sys.stdout.write("reached the end\n")
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def _threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]

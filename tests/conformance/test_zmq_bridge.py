@@ -1,0 +1,257 @@
+"""The real ZMQ side channel: the contract's suite, and what only real sockets can show."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+import trio
+import zmq
+
+from connector.ports.side_channel import SideChannel, SideChannelError
+from connector.ports.zmq_bridge import OVERSIZE_FACTOR, REPLIES_QUEUED_MAX, ZmqSideChannel
+from tests.conformance.side_channel_suite import HOST, SideChannelSuite, serve, until
+
+GARBAGE = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(10), b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\xff" * 54]
+
+
+class TestZmqSideChannel(SideChannelSuite):
+    def make_channel(self) -> SideChannel:
+        return ZmqSideChannel()
+
+    def test_a_req_socket_is_served_many_times(self) -> None:
+        """The built-in decode side asks with one REQ socket for each rank in turn."""
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            replies: list[list[bytes]] = []
+
+            def client() -> None:
+                with zmq.Context() as context, context.socket(zmq.REQ) as req:
+                    req.setsockopt(zmq.LINGER, 0)
+                    req.setsockopt(zmq.RCVTIMEO, 20_000)
+                    req.connect(f"tcp://{HOST}:{listener.port}")
+                    for turn in range(5):
+                        req.send(b"ask %d" % turn)
+                        replies.append(req.recv_multipart())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: (b"payload of " + frames[0], b"clock"))
+                await trio.to_thread.run_sync(client)
+                nursery.cancel_scope.cancel()
+            assert replies == [[b"payload of ask %d" % turn, b"clock"] for turn in range(5)]
+
+        self.run(scenario)
+
+    def test_a_plain_router_is_understood(self) -> None:
+        """The built-in prefill side answers from a ROUTER: identity, delimiter, payload, clock."""
+
+        async def scenario(channel: SideChannel) -> None:
+            context = zmq.Context()
+            router = context.socket(zmq.ROUTER)
+            router.setsockopt(zmq.RCVTIMEO, 20_000)
+            port = router.bind_to_random_port(f"tcp://{HOST}")
+            seen: list[list[bytes]] = []
+
+            def server() -> None:
+                message = router.recv_multipart()
+                seen.append(message)
+                router.send_multipart([message[0], b"", b"payload", b"clock"])
+
+            thread = threading.Thread(target=server)
+            thread.start()
+            try:
+                assert await channel.connect(HOST, port).ask([b"get"]) == (b"payload", b"clock")
+                assert seen[0][1:] == [b"", b"get"]
+            finally:
+                await trio.to_thread.run_sync(thread.join)
+                router.close(0)
+                context.term()
+
+        self.run(scenario)
+
+    def test_requests_without_delimiter_are_counted(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.connect(f"tcp://{HOST}:{listener.port}")
+                for message in ([b"no delimiter"], [b""], [b"no", b"delimiter"]):
+                    dealer.send_multipart(message)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(serve, listener, lambda frames: frames)
+                    await until(lambda: listener.counts().undelimited_requests == 3)
+                    assert await channel.connect(HOST, listener.port).ask([b"well formed"]) == (b"well formed",)
+                    nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_bytes_that_are_not_zmq_disturb_nobody(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                connections = [socket.create_connection((HOST, listener.port)) for _ in GARBAGE]
+                try:
+                    for connection, garbage in zip(connections, GARBAGE, strict=True):
+                        connection.sendall(garbage)
+                    for turn in range(20):
+                        assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
+                finally:
+                    for connection in connections:
+                        connection.close()
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_a_frame_beyond_all_bounds_never_gets_here(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0, frame_bytes_max=1000)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                with trio.move_on_after(1.0) as patience:
+                    await channel.connect(HOST, listener.port).ask([b"x" * (1000 * OVERSIZE_FACTOR + 1)])
+                assert patience.cancelled_caught
+                assert listener.counts().oversized_requests == 0
+                assert await channel.connect(HOST, listener.port).ask([b"small"]) == (b"small",)
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_replies_to_a_client_that_does_not_read_are_dropped(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.setsockopt(zmq.RCVHWM, 1)
+                dealer.setsockopt(zmq.RCVBUF, 4096)
+                dealer.connect(f"tcp://{HOST}:{listener.port}")
+                dealer.send_multipart([b"", b"flood me"])
+                request = await listener.receive()
+                for _ in range(REPLIES_QUEUED_MAX * 3):
+                    listener.reply(request.reply_address, [bytes(10_000)])
+                assert listener.counts().dropped_replies > 0
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("reply", [[b"not delimited"], [b""], [b""] * 40], ids=["undelimited", "bare", "long"])
+    def test_a_reply_that_is_none_fails_at_once(self, reply: list[bytes]) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            context = zmq.Context()
+            router = context.socket(zmq.ROUTER)
+            router.setsockopt(zmq.RCVTIMEO, 20_000)
+            port = router.bind_to_random_port(f"tcp://{HOST}")
+            thread = threading.Thread(target=lambda: router.send_multipart([router.recv_multipart()[0], *reply]))
+            thread.start()
+            try:
+                with pytest.raises(SideChannelError):
+                    await channel.connect(HOST, port).ask([b"get"])
+            finally:
+                await trio.to_thread.run_sync(thread.join)
+                router.close(0)
+                context.term()
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize(("bind", "connect"), [("::1", "::1"), ("[::1]", "[::1]"), ("localhost", "localhost")])
+    def test_other_ways_to_write_this_machine(self, bind: str, connect: str) -> None:
+        if ":" in bind and not _has_ipv6():
+            pytest.skip("no IPv6 loopback here")
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(bind, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                assert await channel.connect(connect, listener.port).ask([b"hello"]) == (b"hello",)
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_a_name_server_that_hangs_or_knows_nothing_delays_nobody_else(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            trio.socket.set_custom_hostname_resolver(_BadNameServer())
+            listener = channel.listen(HOST, 0)
+            with pytest.raises(SideChannelError) as failed:
+                await channel.connect("unknown.example", 5600).ask([b"hello"])
+            assert (failed.value.host, failed.value.port) == ("unknown.example", 5600)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                nursery.start_soon(channel.connect("hanging.example", 5600).ask, [b"hello"])
+                hanging = channel.connect("hanging.example", 5600)
+
+                async def closed_while_it_waits() -> None:
+                    with pytest.raises(trio.ClosedResourceError):
+                        await hanging.ask([b"hello"])
+
+                nursery.start_soon(closed_while_it_waits)
+                for turn in range(20):
+                    assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
+                hanging.close()
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_nothing_is_left_behind(self) -> None:
+        """Descriptors and threads, after a thousand exchanges and a hundred that were cancelled."""
+
+        async def exchanges(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                for turn in range(1000):
+                    assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
+                for _ in range(100):
+                    with trio.move_on_after(0.001):
+                        await channel.connect(HOST, nobody).ask([b"nobody listens there"])
+                await until(lambda: _descriptors() <= with_listener + FEW)
+                nursery.cancel_scope.cancel()
+            channel.close()
+            await until(lambda: _descriptors() <= before[0] and _threads() <= before[1])
+
+        async def main() -> None:
+            nonlocal before, with_listener
+            before = (_descriptors(), _threads())
+            channel = self.make_channel()
+            channel.listen(HOST, 0).close()
+            with_listener = _descriptors()
+            with trio.fail_after(60):
+                await exchanges(channel)
+
+        before, with_listener = (0, 0), 0
+        with socket.socket() as bound_but_not_listening:
+            bound_but_not_listening.bind((HOST, 0))
+            nobody = bound_but_not_listening.getsockname()[1]
+            trio.run(main)
+
+
+FEW = 10
+"""Sockets that libzmq may still be closing in its own time."""
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class _BadNameServer(trio.abc.HostnameResolver):
+    async def getaddrinfo(self, host: bytes | None, *_: object, **__: object) -> list[object]:  # type: ignore[override]
+        if host == b"hanging.example":
+            await trio.sleep_forever()
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async def getnameinfo(self, *_: object) -> tuple[str, str]:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
