@@ -412,7 +412,7 @@ class AgentThread:
         self._thread.join(timeout_seconds)
 
     def _end_before_exit(self) -> None:
-        """A daemon thread that the interpreter stops inside C++ aborts the process; end it while there is time."""
+        """End while there is time: a thread that the interpreter stops inside C++ may abort the process (1 run of 6)."""
         self.close(0.0)
         self.join(EXIT_SECONDS_MAX)
 

@@ -91,6 +91,8 @@ class ZmqRequester:
             if reply is not None:
                 break
             await trio.lowlevel.wait_readable(dealer.FD)
+            if self._closed:  # after the descriptor became readable, before this task ran
+                raise trio.ClosedResourceError("this requester was closed while it waited")
         await trio.lowlevel.cancel_shielded_checkpoint()
         if reply.oversized or len(reply.frames) < 2 or reply.frames[0] != b"":
             raise SideChannelError(self._host, self._port, "what came back is not a delimited reply within bounds")

@@ -65,13 +65,15 @@ class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The request waits in the scheduler's queue: keep its lease on the peer alive."""
 
+    request_id: str
     peer: PeerAddress
     remote_request_id: str
 
 
 class UntrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The lease needs no more heartbeats."""
+    """The request has settled: it needs the lease no more."""
 
+    request_id: str
     engine_id: str
     remote_request_id: str
 

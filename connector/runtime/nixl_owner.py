@@ -60,7 +60,6 @@ class ReadOrder:
     local_ids: DescriptorIds
     remote: DescriptorListHandle
     remote_ids: DescriptorIds
-    notification: bytes
     quarantine: Quarantine
     is_wanted: Callable[[], bool]
     on_end: Callable[[ReadEnded], None]
@@ -199,9 +198,7 @@ class NixlOwner:
                 self._end_unposted(order, None)
                 return
             try:
-                handle = await self.port.post_read(
-                    order.local, order.local_ids, order.remote, order.remote_ids, order.notification
-                )
+                handle = await self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids, b"")
             except NixlCallFailed as error:
                 failure = self._failure(order, error.operation, error.error, lost=error.transport_lost)
                 self._end_unposted(order, failure)

@@ -10,6 +10,10 @@ sending a message to the same mailbox. So there is no await between looking at a
 Machines: one `peer` machine, one `request` machine per request. Who waits for the peer is read off the request
 machines (state pending_handshake), not kept twice.
 
+Releasing. Several requests may name the same blocks (parallel samples of one prompt carry the same parameters). The
+peer is told that they may be freed when the last request that this engine knows of has ended or is settled otherwise;
+a request that comes later is refused, because what it names may be somebody else's KV by then.
+
 Proof of the lease. The prefill engine says when the lease ends, on its own clock; the handshake measured that clock.
 `_proof` converts the deadline to the earliest local time it can mean (half a round trip, drift since then), and takes
 off the configured margin. A built-in prefill engine says nothing: then the lease is assumed to have begun when this
@@ -52,6 +56,7 @@ from statemachine import peer, request
 from statemachine.failures import (
     ActorCrashed,
     BadParams,
+    BlocksConsumed,
     Failure,
     HandshakeRefused,
     Incompatible,
@@ -67,6 +72,8 @@ HEARTBEATS_PER_LEASE = 6
 CLOCK_SAMPLE_AGE_SECONDS = 60.0
 """An older sample is renewed in the background when a request uses it."""
 INCOMPATIBLE_BACKOFF_SECONDS = 60.0
+CONSUMED_MAX = 1 << 16
+"""Released requests that are remembered, the latest ones. What is older than its lease is refused by its proof."""
 PENDING_RELEASES_MAX = 1024
 """Releases kept for a peer that is not connected; beyond that its leases end by themselves."""
 
@@ -151,8 +158,10 @@ class PeerActor:
         self._connection: Connection | None = None
         self._lingering: list[Connection] = []
         self._disconnects: dict[trio.Event, None] = {}
-        self._leases: dict[str, None] = {}
+        self._holders: dict[str, set[str]] = {}
+        self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
+        self._consumed: dict[str, None] = {}
         self._probing = False
         self._backoff_until_ns = 0
         self._nursery: trio.Nursery | None = None
@@ -163,7 +172,7 @@ class PeerActor:
     def is_evictable(self) -> bool:
         """Nothing is connected and nobody waits."""
         states = (peer.State.IDLE, peer.State.BACKOFF, peer.State.INCOMPATIBLE)
-        unused = not self._runs and not self._leases and not self._lingering and len(self.inbox) == 0
+        unused = not self._runs and not self._holders and not self._lingering and len(self.inbox) == 0
         return unused and self._peer.value.state in states
 
     @property
@@ -208,8 +217,8 @@ class PeerActor:
                     self._apply(run, request.Aborted())
             case TrackLease():
                 self._track(message)
-            case UntrackLease(remote_request_id=remote_request_id):
-                self._leases.pop(remote_request_id, None)
+            case UntrackLease():
+                self._leave(message.remote_request_id, message.request_id)
             case HandshakeEnded():
                 self._end_handshake(message)
             case ReadMoved():
@@ -225,7 +234,7 @@ class PeerActor:
             case StopPeer(failure=failure):
                 for run in list(self._runs.values()):
                     self._apply(run, request.ShellFailed(failure=failure))
-                self._leases.clear()
+                self._holders.clear()
                 self._step_peer(peer.Retired())
 
     def _fire(self, key: TimerKey) -> None:
@@ -259,6 +268,13 @@ class PeerActor:
             recorder=context.recorder,
         )
         self._runs[command.request_id] = run
+        if command.remote_request_id in self._consumed and command.awaited:
+            consumed = BlocksConsumed(
+                peer=self.address.engine_id, address=str(self.address), remote_request_id=command.remote_request_id
+            )
+            self._apply(run, request.PeerFailed(failure=consumed))
+            return
+        self._hold(command.remote_request_id, command.request_id)
         self._timers.set(("deadline", command.request_id), now_ns + to_ns(context.options.request_timeout_seconds))
         self._want()
 
@@ -394,7 +410,7 @@ class PeerActor:
                     self._timers.cancel(("quiesce", request_id))
                     self._want()
                 case request.SendRelease():
-                    self._release(run, effect.except_reads)
+                    self._owed_releases.add(run.command.remote_request_id)
                 case request.Report():
                     self._report(run, effect)
         if run.machine.is_terminal and request_id in self._runs:
@@ -405,6 +421,7 @@ class PeerActor:
         del self._runs[request_id]
         for key in ("deadline", "lease", "quiesce"):
             self._timers.cancel((key, request_id))
+        self._leave(run.command.remote_request_id, request_id)
         self._on_request_ended(request_id)
 
     def _report(self, run: RequestRun, effect: request.Report) -> None:
@@ -486,7 +503,6 @@ class PeerActor:
                 local_ids=ids[0],
                 remote=connection.remote_list,
                 remote_ids=ids[1],
-                notification=encode_release(command.remote_request_id, connection.plan.consumers),
                 quarantine=quarantine,
                 is_wanted=lambda: run.state is request.State.READING,
                 on_end=lambda ended: self._post_read_end(connection, ended),
@@ -567,11 +583,15 @@ class PeerActor:
     def _track(self, command: TrackLease) -> None:
         self.last_used_ns = self._context.clock.now_ns()
         self.address = command.peer
-        self._leases[command.remote_request_id] = None
+        self._hold(command.remote_request_id, command.request_id)
         # Connecting now takes the handshake off the request's way.
         if self._peer.value.state is peer.State.IDLE:
             self._want()
-        if len(self._leases) == 1:
+
+    def _hold(self, remote_request_id: str, request_id: str) -> None:
+        """`request_id` wants these blocks: their lease is kept alive, and they are not released before it ends."""
+        self._holders.setdefault(remote_request_id, set()).add(request_id)
+        if _HEARTBEAT not in self._timers:
             self._schedule_heartbeat()
 
     def _schedule_heartbeat(self) -> None:
@@ -579,21 +599,32 @@ class PeerActor:
         self._timers.set(_HEARTBEAT, self._context.clock.now_ns() + interval_ns)
 
     def _beat(self) -> None:
-        if not self._leases:
+        if not self._holders:
             return
         self._schedule_heartbeat()
         if self._peer.value.state is peer.State.READY:
-            for message in encode_heartbeats(self._leases):
+            for message in encode_heartbeats(self._holders):
                 self._notify(message)
         elif self._peer.value.state is peer.State.IDLE:
             self._want()
 
-    def _release(self, run: RequestRun, except_reads: frozenset[int]) -> None:
-        """Tell the peer that it may free the blocks of a request that will not read (all of) them."""
-        if 0 in except_reads:
+    def _leave(self, remote_request_id: str, request_id: str) -> None:
+        """One request less wants these blocks; the last one lets go of them."""
+        holders = self._holders.get(remote_request_id)
+        if holders is None:
             return
+        holders.discard(request_id)
+        if holders:
+            return
+        del self._holders[remote_request_id]
+        if remote_request_id not in self._owed_releases:
+            return
+        self._owed_releases.discard(remote_request_id)
+        self._consumed[remote_request_id] = None
+        if len(self._consumed) > CONSUMED_MAX:
+            del self._consumed[next(iter(self._consumed))]
         if len(self._pending_releases) < PENDING_RELEASES_MAX:
-            self._pending_releases[run.command.remote_request_id] = None
+            self._pending_releases[remote_request_id] = None
         if self._peer.value.state is peer.State.READY:
             self._flush_releases()
 

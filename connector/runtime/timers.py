@@ -28,6 +28,9 @@ class TimerQueue(Generic[K]):
     def __len__(self) -> int:
         return len(self._deadlines)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._deadlines
+
     def set(self, key: K, deadline_ns: int) -> None:
         self._set_count += 1
         entry = (deadline_ns, self._set_count)

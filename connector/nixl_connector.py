@@ -1,0 +1,184 @@
+"""The class that vLLM loads: `KVConnectorBase_V1` in front of the scheduler side and the worker side.
+
+It decides nothing. vLLM makes one instance per role; each method belongs to one role and goes to that side. The name
+`NixlConnector` is kept on purpose: vLLM chooses some defaults by it, and a module path takes precedence over the
+built-in class of the same name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connector.config import parse_options
+from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
+from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.metadata import StepMetadata
+from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.registration import require_supported
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+    """Pull-based KV transfer between prefill and decode engines.
+
+    Raises at construction OptionError for an option that it does not know, and UnsupportedCache for an engine whose KV
+    cache it cannot transfer.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        require_supported(vllm_config, kv_cache_config)
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = ConnectorScheduler(vllm_config, kv_cache_config, options)
+        else:
+            self._worker = ConnectorWorker(vllm_config, kv_cache_config, options)
+
+    @property
+    def _scheduler_side(self) -> ConnectorScheduler:
+        assert self._scheduler is not None, "a method of the scheduler role was called on the worker's instance"
+        return self._scheduler
+
+    @property
+    def _worker_side(self) -> ConnectorWorker:
+        assert self._worker is not None, "a method of the worker role was called on the scheduler's instance"
+        return self._worker
+
+    # --- both roles ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that a block of one head is contiguous; MLA has no heads to order."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ConnectorStats(data=data) if data is not None else ConnectorStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+    # --- scheduler role -----------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler_side.bind_block_pool(gpu_block_pool)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler_side.build_step_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler_side.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler_side.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler_side.request_finished(request, block_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler_side.serve_handshakes(metadata)
+
+    # --- worker role --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker_side.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker_side.handshake_metadata
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._worker_side.start_load_kv(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker_side.get_transfer_results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The older form of `get_transfer_results`; failed requests are in both of its sets."""
+        results = self._worker_side.get_transfer_results()
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker_side.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker_side.take_report()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Worker: figures since the last step. The scheduler role has none of its own."""
+        return self._worker.take_stats() if self._worker is not None else None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled only after all its layers are here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to save: the decode engine reads from the KV cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing was saved."""
+
+
+NixlActorConnector = NixlConnector
+"""The name under which the plug-in registers the class."""

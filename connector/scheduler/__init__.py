@@ -1,0 +1,1 @@
+"""The scheduler-process side of the connector."""

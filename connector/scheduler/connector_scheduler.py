@@ -1,0 +1,333 @@
+"""The scheduler-process side: which requests pull, which are lent, and what the worker is told each step.
+
+Everything here runs on the engine's scheduler thread between two forward passes, so it only looks things up and
+appends commands. It makes no call to NIXL or ZMQ; the listener has a thread of its own (`listener_thread`).
+
+Decode side. A request that names a prefill engine is a `Pull`:
+
+    waiting    known, not scheduled yet; its lease is kept alive by heartbeats
+    loading    its blocks are allocated and the worker reads into them; vLLM has parked it
+    settled    loaded, failed, or nothing had to be read; from here on it is an ordinary request
+
+kv_transfer_params comes from outside. What cannot be decoded still parks the request like any other, and the worker
+fails it: that is the one path that ends in an error for the client under the policy `fail`, and in a recomputation
+under `recompute`.
+
+Blocks are paired by position. D's block i of a request corresponds to P's block i, so after a prefix-cache hit of h
+blocks D reads P's blocks h.. into its own, whatever the length of P's list (a prefill that sampled more than one token
+has more blocks than the prompt needs).
+
+Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are,
+until when, and by which incarnation of this engine.
+
+Quarantine. A block that a READ may still write into must not be given to anybody. The worker reports it in the same
+step in which it reports the request as failed; taking a reference of our own on the block keeps it out of the free
+list when vLLM frees the request, until the worker reports that the READ has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from connector.config import ConnectorOptions
+from connector.observe.log import get_logger
+from connector.runtime.messages import (
+    AbortPull,
+    Command,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    PeerAddress,
+    RejectPull,
+    StartPull,
+    TrackLease,
+    UntrackLease,
+)
+from connector.scheduler.listener_thread import ListenerThread
+from connector.scheduler.metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.wire.params import (
+    ParamsError,
+    ParamsKind,
+    RemotePrefill,
+    build_remote_prefill,
+    classify,
+    parse_remote_prefill,
+)
+from statemachine.failures import BadParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_log = get_logger()
+
+
+class PullPhase(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass
+class Pull:
+    """One request of the decode side. `remote` is None when kv_transfer_params was rejected, for `rejection`."""
+
+    remote: RemotePrefill | None
+    rejection: BadParams | None
+    heard_seconds: float
+    phase: PullPhase = PullPhase.WAITING
+    is_tracked: bool = False
+
+
+class ConnectorScheduler:
+    """See the module's docstring."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
+        parallel = vllm_config.parallel_config
+        self._options = options
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
+        self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
+        self._tp_size: int = parallel.tensor_parallel_size
+        self._incarnation = uuid.uuid4().hex
+        self._pulls: dict[str, Pull] = {}
+        self._computing: set[str] = set()
+        self._commands: list[Command] = []
+        self._listener: ListenerThread | None = None
+        self._block_pool: BlockPool | None = None
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Take note of a request that will read from a prefill engine, and keep its lease alive from now on."""
+        pull = self._read_params(request)
+        if pull is None:
+            return
+        self._pulls[request.request_id] = pull
+        if pull.remote is not None:
+            pull.is_tracked = True
+            self._commands.append(
+                TrackLease(
+                    request_id=request.request_id,
+                    peer=_address(pull.remote),
+                    remote_request_id=pull.remote.request_id,
+                )
+            )
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached."""
+        pull = self._pulls.get(request.request_id)
+        if pull is None or pull.phase is not PullPhase.WAITING:
+            return 0, False
+        count = request.num_prompt_tokens - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated: start the pull, or tell the prefill engine that none is needed."""
+        request_id = request.request_id
+        pull = self._pulls.get(request_id)
+        if pull is not None and pull.phase is PullPhase.WAITING:
+            if num_external_tokens > 0:
+                pull.phase = PullPhase.LOADING
+                self._commands.append(self._load(request_id, pull, blocks))
+            else:
+                self._settle_without_loading(request_id, pull)
+        elif _wants_remote_decode(request) and request_id not in self._computing:
+            self._computing.add(request_id)
+            self._commands.append(LeaseComputing(request_id=request_id))
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
+        request_id = request.request_id
+        pull = self._pulls.pop(request_id, None)
+        if pull is not None:
+            if pull.phase is PullPhase.WAITING:
+                self._settle_without_loading(request_id, pull)
+            elif pull.phase is PullPhase.LOADING:
+                self._commands.append(AbortPull(request_id=request_id))
+            self._untrack(request_id, pull)
+            return False, None
+        if not _wants_remote_decode(request):
+            return False, None
+        completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not completed or not any(block_ids):
+            if request_id in self._computing:
+                self._computing.discard(request_id)
+                self._commands.append(LeaseWithdrawn(request_id=request_id))
+            return False, None
+        self._computing.discard(request_id)
+        return True, self._grant(request, block_ids)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def build_step_metadata(self) -> StepMetadata:
+        """Everything decided since the last step."""
+        commands, self._commands = self._commands, []
+        return StepMetadata(commands)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """The worker's results, before vLLM frees anything because of them."""
+        for request_id in output.finished_recving or ():
+            pull = self._pulls.get(request_id)
+            if pull is not None:
+                pull.phase = PullPhase.SETTLED
+                self._untrack(request_id, pull)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._keep_quarantined(report)
+
+    # --- side channel -------------------------------------------------------------------------------------------
+
+    def serve_handshakes(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """Start the listener with every rank's payload. Raises ThreadStartError, for instance for a port in use."""
+        ranks: dict[tuple[int, int], HandshakeMetadata] = {}
+        for rank, payload in metadata.items():
+            if not isinstance(payload, HandshakeMetadata):
+                raise TypeError(f"rank {rank} sent {type(payload).__name__}, expected HandshakeMetadata")
+            ranks[rank] = payload
+        if self._listener is None:
+            self._listener = ListenerThread(self._host, self._port, ranks, self._incarnation)
+            self._listener.start()
+
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    def shutdown(self) -> None:
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _read_params(self, request: Request) -> Pull | None:
+        params_untrusted = request.kv_transfer_params
+        try:
+            if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
+                return None
+            remote = parse_remote_prefill(params_untrusted)
+            if len(remote.block_ids) != 1:
+                groups = f"{len(remote.block_ids)} groups"
+                raise ParamsError(BadParams(field="remote_block_ids", expected="one KV cache group", found=groups))
+        except ParamsError as error:
+            return Pull(remote=None, rejection=error.failure, heard_seconds=time.perf_counter())
+        return Pull(remote=remote, rejection=None, heard_seconds=time.perf_counter())
+
+    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+        local = [block.block_id for block in blocks.blocks[0] if block.block_hash is None and not block.is_null]
+        cached = len(blocks.blocks[0]) - len(local)
+        if pull.remote is None:
+            assert pull.rejection is not None
+            return RejectPull(request_id=request_id, local_block_ids=local, failure=pull.rejection)
+        remote = pull.remote.block_ids[0][cached : cached + len(local)]
+        if len(remote) < len(local):
+            failure = BadParams(
+                field="remote_block_ids",
+                expected=f"at least {cached + len(local)} blocks for this prompt",
+                found=f"{len(pull.remote.block_ids[0])} blocks",
+            )
+            return RejectPull(request_id=request_id, local_block_ids=local, failure=failure)
+        return self._start_pull(request_id, pull, pull.remote, local, list(remote), awaited=True)
+
+    def _settle_without_loading(self, request_id: str, pull: Pull) -> None:
+        """Nothing is read: the prefill engine may free its blocks now."""
+        pull.phase = PullPhase.SETTLED
+        if pull.remote is not None:
+            self._commands.append(self._start_pull(request_id, pull, pull.remote, [], [], awaited=False))
+        elif pull.rejection is not None:
+            _log.warning("request %s: %s", request_id, pull.rejection)
+        self._untrack(request_id, pull)
+
+    def _start_pull(
+        self,
+        request_id: str,
+        pull: Pull,
+        remote: RemotePrefill,
+        local_block_ids: list[int],
+        remote_block_ids: list[int],
+        *,
+        awaited: bool,
+    ) -> StartPull:
+        return StartPull(
+            request_id=request_id,
+            peer=_address(remote),
+            remote_request_id=remote.request_id,
+            local_block_ids=local_block_ids,
+            remote_block_ids=remote_block_ids,
+            awaited=awaited,
+            age_seconds=time.perf_counter() - pull.heard_seconds,
+            lease_expires_at=remote.lease_expires_at,
+            incarnation=remote.incarnation,
+        )
+
+    def _untrack(self, request_id: str, pull: Pull) -> None:
+        if pull.is_tracked and pull.remote is not None:
+            pull.is_tracked = False
+            self._commands.append(
+                UntrackLease(
+                    request_id=request_id,
+                    engine_id=pull.remote.engine_id,
+                    remote_request_id=pull.remote.request_id,
+                )
+            )
+
+    def _grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
+        lease_seconds = self._options.kv_lease_duration
+        self._commands.append(
+            LeaseGranted(request_id=request.request_id, lease_seconds=lease_seconds, blocks=len(block_ids[0]))
+        )
+        # The worker starts its timer when it hears of the grant, which is later: what D is told is the earlier end.
+        return build_remote_prefill(
+            engine_id=self._engine_id,
+            request_id=request.request_id,
+            host=self._host,
+            port=self._port,
+            block_ids=block_ids,
+            tp_size=self._tp_size,
+            num_tokens=request.num_computed_tokens,
+            lease_expires_at=time.perf_counter() + lease_seconds,
+            incarnation=self._incarnation,
+        )
+
+    def _keep_quarantined(self, report: WorkerReport) -> None:
+        pool = self._block_pool
+        if pool is None:
+            return
+        for block_ids in report.quarantined:
+            _log.warning("%d blocks are quarantined until their READs have ended", len(block_ids))
+            pool.touch([pool.blocks[block_id] for block_id in block_ids])
+        for block_ids in report.lifted:
+            _log.info("%d quarantined blocks are free again", len(block_ids))
+            pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
+
+
+def _wants_remote_decode(request: Request) -> bool:
+    try:
+        return classify(request.kv_transfer_params) is ParamsKind.REMOTE_DECODE
+    except ParamsError:
+        return False
+
+
+def _address(remote: RemotePrefill) -> PeerAddress:
+    return PeerAddress(
+        engine_id=remote.engine_id,
+        host=remote.host,
+        port=remote.port,
+        tp_size=remote.tp_size,
+        dcp_size=remote.dcp_size,
+        pp_size=remote.pp_size,
+    )

@@ -1,0 +1,61 @@
+"""The listener's thread in the scheduler process: started when there is something to serve, joined at shutdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from connector.observe.log import get_logger
+from connector.observe.log import log_crash as log_actor_crash
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.runtime.clock import MonotonicClock
+from connector.runtime.listener import HandshakeListener
+from connector.runtime.thread import ActorThread
+from connector.scheduler.metadata import HandshakeMetadata
+from connector.wire.handshake import encode_payload
+
+STOP_TIMEOUT_SECONDS = 5.0
+
+_log = get_logger()
+
+
+class ListenerThread:
+    """Serves the handshake payloads of all ranks of this engine at (host, port)."""
+
+    def __init__(
+        self, host: str, port: int, ranks: Mapping[tuple[int, int], HandshakeMetadata], incarnation: str
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._payloads = {
+            rank: encode_payload(metadata.compatibility_hash, metadata.agent_metadata, incarnation)
+            for rank, metadata in ranks.items()
+        }
+        self._bad_frames = 0
+        self._thread: ActorThread[None] = ActorThread("kv-handshake-listener", self._make, self._log_error)
+
+    def start(self) -> None:
+        """Bind and serve. Raises ThreadStartError when the address cannot be used."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        if not self._thread.stop(STOP_TIMEOUT_SECONDS):
+            _log.error("the handshake listener did not stop within %g s", STOP_TIMEOUT_SECONDS)
+
+    async def _make(self) -> HandshakeListener:
+        return HandshakeListener(
+            side_channel=ZmqSideChannel(),
+            host=self._host,
+            port=self._port,
+            payloads=self._payloads,
+            clock=MonotonicClock(),
+            log_bad_frame=self._log_bad_frame,
+        )
+
+    def _log_bad_frame(self, detail: str) -> None:
+        """Powers of two only: a port scanner must not fill the log."""
+        self._bad_frames += 1
+        if self._bad_frames & (self._bad_frames - 1) == 0:
+            _log.warning("side channel: refused a bad request (number %d): %s", self._bad_frames, detail)
+
+    def _log_error(self, error: BaseException) -> None:
+        log_actor_crash("handshake listener", error)
