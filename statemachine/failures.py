@@ -127,6 +127,18 @@ class PeerRetired(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):
+    """An earlier request of this engine has read these blocks and told the peer that it may free them."""
+
+    remote_request_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"the blocks of {self.remote_request_id} on prefill engine {self.peer} were read and released by an "
+            "earlier request; kv_transfer_params can be used once (a retry must be prefilled again)"
+        )
+
+
 class TooManyPeers(PeerFailure, frozen=True, kw_only=True):
     """The cap on known remote engines is reached and none can be evicted."""
 

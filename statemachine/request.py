@@ -18,6 +18,10 @@ blocks do not return to the pool.
 Reads are numbered 0..n-1 within one attempt. All n count as in flight from the moment they are ordered: a READ that
 the shell then does not start ends with `ReadSkipped`, one that NIXL refuses with `ReadFailed`.
 
+Releasing. READs carry no notification: the peer is told that this consumer is finished by an effect of its own, when
+the request ends. Then everything that may happen before is safe to happen: a retry finds the blocks still lent, and
+several requests that name the same blocks (parallel samples of one prompt) are served before the last lets go.
+
 The proof. `proven_until_ns` is the instant, in this process's monotonic clock, up to which the lease is known to hold;
 the shell has already taken off the clock error and a margin. A request is `done` only if its last READ completed
 before it. Requests that only tell the peer "I do not need them" (`awaited` false: full prefix-cache hit, or finished
@@ -64,8 +68,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the machine.
 
-    `in_flight` are the reads that are not quiescent, `completed` those that delivered. `ending` and `failure` say how
-    a draining request will end and how a failed or expired one ended; `retryable` whether draining may lead back.
+    `in_flight` are the reads that are not quiescent. `ending` and `failure` say how a draining request will end and
+    how a failed or expired one ended; `retryable` whether draining may lead back.
     """
 
     request_id: str
@@ -76,7 +80,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.PENDING_HANDSHAKE
     proof: Proof | None = None
     in_flight: frozenset[int] = frozenset()
-    completed: frozenset[int] = frozenset()
     ending: State | None = None
     failure: Failure | None = None
     retryable: bool = False
@@ -187,9 +190,7 @@ class Report(Effect, frozen=True, kw_only=True):
 
 
 class SendRelease(Effect, frozen=True, kw_only=True):
-    """Tell the peer's ranks that this consumer is finished, except those whose read delivered the notification."""
-
-    except_reads: frozenset[int]
+    """This request needs the peer's blocks no more."""
 
 
 class AwaitPeer(Effect, frozen=True, kw_only=True):
@@ -231,21 +232,23 @@ def _is_proven(request: Request, now_ns: int) -> bool:
 def _on_peer_ready(request: Request, event: PeerReady) -> tuple[Request, Effects]:
     request = msgspec.structs.replace(request, proof=event.proof)
     if not request.awaited:
-        return msgspec.structs.replace(request, state=State.DONE), (SendRelease(except_reads=frozenset()),)
+        return msgspec.structs.replace(request, state=State.DONE), (SendRelease(),)
     if not _is_proven(request, event.now_ns):
         failure = _not_proven(request, event.now_ns)
         return _end(request, State.EXPIRED, failure), _report(request, failure)
     if event.reads == 0:
         done = msgspec.structs.replace(request, state=State.DONE)
-        return done, (SendRelease(except_reads=frozenset()), *_report(request, None))
-    reading = msgspec.structs.replace(
-        request, state=State.READING, in_flight=frozenset(range(event.reads)), completed=frozenset()
-    )
+        return done, (SendRelease(), *_report(request, None))
+    reading = msgspec.structs.replace(request, state=State.READING, in_flight=frozenset(range(event.reads)))
     return reading, (PostReads(reads=event.reads),)
 
 
-def _fail_pending(request: Request, event: PeerFailed | PeerIncompatible | ParamsRejected) -> tuple[Request, Effects]:
+def _fail_pending(request: Request, event: PeerFailed | PeerIncompatible) -> tuple[Request, Effects]:
     return _end(request, State.FAILED, event.failure), _report(request, event.failure)
+
+
+def _reject_pending(request: Request, event: ParamsRejected) -> tuple[Request, Effects]:
+    return _end(request, State.FAILED, event.failure), (SendRelease(), *_report(request, event.failure))
 
 
 def _crash_pending(request: Request, event: ShellFailed) -> tuple[Request, Effects]:
@@ -259,13 +262,13 @@ def _lapse_pending(request: Request, event: LeaseLapsed) -> tuple[Request, Effec
 
 def _time_out_pending(request: Request, event: DeadlinePassed) -> tuple[Request, Effects]:
     failure = DeadlineExceeded(timeout_seconds=event.timeout_seconds, phase=request.state.value)
-    effects = (SendRelease(except_reads=frozenset()), *_report(request, failure))
+    effects = (SendRelease(), *_report(request, failure))
     return _end(request, State.EXPIRED, failure), effects
 
 
 def _abort_pending(request: Request, event: Aborted) -> tuple[Request, Effects]:
     failure = AbortedByClient()
-    effects = (SendRelease(except_reads=frozenset()), *_report(request, failure))
+    effects = (SendRelease(), *_report(request, failure))
     return _end(request, State.FAILED, failure), effects
 
 
@@ -276,20 +279,17 @@ def _drain(request: Request, ending: State, failure: Failure, *, retryable: bool
 
 
 def _may_retry(request: Request, now_ns: int) -> bool:
-    # A read that delivered has told its rank that it may free the blocks: reading again would read unleased memory.
-    return request.retryable and not request.completed and _is_proven(request, now_ns)
+    return request.retryable and _is_proven(request, now_ns)
 
 
 def _complete(request: Request, event: ReadCompleted) -> tuple[Request, Effects]:
-    request = msgspec.structs.replace(
-        request, in_flight=request.in_flight - {event.read}, completed=request.completed | {event.read}
-    )
+    request = msgspec.structs.replace(request, in_flight=request.in_flight - {event.read})
     if request.in_flight:
         return request, NO_EFFECTS
     if not _is_proven(request, event.completed_ns):
         failure = _not_proven(request, event.completed_ns)
         return _end(request, State.EXPIRED, failure), _report(request, failure)
-    return msgspec.structs.replace(request, state=State.DONE), _report(request, None)
+    return msgspec.structs.replace(request, state=State.DONE), (SendRelease(), *_report(request, None))
 
 
 def _fail_reading(request: Request, event: ReadFailed) -> tuple[Request, Effects]:
@@ -338,14 +338,12 @@ def _finish_draining(request: Request, now_ns: int) -> tuple[Request, Effects]:
     assert request.failure is not None
     effects = _report(request, request.failure)
     if not isinstance(request.failure, LeaseNotProven):
-        effects = (SendRelease(except_reads=request.completed), *effects)
+        effects = (SendRelease(), *effects)
     return _end(request, request.ending, request.failure), effects
 
 
 def _drain_completed(request: Request, event: ReadCompleted) -> tuple[Request, Effects]:
-    request = msgspec.structs.replace(
-        request, in_flight=request.in_flight - {event.read}, completed=request.completed | {event.read}
-    )
+    request = msgspec.structs.replace(request, in_flight=request.in_flight - {event.read})
     if request.in_flight:
         return request, NO_EFFECTS
     return _finish_draining(request, event.completed_ns)
@@ -401,7 +399,7 @@ MACHINE: Machine[Request] = Machine(
         (_PENDING, PeerReady): to(_on_peer_ready, _READING, _DONE, _EXPIRED),
         (_PENDING, PeerFailed): to(_fail_pending, _FAILED),
         (_PENDING, PeerIncompatible): to(_fail_pending, _FAILED),
-        (_PENDING, ParamsRejected): to(_fail_pending, _FAILED),
+        (_PENDING, ParamsRejected): to(_reject_pending, _FAILED),
         (_PENDING, LeaseLapsed): to(_lapse_pending, _EXPIRED),
         (_PENDING, DeadlinePassed): to(_time_out_pending, _EXPIRED),
         (_PENDING, Aborted): to(_abort_pending, _FAILED),
@@ -413,7 +411,7 @@ MACHINE: Machine[Request] = Machine(
         (_READING, DeadlinePassed): to(_time_out_reading, _DRAINING),
         (_READING, Aborted): to(_abort_reading, _DRAINING),
         (_READING, ShellFailed): to(_crash_reading, _DRAINING),
-        (_DRAINING, ReadCompleted): to(_drain_completed, _DRAINING, _FAILED, _EXPIRED),
+        (_DRAINING, ReadCompleted): to(_drain_completed, _DRAINING, _PENDING, _FAILED, _EXPIRED),
         (_DRAINING, ReadFailed): to(_drain_ended, _DRAINING, _PENDING, _FAILED, _EXPIRED),
         (_DRAINING, ReadSkipped): to(_drain_ended, _DRAINING, _PENDING, _FAILED, _EXPIRED),
         (_DRAINING, LeaseLapsed): to(_stop_retry, _DRAINING),

@@ -122,6 +122,7 @@ class Engine:
         lease_expires_at: float | None = None,
         incarnation: str | None = None,
         awaited: bool = True,
+        remote_request_id: str | None = None,
     ) -> None:
         address = peer.address if isinstance(peer, Engine) else peer
         known = peer.incarnation if isinstance(peer, Engine) and incarnation is None else incarnation
@@ -129,7 +130,7 @@ class Engine:
             StartPull(
                 request_id=request_id,
                 peer=address,
-                remote_request_id=f"remote-{request_id}",
+                remote_request_id=remote_request_id or f"remote-{request_id}",
                 local_block_ids=local,
                 remote_block_ids=remote,
                 awaited=awaited,

@@ -185,7 +185,7 @@ def test_heartbeats_keep_a_waiting_request_leased() -> None:
         options = ConnectorOptions(kv_lease_duration=0.6)
         async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
             p.lend("remote-a", lease_seconds=0.6)
-            d.supervisor.deliver(TrackLease(peer=p.address, remote_request_id="remote-a"))
+            d.supervisor.deliver(TrackLease(request_id="a", peer=p.address, remote_request_id="remote-a"))
             await trio.sleep(1.8)
             assert p.sent("remote-a") is None
 
@@ -231,5 +231,32 @@ def test_stop_fails_what_is_open() -> None:
         assert ended is not None
         assert ended.failure is not None
         assert ended.failure.kind == "ConnectorStopped"
+
+    run(test)
+
+
+def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refused() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            p.memory[:, 1, :] = 7
+            ends = p.lend("remote-shared")
+
+            def track(request_id: str) -> None:
+                d.supervisor.deliver(
+                    TrackLease(request_id=request_id, peer=p.address, remote_request_id="remote-shared")
+                )
+
+            track("first")
+            track("second")
+            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await until(lambda: d.received("first"))).failure is None
+            await trio.sleep(0.1)
+            assert p.sent("remote-shared") is None, "freed while another request waits for the same blocks"
+            d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await until(lambda: d.received("second"))).failure is None
+            assert (d.blocks([2, 3]) == 7).all()
+            await until(lambda: p.sent("remote-shared"))
+            d.pull("third", p, [4], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await failure_of(d, "third")).kind == "BlocksConsumed"
 
     run(test)

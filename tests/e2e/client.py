@@ -1,0 +1,260 @@
+"""A small prefill/decode client: what a router in front of the engines does, and nothing else.
+
+A disaggregated request is two calls. The first asks the prefill engine for one token and for parameters that name the
+blocks it keeps; the second hands these parameters to the decode engine, which fetches the blocks and goes on from
+there. Greedy decoding of a fixed number of tokens, so that two answers can be compared token by token.
+
+Errors of the engine are results here, not exceptions: the tests are about them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tests.e2e.engines import LOOPBACK, Engine
+
+ANSWER_TOKENS = 16
+CALL_TIMEOUT_SECONDS = 120.0
+
+NO_ANSWER = 0
+"""Status of a call that got no HTTP answer at all: refused, reset or timed out."""
+
+REQUEST_TRANSFER: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+"""kv_transfer_params that ask a prefill engine to keep the blocks of the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Outcome of one call."""
+
+    status: int
+    """HTTP status, or NO_ANSWER."""
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    kv_transfer_params: dict[str, Any] | None
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the engine did not compute itself, where it says so."""
+    error: str
+    """What the engine answered, when the status is not 200."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the engine computed an answer; a failed KV load is status 200 with finish reason `error`."""
+        return self.status == httpx.codes.OK and self.finish_reason in ("length", "stop")
+
+
+class Client:
+    """Calls one engine. Threads may share it."""
+
+    def __init__(self, engine: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+        self._http = httpx.Client(
+            base_url=f"http://{LOOPBACK}:{engine.options.http_port}",
+            timeout=httpx.Timeout(timeout_seconds),
+            limits=httpx.Limits(max_connections=64),
+            trust_env=False,  # a proxy set for downloads has no business on the loopback
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; calls under way fail."""
+        self._http.close()
+
+    def complete(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = ANSWER_TOKENS,
+        request_id: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        """One completion. `cache_salt` keeps the request away from cached prefixes of requests without that salt.
+
+        After `timeout_seconds` without an answer the connection is closed: the engine sees a client that went away.
+        """
+        body = _body(prompt, max_tokens, kv_transfer_params)
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_seconds is None else httpx.Timeout(timeout_seconds)
+        started = time.perf_counter()
+        try:
+            response = self._http.post(
+                "/v1/completions", content=_encoded(body), headers=_headers(request_id), timeout=timeout
+            )
+        except httpx.HTTPError as error:
+            return _no_answer(f"{type(error).__name__}: {error}", time.perf_counter() - started)
+        return _answer(response, time.perf_counter() - started)
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = ANSWER_TOKENS,
+        request_id: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Generator[int, None, None]:
+        """One completion, token by token. Closing the generator closes the connection in the middle of the answer.
+
+        Raises httpx.HTTPStatusError when the engine answers with an error before the first token.
+        """
+        body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True}
+        headers = _headers(request_id)
+        with self._http.stream("POST", "/v1/completions", content=_encoded(body), headers=headers) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                event = line.removeprefix("data: ")
+                if event and event != "[DONE]":
+                    yield from json.loads(event)["choices"][0]["token_ids"]
+
+    def metric(self, name: str) -> float:
+        """Value of a counter or gauge of the engine, added up over its labels; 0 when it does not exist yet."""
+        page = self._http.get("/metrics").raise_for_status().text
+        values = (line.rpartition(" ") for line in page.splitlines())
+        return sum(float(value) for labelled, _, value in values if labelled.partition("{")[0] == name)
+
+    def blocks_are_free(self, timeout_seconds: float = 10.0) -> bool:
+        """Whether the engine gets to a state where no request holds KV blocks.
+
+        The gauge is written when the engine steps, and blocks of a lease that has ended are freed at a step: so a
+        small request of its own makes it step.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            self.complete("step", max_tokens=1)
+            if self.metric("vllm:kv_cache_usage_perc") == 0:
+                return True
+            time.sleep(0.1)
+        return False
+
+
+class PrefillDecode:
+    """A prefill engine and a decode engine as one service."""
+
+    def __init__(self, prefill: Engine, decode: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+        self.prefill_client = Client(prefill, timeout_seconds)
+        self.decode_client = Client(decode, timeout_seconds)
+
+    def __enter__(self) -> PrefillDecode:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.prefill_client.close()
+        self.decode_client.close()
+
+    def prefill(self, prompt: str | list[int], request_id: str | None = None) -> Answer:
+        """Compute the prompt on P; `kv_transfer_params` of the answer says where the blocks are."""
+        return self.prefill_client.complete(
+            prompt, max_tokens=1, request_id=request_id, kv_transfer_params=REQUEST_TRANSFER
+        )
+
+    def decode(
+        self,
+        prompt: str | list[int],
+        kv_transfer_params: Mapping[str, Any],
+        request_id: str | None = None,
+        max_tokens: int = ANSWER_TOKENS,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        """Answer on D from blocks that P keeps."""
+        return self.decode_client.complete(
+            prompt,
+            max_tokens=max_tokens,
+            request_id=request_id,
+            kv_transfer_params=kv_transfer_params,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def pd(self, prompt: str | list[int], request_id: str | None = None, max_tokens: int = ANSWER_TOKENS) -> Answer:
+        """Both calls. The answer is D's, or P's when P did not answer or kept no blocks."""
+        prefilled = self.prefill(prompt, request_id)
+        if not prefilled.ok or not prefilled.kv_transfer_params:
+            return prefilled
+        return self.decode(prompt, prefilled.kv_transfer_params, request_id, max_tokens)
+
+    def alone(self, prompt: str | list[int], max_tokens: int = ANSWER_TOKENS) -> Answer:
+        """What D computes without P. Salted: neither uses cached blocks of a transferred request nor leaves any."""
+        return self.decode_client.complete(prompt, max_tokens=max_tokens, cache_salt="computed-alone")
+
+    def pd_concurrently(self, prompts: Mapping[str, str], max_tokens: int = ANSWER_TOKENS) -> dict[str, Answer]:
+        """`pd` for all at once, by request id."""
+        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
+            calls = {key: pool.submit(self.pd, prompt, key, max_tokens) for key, prompt in prompts.items()}
+            return {key: call.result() for key, call in calls.items()}
+
+
+def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Mapping[str, Any] | None) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(kv_transfer_params)
+    return body
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """JSON that may hold NaN, which httpx refuses to send and vLLM accepts."""
+    return json.dumps(body).encode()
+
+
+def _headers(request_id: str | None) -> dict[str, str]:
+    content = {"Content-Type": "application/json"}
+    return content if request_id is None else content | {"X-Request-Id": request_id}
+
+
+def _answer(response: httpx.Response, seconds: float) -> Answer:
+    if response.status_code != httpx.codes.OK:
+        return _no_answer(response.text, seconds, response.status_code)
+    body = response.json()
+    choice = body["choices"][0]
+    usage = body.get("usage") or {}
+    return Answer(
+        status=response.status_code,
+        text=choice["text"],
+        token_ids=tuple(choice.get("token_ids") or ()),
+        finish_reason=choice["finish_reason"],
+        kv_transfer_params=body.get("kv_transfer_params"),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        error="",
+        seconds=seconds,
+    )
+
+
+def _no_answer(error: str, seconds: float, status: int = NO_ANSWER) -> Answer:
+    return Answer(
+        status=status,
+        text="",
+        token_ids=(),
+        finish_reason=None,
+        kv_transfer_params=None,
+        prompt_tokens=0,
+        cached_tokens=0,
+        error=error,
+        seconds=seconds,
+    )

@@ -1,0 +1,416 @@
+"""Real vLLM API servers as child processes, for the end-to-end tests and the demo.
+
+Each engine is one process group with a log file of its own; pinned to one core, because two engines that share cores
+slow each other down more than their number says. `Engine` starts, waits for, stops and kills one of them; `EngineSet`
+is the context manager that ends all of them whatever happens inside.
+
+Nothing started here may outlive the program that started it. Three nets, each for what the one before cannot see: the
+context manager (an exception, Ctrl-C), `atexit` (a forgotten engine), and the reaper, a small process that reads the
+process groups to end from a pipe and ends them when the pipe closes (this program was killed with SIGKILL).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+LOOPBACK = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[2]
+
+START_TIMEOUT_SECONDS = 240.0
+STOP_TIMEOUT_SECONDS = 15.0
+STOP_AFTER_ERROR_TIMEOUT_SECONDS = 3.0
+"""An engine that is still starting does not listen to SIGTERM, and nobody wants to wait for it after Ctrl-C."""
+KILL_TIMEOUT_SECONDS = 10.0
+POLL_SECONDS = 0.2
+LOG_TAIL_LINES = 25
+
+PORT_RANGE = range(20_000, 32_000)
+"""Below the ephemeral range of Linux, so that no outgoing connection takes a port between our look and the bind."""
+
+BLOCK_SIZE_TOKENS = 32
+"""Smallest block that vLLM's CPU attention takes."""
+
+KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+LoadFailurePolicy = Literal["fail", "recompute"]
+StartProgress = Callable[[Sequence["Engine"], float], None]
+"""Called several times a second while engines start, with all of them and the seconds since the start."""
+
+START_PHASES = (
+    ("Started server process", "up"),
+    ("(VllmWorker", "its worker loads the model and allocates the KV cache"),
+    ("(EngineCore", "starting the engine core"),
+    ("(APIServer", "reading the configuration"),
+)
+"""What a server's log contains once it has come this far, the furthest first."""
+
+
+class EngineFailed(Exception):
+    """An engine ended or did not become healthy; the message holds the end of its log."""
+
+
+_ports_given: set[int] = set()
+
+
+def free_port() -> int:
+    """A loopback TCP port that nothing listens on, never the same twice in one process."""
+    for _ in range(200):
+        port = random.choice(PORT_RANGE)
+        if port in _ports_given:
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            _ports_given.add(port)
+            return port
+    raise RuntimeError(f"no free port found between {PORT_RANGE.start} and {PORT_RANGE.stop}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What one engine is started with. Ports are part of it: starting the same options again is a restart in place."""
+
+    name: str
+    """For people and for the log file."""
+    model: Path
+    logs: Path
+    """Folder for the log file."""
+    core: int = 0
+    connector: Literal["actor", "plugin", "builtin"] = "actor"
+    """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
+    kv_role: KvRole = "kv_both"
+    engine_id: str | None = None
+    """None: vLLM draws one at each start."""
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """kv_connector_extra_config."""
+    kv_load_failure_policy: LoadFailurePolicy = "fail"
+    trace_directory: Path | None = None
+    """Where this project's connector writes its state transitions."""
+    prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None
+    """Smaller than a prompt: the prompt is prefilled in chunks."""
+    context_tokens: int = 4096
+    kv_cache_gib: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the API server."""
+    http_port: int = field(default_factory=free_port)
+    side_channel_port: int = field(default_factory=free_port)
+
+    def command(self) -> list[str]:
+        """The API server's command line."""
+        transfer: dict[str, Any] = {
+            "kv_connector": "NixlActorConnector" if self.connector == "plugin" else "NixlConnector",
+            "kv_role": self.kv_role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.kv_load_failure_policy,
+            "kv_connector_extra_config": dict(self.extra_config),
+        }
+        if self.connector == "actor":
+            transfer["kv_connector_module_path"] = "connector"
+        if self.engine_id is not None:
+            transfer["engine_id"] = self.engine_id
+        # `python -m`, not `vllm serve`: the command looks its version up under the distribution name vllm.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
+        command += ["--host", LOOPBACK, "--port", str(self.http_port), "--enforce-eager", "--seed", "0"]
+        command += ["--block-size", str(BLOCK_SIZE_TOKENS), "--max-model-len", str(self.context_tokens)]
+        command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
+        command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
+        if self.max_num_batched_tokens is not None:
+            command += ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
+        return [*command, *self.arguments]
+
+    def process_environment(self) -> dict[str, str]:
+        """The environment of the server and of the processes that it starts."""
+        environment = dict(os.environ)
+        environment |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "VLLM_HOST_IP": LOOPBACK,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.trace_directory is not None:
+            environment["NIXL_ACTOR_TRACE_DIR"] = str(self.trace_directory)
+        return environment | dict(self.environment)
+
+
+class Engine:
+    """One running API server. `start` returns at once; `wait_healthy` waits."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.log_path = options.logs / f"{options.name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._terminating = False
+        self._log_start = 0
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, which is also its process group."""
+        if self._process is None:
+            raise RuntimeError(f"engine {self.name} has not been started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Engine:
+        """Start the server in a process group of its own; its output is appended to the log file."""
+        if self.running:
+            raise RuntimeError(f"engine {self.name} runs already")
+        self.options.logs.mkdir(parents=True, exist_ok=True)
+        if self.options.trace_directory is not None:
+            self.options.trace_directory.mkdir(parents=True, exist_ok=True)
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.options.command(),
+                cwd=ROOT,
+                env=self.options.process_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started_at = time.monotonic()
+        self._terminating = False
+        _guard.watch(self._process.pid)
+        return self
+
+    def wait_healthy(
+        self, timeout_seconds: float = START_TIMEOUT_SECONDS, progress: Callable[[float], None] | None = None
+    ) -> Engine:
+        """Return once /health answers 200; `EngineFailed` when the server ends before or the time is up."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.healthy():
+            if not self.running:
+                raise EngineFailed(f"engine {self.name} ended while starting\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"engine {self.name} not up after {timeout_seconds:g} s\n{self.log_tail()}")
+            if progress is not None:
+                progress(time.monotonic() - self._started_at)
+            time.sleep(POLL_SECONDS)
+        return self
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200 now."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.options.http_port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group at once: the machine lost power, seen from its peers."""
+        self._signal_group(signal.SIGKILL)
+        self._reap(KILL_TIMEOUT_SECONDS)
+
+    def pause(self) -> None:
+        """SIGSTOP to the whole group: everything stays open and nothing answers."""
+        self._signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._signal_group(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM to the server, once: vLLM restores the default action before it cleans up, a second would kill it."""
+        if self._process is not None and self.running and not self._terminating:
+            self._terminating = True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()  # it ends its own children; `stop` ends what is left of the group
+            self.resume()
+
+    def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> bool:
+        """SIGTERM, then SIGKILL to what is left of the group. True when the server went by itself."""
+        if self._process is None:
+            return True
+        graceful = True
+        if self.running:
+            self.terminate()
+            try:
+                self._process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                graceful = False
+        self._signal_group(signal.SIGKILL)
+        self._reap(KILL_TIMEOUT_SECONDS)
+        return graceful
+
+    def restart(self, **changes: Any) -> Engine:
+        """Start again on the same ports, with the same engine id if one was set; `changes` replace options."""
+        self.stop()
+        self.options = replace(self.options, **changes)
+        return self.start()
+
+    def log(self) -> str:
+        """Everything that the engine has logged, over all its starts."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The end of the log, for error messages."""
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return (
+            "\n".join("  | " + line for line in text.splitlines()[-lines:]) + f"\nthe whole log is in {self.log_path}"
+        )
+
+    def start_phase(self) -> str:
+        """How far the server has come with its start, in words."""
+        try:
+            text = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
+        except OSError:
+            text = ""
+        return next((phase for sign, phase in START_PHASES if sign in text), "importing vLLM")
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def _reap(self, timeout_seconds: float) -> None:
+        if self._process is None:
+            return
+        self._process.wait(timeout_seconds)
+        _wait_group_gone(self._process.pid, timeout_seconds)
+        _guard.forget(self._process.pid)
+
+
+def _wait_group_gone(group: int, timeout_seconds: float) -> None:
+    """Until no process of the group is left, so that its ports and memory are free again."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(0.02)
+
+
+class EngineSet:
+    """Starts engines side by side and ends them all when the `with` block is left.
+
+    >>> with EngineSet() as engines:  # doctest: +SKIP
+    ...     prefill, decode = engines.start(prefill_options, decode_options)
+    """
+
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+
+    def __enter__(self) -> EngineSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(STOP_TIMEOUT_SECONDS if value is None else STOP_AFTER_ERROR_TIMEOUT_SECONDS)
+
+    def start(self, *options: EngineOptions, progress: StartProgress | None = None) -> list[Engine]:
+        """Start all, then wait until all are healthy. Starting takes most of a minute, so side by side pays."""
+        started = [self.launch(each) for each in options]
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        report = None if progress is None else partial(progress, started)
+        for engine in started:
+            engine.wait_healthy(max(1.0, deadline - time.monotonic()), report)
+        return started
+
+    def launch(self, options: EngineOptions) -> Engine:
+        """Start one without waiting for it."""
+        engine = Engine(options)
+        self._engines.append(engine)
+        return engine.start()
+
+    def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+        """End all of them; SIGTERM goes to all before any is waited for, and the time is for all together."""
+        deadline = time.monotonic() + timeout_seconds
+        for engine in self._engines:
+            engine.terminate()
+        for engine in self._engines:
+            engine.stop(max(0.0, deadline - time.monotonic()))
+        self._engines.clear()
+
+
+_REAPER = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+groups = set()
+for line in sys.stdin:
+    word, group = line.split()
+    (groups.add if word == "watch" else groups.discard)(int(group))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class _Guard:
+    """Ends process groups that are still watched when this program ends, however it ends."""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._reaper: subprocess.Popen[str] | None = None
+
+    def watch(self, group: int) -> None:
+        self._groups.add(group)
+        self._tell("watch", group)
+
+    def forget(self, group: int) -> None:
+        self._groups.discard(group)
+        self._tell("forget", group)
+
+    def kill_all(self) -> None:
+        """Called at exit; the reaper ends with the pipe."""
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+    def _tell(self, word: str, group: int) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe = self._pipe()
+            pipe.write(f"{word} {group}\n")
+            pipe.flush()
+
+    def _pipe(self) -> IO[str]:
+        if self._reaper is None:
+            # A session of its own: Ctrl-C in the terminal must not end it before its work is done.
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-S", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
+            atexit.register(self.kill_all)
+        assert self._reaper.stdin is not None
+        return self._reaper.stdin
+
+
+_guard = _Guard()

@@ -1,0 +1,155 @@
+"""The harness itself, with a small HTTP server in place of vLLM: nothing it starts may stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import ROOT, Engine, EngineFailed, EngineOptions, EngineSet, free_port
+
+TIMEOUT_SECONDS = 20.0
+
+STAND_IN = """
+import http.server, signal, subprocess, sys
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); "
+child = subprocess.Popen([sys.executable, "-c", ignore + "time.sleep(600)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(EngineOptions):
+    """An 'engine' with a child process that ignores SIGTERM."""
+
+    behaviour: str = "plain"
+
+    def command(self) -> list[str]:
+        if self.behaviour == "broken":
+            return [sys.executable, "-c", "raise SystemExit('no such model')"]
+        return [sys.executable, "-c", STAND_IN, str(self.http_port), self.behaviour]
+
+
+@pytest.fixture
+def engines() -> Iterator[EngineSet]:
+    with EngineSet() as engines:
+        yield engines
+
+
+def options(tmp_path: Path, behaviour: str = "plain", name: str = "stand-in") -> StandIn:
+    return StandIn(name=name, model=tmp_path, logs=tmp_path, behaviour=behaviour)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of the group that are not zombies."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+def wait_until_empty(group: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while (members := group_members(group)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert members == []
+
+
+def test_start_reports_progress_and_stop_leaves_no_process(engines: EngineSet, tmp_path: Path) -> None:
+    seen: list[str] = []
+    (engine,) = engines.start(options(tmp_path), progress=lambda engines, _: seen.append(engines[0].start_phase()))
+    assert seen[0] == "importing vLLM"
+    assert engine.healthy()
+    assert "listening" in engine.log_tail()
+    assert len(group_members(engine.pid)) == 2
+    assert engine.stop()
+    assert group_members(engine.pid) == []
+    assert not engine.healthy()
+
+
+def test_an_engine_that_ignores_sigterm_is_killed(engines: EngineSet, tmp_path: Path) -> None:
+    (engine,) = engines.start(options(tmp_path, "stubborn"))
+    assert not engine.stop(timeout_seconds=0.5)
+    assert group_members(engine.pid) == []
+
+
+def test_kill_takes_the_whole_group_and_restart_comes_back_on_the_same_port(engines: EngineSet, tmp_path: Path) -> None:
+    (engine,) = engines.start(options(tmp_path))
+    killed = engine.pid
+    engine.kill()
+    assert group_members(killed) == []
+    engine.restart().wait_healthy(TIMEOUT_SECONDS)
+    assert engine.pid != killed
+
+
+def test_a_paused_engine_is_stopped_too(engines: EngineSet, tmp_path: Path) -> None:
+    (engine,) = engines.start(options(tmp_path))
+    engine.pause()
+    assert engine.stop()
+    assert group_members(engine.pid) == []
+
+
+def test_an_engine_that_does_not_start_says_why(engines: EngineSet, tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="no such model"):
+        engines.start(options(tmp_path, "broken"))
+
+
+def test_an_exception_inside_the_block_ends_all(tmp_path: Path) -> None:
+    started: list[Engine] = []
+
+    def interrupted() -> None:
+        with EngineSet() as engines:
+            started.extend(engines.start(options(tmp_path, name="one"), options(tmp_path, name="two")))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(started) == 2
+    assert [group_members(engine.pid) for engine in started] == [[], []]
+
+
+def test_engines_end_even_when_the_program_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, time\n"
+        "from tests.e2e.test_engines import EngineSet, options\n"
+        "engine, = EngineSet().start(options(pathlib.Path(sys.argv[1])))\n"
+        "print(engine.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert runner.stdout is not None
+        group = int(runner.stdout.readline())
+        assert len(group_members(group)) == 2
+    finally:
+        os.kill(runner.pid, signal.SIGKILL)
+        runner.wait(TIMEOUT_SECONDS)
+    wait_until_empty(group)
+
+
+def test_free_ports_are_never_given_twice() -> None:
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == len(ports)
