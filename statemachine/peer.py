@@ -131,10 +131,11 @@ def _start(peer: Peer, event: Wanted | ReadsDrained) -> tuple[Peer, Effects]:
 
 
 def _connect(peer: Peer, event: HandshakeSucceeded) -> tuple[Peer, Effects]:
-    ready = msgspec.structs.replace(peer, state=State.READY, failures=0, failure=None)
     if peer.retiring:
-        return msgspec.structs.replace(ready, state=State.DRAINING), (DrainReads(),)
-    return ready, (AnnounceReady(),)
+        assert peer.failure is not None
+        draining = msgspec.structs.replace(peer, state=State.DRAINING, failures=0)
+        return draining, (AnnounceFailed(failure=peer.failure), DrainReads())
+    return msgspec.structs.replace(peer, state=State.READY, failures=0, failure=None), (AnnounceReady(),)
 
 
 def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
@@ -199,13 +200,14 @@ def _abandon(peer: Peer, event: QuiesceTimeout) -> tuple[Peer, Effects]:
 
 
 def _retire_connected(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
-    failure = peer.failure or PeerRetired(peer=peer.engine_id)
+    failure = PeerRetired(peer=peer.engine_id)
     return msgspec.structs.replace(peer, state=State.DRAINING, retiring=True, failure=failure), (DrainReads(),)
 
 
 def _retire_later(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
-    failure = peer.failure or PeerRetired(peer=peer.engine_id)
-    return msgspec.structs.replace(peer, retiring=True, wanted=False, failure=failure), NO_EFFECTS
+    failure = PeerRetired(peer=peer.engine_id)
+    announce: Effects = (AnnounceFailed(failure=failure),) if peer.wanted else NO_EFFECTS
+    return msgspec.structs.replace(peer, retiring=True, wanted=False, failure=failure), announce
 
 
 def _retire_now(peer: Peer, event: Retired) -> tuple[Peer, Effects]:

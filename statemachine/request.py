@@ -83,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ending: State | None = None
     failure: Failure | None = None
     retryable: bool = False
+    last_completed_ns: int = 0
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -283,11 +284,14 @@ def _may_retry(request: Request, now_ns: int) -> bool:
 
 
 def _complete(request: Request, event: ReadCompleted) -> tuple[Request, Effects]:
-    request = msgspec.structs.replace(request, in_flight=request.in_flight - {event.read})
+    last_completed_ns = max(request.last_completed_ns, event.completed_ns)
+    request = msgspec.structs.replace(
+        request, in_flight=request.in_flight - {event.read}, last_completed_ns=last_completed_ns
+    )
     if request.in_flight:
         return request, NO_EFFECTS
-    if not _is_proven(request, event.completed_ns):
-        failure = _not_proven(request, event.completed_ns)
+    if not _is_proven(request, last_completed_ns):
+        failure = _not_proven(request, last_completed_ns)
         return _end(request, State.EXPIRED, failure), _report(request, failure)
     return msgspec.structs.replace(request, state=State.DONE), (SendRelease(), *_report(request, None))
 

@@ -225,13 +225,19 @@ class RealNixlPort:
             self._thread.close(grace_seconds)
         try:
             with trio.move_on_after(grace_seconds + TEARDOWN_SECONDS_MAX):
-                await self._ended_event.wait()
+                await self._wait_for_thread(self._ended_event)
         except trio.Cancelled:
             self._thread.close(0.0)
             with trio.move_on_after(TEARDOWN_SECONDS_MAX, shield=True):
-                await self._ended_event.wait()
+                await self._wait_for_thread(self._ended_event)
             raise
         return self._abandoned()
+
+    async def _wait_for_thread(self, ended: trio.Event) -> None:
+        """Until the thread has said that it ends, and then the moment until it is gone."""
+        await ended.wait()
+        while self._thread.is_alive():
+            await trio.sleep(0.001)
 
     def close_blocking(self, timeout_seconds: float) -> list[ReadHandle]:
         """Close without a trio run: for a port that never saw one, or has outlived it. No grace for READs."""

@@ -394,6 +394,9 @@ class AgentThread:
     def ended(self) -> bool:
         return self._ended.is_set()
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def submit(self, command: Command) -> bool:
         """Queue a command. False (and the caller keeps it) when the thread has ended."""
         self._commands.put(command)
@@ -412,7 +415,7 @@ class AgentThread:
         self._thread.join(timeout_seconds)
 
     def _end_before_exit(self) -> None:
-        """End while there is time: a thread that the interpreter stops inside C++ may abort the process (1 run of 6)."""
+        """End while there is time: a thread that is stopped inside C++ may abort the process (1 run of 6 did)."""
         self.close(0.0)
         self.join(EXIT_SECONDS_MAX)
 

@@ -59,9 +59,12 @@ class ClockSample(msgspec.Struct, frozen=True, kw_only=True):
             measured_ns=received_ns,
         )
 
-    def earliest_local_ns(self, remote_ns: int, now_ns: int) -> int:
-        """The earliest local time at which the remote clock can show `remote_ns`, drift since the sample included."""
-        drift_ns = int(max(0, now_ns - self.measured_ns) * RELATIVE_DRIFT)
+    def earliest_local_ns(self, remote_ns: int) -> int:
+        """The earliest local time at which the remote clock can show `remote_ns`, drift until then included."""
+        # The clocks have been drifting apart since some moment of the round trip, and go on until the deadline.
+        latest_ns = remote_ns - self.offset_ns + self.error_ns
+        sent_ns = self.measured_ns - 2 * self.error_ns
+        drift_ns = int(abs(latest_ns - sent_ns) * RELATIVE_DRIFT) + 1
         return remote_ns - self.offset_ns - self.error_ns - drift_ns
 
 

@@ -13,6 +13,7 @@ wake-up of the trio loop, whatever the number of commands. Two rules make that s
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -80,4 +81,5 @@ class EngineMailbox(Generic[M]):
             try:
                 self._deliver(self._commands.popleft())
             except Exception as error:
-                self._on_error(error)
+                with contextlib.suppress(Exception):
+                    self._on_error(error)

@@ -239,20 +239,26 @@ class PeerActor:
 
     def _fire(self, key: TimerKey) -> None:
         match key:
-            case ("deadline", request_id):
-                timeout_seconds = self._context.options.request_timeout_seconds
-                self._apply(self._runs[request_id], request.DeadlinePassed(timeout_seconds=timeout_seconds))
-            case ("lease", request_id):
-                self._apply(self._runs[request_id], request.LeaseLapsed(now_ns=self._context.clock.now_ns()))
-            case ("quiesce", request_id):
-                waited_seconds = self._context.options.quiesce_timeout_seconds
-                self._apply(self._runs[request_id], request.QuiesceTimeout(waited_seconds=waited_seconds))
+            case (kind, request_id):
+                # Several timers of one request may be due together, and the first may end it.
+                if (run := self._runs.get(request_id)) is not None:
+                    self._apply(run, self._timer_event(kind))
             case "backoff":
                 self._step_peer(peer.BackoffElapsed())
             case "drain":
                 self._step_peer(peer.QuiesceTimeout())
             case "heartbeat":
                 self._beat()
+
+    def _timer_event(self, kind: Literal["deadline", "lease", "quiesce"]) -> Event:
+        options = self._context.options
+        match kind:
+            case "deadline":
+                return request.DeadlinePassed(timeout_seconds=options.request_timeout_seconds)
+            case "lease":
+                return request.LeaseLapsed(now_ns=self._context.clock.now_ns())
+            case "quiesce":
+                return request.QuiesceTimeout(waited_seconds=options.quiesce_timeout_seconds)
 
     def _start(self, command: StartPull) -> None:
         context = self._context
@@ -458,7 +464,7 @@ class PeerActor:
         if ids is None:
             return
         now_ns = self._context.clock.now_ns()
-        proof = self._proof(run, connection, now_ns)
+        proof = self._proof(run, connection)
         self._timers.set(("lease", run.request_id), proof.proven_until_ns)
         reads = 1 if run.command.local_block_ids else 0
         if now_ns - connection.clock_sample.measured_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS):
@@ -474,14 +480,14 @@ class PeerActor:
             self._apply(run, request.ParamsRejected(failure=failure))
             return None
 
-    def _proof(self, run: RequestRun, connection: Connection, now_ns: int) -> request.Proof:
+    def _proof(self, run: RequestRun, connection: Connection) -> request.Proof:
         options = self._context.options
         margin_ns = to_ns(options.lease_margin_seconds)
         expires_at = run.command.lease_expires_at
         if expires_at is None or connection.incarnation is None:
             lease_ns = to_ns(options.kv_lease_duration)
             return request.Proof(proven_until_ns=run.heard_ns + lease_ns - margin_ns, basis="assumed")
-        earliest_ns = connection.clock_sample.earliest_local_ns(to_ns(expires_at), now_ns)
+        earliest_ns = connection.clock_sample.earliest_local_ns(to_ns(expires_at))
         return request.Proof(proven_until_ns=earliest_ns - margin_ns, basis="granted")
 
     def _post_reads(self, run: RequestRun) -> None:

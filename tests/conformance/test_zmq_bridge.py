@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 
 import pytest
 import trio
+import trio.testing
 import zmq
 
 from connector.ports.side_channel import SideChannel, SideChannelError
@@ -69,6 +71,30 @@ class TestZmqSideChannel(SideChannelSuite):
                 await trio.to_thread.run_sync(thread.join)
                 router.close(0)
                 context.term()
+
+        self.run(scenario)
+
+    def test_a_reply_does_not_swallow_the_news_of_a_request(self) -> None:
+        """libzmq's descriptor is edge-triggered: sending uses up the edge that a parked `receive` waits for."""
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.connect(f"tcp://{HOST}:{listener.port}")
+                dealer.send_multipart([b"", b"first"])
+                first = await listener.receive()
+                for turn in range(20):
+                    async with trio.open_nursery() as nursery:
+
+                        async def receive(turn: int = turn) -> None:
+                            assert (await listener.receive()).frames_untrusted == (b"%d" % turn,)
+
+                        nursery.start_soon(receive)
+                        await trio.testing.wait_all_tasks_blocked()
+                        dealer.send_multipart([b"", b"%d" % turn])
+                        time.sleep(0.02)  # the request arrives while this loop does not look
+                        listener.reply(first.reply_address, [b"reply"])
 
         self.run(scenario)
 

@@ -1,0 +1,97 @@
+"""Failures: each one is data, has a stable kind, and says to people where it happened and what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+import pytest
+
+from statemachine import failures
+from statemachine.failures import Failure, PeerFailure
+
+_PEER = {"peer": "prefill-7", "address": "10.1.2.3:5600"}
+
+EXAMPLES: list[Failure] = [
+    failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0),
+    failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
+    failures.HandshakeRefused(**_PEER, detail="no such rank"),
+    failures.WrongEngine(**_PEER, found="prefill-8"),
+    failures.PeerRestarted(**_PEER, expected_incarnation="1f00", found_incarnation="2f00"),
+    failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),
+    failures.PeerBackoff(**_PEER, retry_in_seconds=2.5, last="HandshakeTimeout"),
+    failures.PeerRetired(**_PEER),
+    failures.BlocksConsumed(**_PEER, remote_request_id="cmpl-3"),
+    failures.TooManyPeers(**_PEER, limit=1024),
+    failures.TransferError(**_PEER, operation="READ", error="REMOTE_DISCONNECT", transport_lost=True),
+    failures.BadParams(field="remote_port", expected="int in 1..65535", found="'x'"),
+    failures.LeaseNotProven(peer="prefill-7", remote_request_id="cmpl-3", late_seconds=1.25, basis="granted"),
+    failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
+    failures.AbortedByClient(),
+    failures.Quarantined(transfers=3, waited_seconds=30.0, cause="PeerRestarted"),
+    failures.ActorCrashed(actor="peer actor of prefill-7", error="KeyError('x')"),
+    failures.ConnectorStopped(detail="engine shutdown"),
+    failures.ConsumerUnknown(sender="decode-1", request_id="cmpl-3"),
+]
+
+UNSPOKEN = {
+    # The address of an engine that is named; what concerns it is not its address.
+    ("PeerRetired", "address"),
+    ("BlocksConsumed", "address"),
+    ("TooManyPeers", "address"),
+    ("TransferError", "address"),
+    # Said in words, see test_a_lost_transport_is_said_in_words.
+    ("TransferError", "transport_lost"),
+}
+
+each_failure = pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
+
+
+def _leaf_types(base: type[Failure]) -> set[type[Failure]]:
+    below = base.__subclasses__()
+    return {base}.union(*map(_leaf_types, below)) if below else {base}
+
+
+def test_every_failure_has_an_example_here() -> None:
+    abstract = {Failure, PeerFailure}
+    assert {type(failure) for failure in EXAMPLES} == _leaf_types(Failure) - abstract
+
+
+@each_failure
+def test_kind_is_the_name_of_its_type(failure: Failure) -> None:
+    assert failure.kind == type(failure).__name__
+
+
+@each_failure
+def test_the_sentence_states_every_fact(failure: Failure) -> None:
+    sentence = str(failure)
+    assert "Struct" not in sentence
+    assert len(sentence) > 15
+    assert not sentence.endswith(".")  # sentences are continued by whoever logs them
+    for name in failure.__struct_fields__:
+        if (failure.kind, name) not in UNSPOKEN:
+            value = getattr(failure, name)
+            spoken = f"{value:g}" if isinstance(value, float) else str(value)
+            assert spoken in sentence, f"{name} is not in: {sentence}"
+
+
+@each_failure
+def test_it_is_frozen_and_comparable(failure: Failure) -> None:
+    assert failure == msgspec.structs.replace(failure)
+    hash(failure)
+    for name in failure.__struct_fields__:
+        with pytest.raises(AttributeError):
+            setattr(failure, name, None)
+
+
+@each_failure
+def test_it_survives_a_trace_and_comes_back_as_the_same_type(failure: Failure) -> None:
+    any_failure: Any = Union[tuple(type(each) for each in EXAMPLES)]  # noqa: UP007 - made at run time
+    assert msgspec.json.decode(msgspec.json.encode(failure), type=any_failure) == failure
+
+
+def test_a_lost_transport_is_said_in_words() -> None:
+    lost = failures.TransferError(peer="p", operation="READ", error="x", transport_lost=True)
+    kept = msgspec.structs.replace(lost, transport_lost=False)
+    assert "the connection is rebuilt" in str(lost)
+    assert "rebuilt" not in str(kept)

@@ -1,0 +1,397 @@
+"""The peer machine (one remote prefill engine as a decode rank sees it), against its specification.
+
+What must hold in every history: at most one handshake is in flight; whatever a successful handshake made is torn down
+or handed over exactly once; and whoever wants the peer is told, sooner or later, that it is ready or that it failed.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from statemachine.failures import Failure, HandshakeTimeout, Incompatible, PeerRetired, TransferError
+from statemachine.kernel import Effect, Event, ProtocolError
+from statemachine.peer import (
+    MACHINE,
+    AbandonConnection,
+    AnnounceFailed,
+    AnnounceReady,
+    BackoffElapsed,
+    ConnectionSuspect,
+    DrainReads,
+    HandshakeFailed,
+    HandshakeIncompatible,
+    HandshakeSucceeded,
+    Peer,
+    QuiesceTimeout,
+    ReadsDrained,
+    Retired,
+    StartBackoff,
+    StartHandshake,
+    State,
+    TearDownConnection,
+    Wanted,
+)
+
+NEW = Peer(engine_id="prefill")
+LOST = TransferError(peer="prefill", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
+SILENT = HandshakeTimeout(peer="prefill", address="h:1", timeout_seconds=5.0)
+UNLIKE = Incompatible(peer="prefill", address="h:1", field="dtype", local="float16", remote="bfloat16")
+RETIRED = PeerRetired(peer="prefill")
+
+FAILED = HandshakeFailed(failure=SILENT)
+INCOMPATIBLE = HandshakeIncompatible(failure=UNLIKE)
+SUSPECT = ConnectionSuspect(failure=LOST)
+
+
+def run(peer: Peer, *events: Event) -> tuple[Peer, list[Effect]]:
+    """Feed `events`; all effects in order."""
+    effects: list[Effect] = []
+    for event in events:
+        peer, more = MACHINE.step(peer, event)
+        effects += more
+    return peer, effects
+
+
+def after(*events: Event) -> Peer:
+    return run(NEW, *events)[0]
+
+
+READY = after(Wanted(), HandshakeSucceeded())
+
+
+# --- handshakes -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_request_starts_a_handshake_and_the_others_share_it() -> None:
+    peer, effects = run(NEW, Wanted(), Wanted(), Wanted())
+    assert (peer.state, effects) == (State.HANDSHAKING, [StartHandshake()])
+    peer, effects = run(peer, HandshakeSucceeded())
+    assert (peer.state, effects) == (State.READY, [AnnounceReady()])
+
+
+def test_a_ready_peer_answers_at_once() -> None:
+    assert run(READY, Wanted()) == (READY, [AnnounceReady()])
+
+
+def test_a_failed_handshake_fails_who_waits_and_backs_off() -> None:
+    peer, effects = run(NEW, Wanted(), FAILED)
+    assert peer.state is State.BACKOFF
+    assert effects == [StartHandshake(), AnnounceFailed(failure=SILENT), StartBackoff(failures=1)]
+
+
+def test_an_incompatible_peer_says_so_to_who_waits_and_to_who_comes_later() -> None:
+    peer, effects = run(NEW, Wanted(), INCOMPATIBLE)
+    told = AnnounceFailed(failure=UNLIKE, incompatible=True)
+    assert peer.state is State.INCOMPATIBLE
+    assert effects == [StartHandshake(), told, StartBackoff(failures=1)]
+    assert run(peer, Wanted()) == (peer, [told])
+
+
+def test_during_back_off_requests_fail_at_once_and_nothing_is_tried() -> None:
+    peer = after(Wanted(), FAILED)
+    assert run(peer, Wanted(), Wanted()) == (peer, [AnnounceFailed(failure=SILENT)] * 2)
+
+
+@pytest.mark.parametrize("failed", [FAILED, INCOMPATIBLE])
+def test_after_the_back_off_it_is_tried_again_when_somebody_wants_it(failed: Event) -> None:
+    peer, effects = run(after(Wanted(), failed), BackoffElapsed())
+    assert (peer.state, effects) == (State.IDLE, [])
+    peer, effects = run(peer, Wanted())
+    assert (peer.state, effects) == (State.HANDSHAKING, [StartHandshake()])
+
+
+def test_failures_in_a_row_are_counted_and_forgotten_on_success() -> None:
+    peer = NEW
+    for failures in (1, 2, 3):
+        peer, effects = run(peer, Wanted(), FAILED)
+        assert effects[-1] == StartBackoff(failures=failures)
+        peer, _ = run(peer, BackoffElapsed())
+    peer, _ = run(peer, Wanted(), HandshakeSucceeded())
+    assert (peer.failures, peer.failure) == (0, None)
+
+
+@pytest.mark.parametrize("result", [HandshakeSucceeded(), FAILED, INCOMPATIBLE])
+@pytest.mark.parametrize("peer", [NEW, READY, after(Wanted(), FAILED), run(READY, SUSPECT)[0]])
+def test_no_result_comes_without_a_handshake(peer: Peer, result: Event) -> None:
+    with pytest.raises(ProtocolError, match="no handshake is in flight"):
+        MACHINE.step(peer, result)
+
+
+# --- rebuilding -----------------------------------------------------------------------------------------------------
+
+
+def test_a_suspect_connection_drains_before_it_is_torn_down() -> None:
+    peer, effects = run(READY, SUSPECT)
+    assert (peer.state, effects) == (State.DRAINING, [DrainReads()])
+    peer, effects = run(peer, ReadsDrained())
+    assert (peer.state, effects) == (State.IDLE, [TearDownConnection()])
+
+
+def test_who_wants_a_draining_peer_waits_for_the_new_connection() -> None:
+    peer, effects = run(READY, SUSPECT, Wanted(), ReadsDrained(), HandshakeSucceeded())
+    assert peer.state is State.READY
+    # Torn down first: the same agent can be added only after it was removed.
+    assert effects == [DrainReads(), TearDownConnection(), StartHandshake(), AnnounceReady()]
+
+
+def test_a_wish_is_forgotten_once_it_was_answered() -> None:
+    rebuilt, _ = run(READY, SUSPECT, Wanted(), ReadsDrained(), HandshakeSucceeded())
+    peer, effects = run(rebuilt, SUSPECT, ReadsDrained())
+    assert (peer.state, effects) == (State.IDLE, [DrainReads(), TearDownConnection()])
+
+
+def test_reads_that_never_end_cost_the_connection_and_fail_who_waits() -> None:
+    peer, effects = run(READY, SUSPECT, Wanted(), QuiesceTimeout())
+    assert peer.state is State.BACKOFF
+    assert effects == [DrainReads(), AbandonConnection(), AnnounceFailed(failure=LOST), StartBackoff(failures=1)]
+    peer, effects = run(peer, BackoffElapsed())
+    assert (peer.state, effects) == (State.IDLE, [])
+
+
+@pytest.mark.parametrize("peer", [NEW, after(Wanted()), after(Wanted(), FAILED), run(READY, SUSPECT)[0]])
+def test_late_news_of_a_lost_connection_means_nothing(peer: Peer) -> None:
+    assert run(peer, SUSPECT) == (peer, [])
+
+
+# --- retiring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", [NEW, after(Wanted(), FAILED), after(Wanted(), INCOMPATIBLE)])
+def test_a_peer_that_is_not_connected_is_gone_at_once(peer: Peer) -> None:
+    peer, effects = run(peer, Retired())
+    assert (peer.state, effects) == (State.GONE, [])
+
+
+def test_a_connected_peer_drains_before_it_is_gone() -> None:
+    peer, effects = run(READY, Retired())
+    assert (peer.state, effects) == (State.DRAINING, [DrainReads()])
+    peer, effects = run(peer, ReadsDrained())
+    assert (peer.state, effects) == (State.GONE, [TearDownConnection()])
+
+
+def test_a_retiring_peer_whose_reads_never_end_is_gone_and_its_connection_handed_over() -> None:
+    peer, effects = run(READY, Retired(), QuiesceTimeout())
+    assert peer.state is State.GONE
+    assert effects[:2] == [DrainReads(), AbandonConnection()]
+
+
+def test_a_retiring_peer_takes_no_more_requests() -> None:
+    peer, effects = run(READY, Retired(), Wanted())
+    assert (peer.state, effects[1:]) == (State.DRAINING, [AnnounceFailed(failure=RETIRED)])
+
+
+@pytest.mark.parametrize(("result", "told"), [(FAILED, SILENT), (INCOMPATIBLE, UNLIKE)])
+def test_retired_during_a_handshake_that_fails(result: Event, told: Failure) -> None:
+    peer, effects = run(NEW, Wanted(), Retired(), result)
+    assert peer.state is State.GONE
+    assert [effect.failure for effect in effects if isinstance(effect, AnnounceFailed)] == [told]
+
+
+def test_retired_during_a_handshake_that_succeeds_tears_down_what_it_made() -> None:
+    peer, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded())
+    assert peer.state is State.DRAINING
+    assert effects.count(DrainReads()) == 1
+    peer, effects = run(peer, ReadsDrained())
+    assert peer.state is State.GONE
+    assert effects.count(TearDownConnection()) == 1
+
+
+def test_retired_during_a_handshake_that_succeeds_still_answers_who_waits() -> None:
+    _, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded(), ReadsDrained())
+    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
+    assert AnnounceReady() not in effects
+
+
+def test_retired_during_a_handshake_that_succeeds_answers_who_comes_then() -> None:
+    peer = after(Wanted(), Retired(), HandshakeSucceeded())
+    _, effects = run(peer, Wanted())
+    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
+
+
+def test_retired_during_a_handshake_that_succeeds_bears_reads_that_never_end() -> None:
+    peer, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded(), QuiesceTimeout())
+    assert peer.state is State.GONE
+    assert effects.count(AbandonConnection()) == 1
+
+
+def test_retired_while_draining_still_answers_who_waits_for_the_rebuilt_connection() -> None:
+    peer, effects = run(READY, SUSPECT, Wanted(), Retired(), ReadsDrained())
+    assert peer.state is State.GONE
+    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
+
+
+def test_what_is_gone_stays_gone() -> None:
+    gone = after(Retired())
+    for event in (Wanted(), SUSPECT, BackoffElapsed(), ReadsDrained(), QuiesceTimeout(), Retired()):
+        assert run(gone, event) == (gone, [])
+
+
+# --- random histories -----------------------------------------------------------------------------------------------
+
+_CONNECTED = (State.READY, State.DRAINING)
+_BACKING_OFF = (State.BACKOFF, State.INCOMPATIBLE)
+
+
+class PeerUnderLawfulShell(RuleBasedStateMachine):
+    """A shell that keeps its promises: one result per handshake, no request for a peer that is gone."""
+
+    @initialize()
+    def start(self) -> None:
+        self.peer = NEW
+        self.handshakes_open = 0
+        self.connections_open = 0
+        self.unanswered = False
+        self.retired = False
+        self.failures = 0
+
+    def feed(self, event: Event) -> None:
+        before = self.peer
+        self.peer, effects = MACHINE.step(before, event)
+        for effect in effects:
+            self.execute(effect)
+        assert (DrainReads() in effects) == (self.entered(before, State.DRAINING))
+        backs_off = any(isinstance(effect, StartBackoff) for effect in effects)
+        assert backs_off == any(self.entered(before, state) for state in _BACKING_OFF)
+
+    def entered(self, before: Peer, state: State) -> bool:
+        return before.state is not state and self.peer.state is state
+
+    def execute(self, effect: Effect) -> None:
+        match effect:
+            case StartHandshake():
+                assert self.handshakes_open == 0
+                assert self.connections_open == 0
+                assert not self.retired
+                self.handshakes_open = 1
+            case TearDownConnection() | AbandonConnection():
+                self.connections_open -= 1
+                assert self.connections_open == 0
+            case AnnounceReady():
+                assert self.peer.state is State.READY
+                self.unanswered = False
+            case AnnounceFailed(incompatible=incompatible):
+                assert not incompatible or self.peer.state in (State.INCOMPATIBLE, State.GONE)
+                self.unanswered = False
+            case StartBackoff(failures=failures):
+                self.failures += 1
+                assert failures == self.failures
+
+    @precondition(lambda self: not MACHINE.is_terminal(self.peer))
+    @rule()
+    def want(self) -> None:
+        self.unanswered = True
+        self.feed(Wanted())
+
+    @precondition(lambda self: self.handshakes_open)
+    @rule()
+    def handshake_succeeds(self) -> None:
+        self.handshakes_open, self.connections_open = 0, 1
+        self.failures = 0
+        self.feed(HandshakeSucceeded())
+
+    @precondition(lambda self: self.handshakes_open)
+    @rule(result=st.sampled_from([FAILED, INCOMPATIBLE]))
+    def handshake_fails(self, result: Event) -> None:
+        self.handshakes_open = 0
+        self.feed(result)
+
+    @precondition(lambda self: self.peer.state is State.DRAINING)
+    @rule()
+    def reads_drain(self) -> None:
+        self.feed(ReadsDrained())
+
+    @rule(event=st.sampled_from([SUSPECT, QuiesceTimeout(), BackoffElapsed()]))
+    def news_or_timer_comes(self, event: Event) -> None:
+        """At any time: both may be late."""
+        self.feed(event)
+
+    @rule()
+    def retire(self) -> None:
+        self.retired = True
+        self.feed(Retired())
+
+    @invariant()
+    def a_handshake_is_open_exactly_while_handshaking(self) -> None:
+        assert self.handshakes_open == (1 if self.peer.state is State.HANDSHAKING else 0)
+
+    @invariant()
+    def a_connection_is_open_exactly_while_ready_or_draining(self) -> None:
+        assert self.connections_open == (1 if self.peer.state in _CONNECTED else 0)
+
+    @invariant()
+    def nobody_waits_for_what_will_not_come(self) -> None:
+        if self.peer.state not in (State.HANDSHAKING, State.DRAINING):
+            assert not self.unanswered
+
+    @invariant()
+    def a_failed_peer_knows_why(self) -> None:
+        if self.peer.state in _BACKING_OFF:
+            assert self.peer.failure is not None
+
+    @invariant()
+    def retired_peers_do_not_come_back(self) -> None:
+        if self.retired:
+            assert self.peer.state in (State.HANDSHAKING, State.DRAINING, State.GONE)
+            assert MACHINE.is_terminal(self.peer) or self.peer.retiring
+
+    def teardown(self) -> None:
+        """Retired, and with nothing left to come, it is gone, and everybody was answered."""
+        if not hasattr(self, "peer"):
+            return
+        self.retire()
+        if self.handshakes_open:
+            self.handshake_succeeds()
+        if self.peer.state is State.DRAINING:
+            self.reads_drain()
+        assert MACHINE.is_terminal(self.peer)
+        self.nobody_waits_for_what_will_not_come()
+
+
+TestPeerUnderLawfulShell = PeerUnderLawfulShell.TestCase
+TestPeerUnderLawfulShell.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+
+
+# --- all values -----------------------------------------------------------------------------------------------------
+
+ALL_EVENTS: tuple[Event, ...] = (
+    Wanted(),
+    HandshakeSucceeded(),
+    FAILED,
+    INCOMPATIBLE,
+    BackoffElapsed(),
+    SUSPECT,
+    ReadsDrained(),
+    QuiesceTimeout(),
+    Retired(),
+)
+
+
+def test_no_sequence_of_events_breaks_the_machine() -> None:
+    """Every event in every reachable value with at most two failures in a row; lawful or not, only a ProtocolError
+    may come out."""
+    assert {type(event) for event in ALL_EVENTS} == set(MACHINE.events)
+    broken: dict[tuple[Event, ...], str] = {}
+    histories: dict[Peer, tuple[Event, ...]] = {NEW: ()}
+    frontier = [NEW]
+    while frontier:
+        peer = frontier.pop(0)
+        for event in ALL_EVENTS:
+            history = (*histories[peer], event)
+            try:
+                following, effects = MACHINE.step(peer, event)
+            except ProtocolError:
+                continue
+            except AssertionError as error:
+                broken[history] = repr(error)
+                continue
+            if MACHINE.is_terminal(peer):
+                assert (following, effects) == (peer, ())
+            if following not in histories and following.failures <= 2:
+                histories[following] = history
+                frontier.append(following)
+    assert len(histories) > 20
+    assert {peer.state for peer in histories} == set(State)
+    assert broken == {}

@@ -1,0 +1,318 @@
+"""Figures: every outcome is counted once, survives vLLM's way to the front end, and appears under the right name.
+
+The wiring is vLLM's own: its aggregation over ranks, its serialisation, its periodic log line, and its Prometheus
+hook with a registry of the test. The built-in connector's metrics are the yardstick for names, buckets and meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
+from connector.runtime.messages import (
+    HandshakeFailureNoted,
+    LateNotificationNoted,
+    NotificationFailureNoted,
+    Outcome,
+    QuarantineLifted,
+    ReceiveEnded,
+    SendEnded,
+    TransferFailureNoted,
+    TransferMeasured,
+)
+from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
+
+MIB = 2**20
+LABELS = ["model_name", "engine"]
+TRANSFER_CONFIG = KVTransferConfig(
+    kv_connector="NixlConnector", kv_connector_module_path="connector", kv_role="kv_both"
+)
+NOT_PROVEN = LeaseNotProven(peer="p", remote_request_id="r", late_seconds=1.0, basis="granted")
+STUCK = Quarantined(transfers=1, waited_seconds=30.0, cause="aborted")
+
+
+def received(failure: Failure | None = None, *, quarantined: bool = False) -> ReceiveEnded:
+    return ReceiveEnded(request_id="r", failure=failure, local_block_ids=[1], quarantined=quarantined)
+
+
+def measured(seconds: float = 0.02, *, mebibytes: int = 4, descriptors: int = 64) -> TransferMeasured:
+    return TransferMeasured(
+        seconds_in_transport=seconds, seconds_to_post=seconds / 10, bytes=mebibytes * MIB, descriptors=descriptors
+    )
+
+
+COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
+    (received(), {"completed_receives": 1}),
+    (received(NOT_PROVEN), {"failed_receives": {"LeaseNotProven": 1}}),
+    (received(STUCK, quarantined=True), {"failed_receives": {"Quarantined": 1}, "quarantined_receives": 1}),
+    (SendEnded(request_id="r", expired=True), {"expired_leases": 1}),
+    (HandshakeFailureNoted(), {"failed_handshakes": 1}),
+    (TransferFailureNoted(), {"failed_transfers": 1}),
+    (NotificationFailureNoted(), {"failed_notifications": 1}),
+    (LateNotificationNoted(), {"late_notifications": 1}),
+    (
+        measured(),
+        {
+            "transfer_seconds": [0.02],
+            "post_seconds": [0.002],
+            "transfer_bytes": [4 * MIB],
+            "transfer_descriptors": [64],
+        },
+    ),
+    (SendEnded(request_id="r", expired=False), {}),
+    (QuarantineLifted(local_block_ids=[1]), {}),
+]
+EVERYTHING = [outcome for outcome, _ in COUNTED_IN]
+
+
+def stats_of(*outcomes: Outcome) -> ConnectorStats:
+    stats = ConnectorStats()
+    for outcome in outcomes:
+        stats.add(outcome)
+    return stats
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("outcome", "expected"), COUNTED_IN, ids=[type(o).__name__ for o in EVERYTHING])
+def test_an_outcome_is_counted_where_it_belongs_and_nowhere_else(outcome: Outcome, expected: dict[str, Any]) -> None:
+    stats = stats_of(outcome)
+    assert stats.data == ConnectorStats().data | expected
+    assert stats.is_empty() == (not expected)
+
+
+def test_every_outcome_has_a_case_here() -> None:
+    assert {type(outcome) for outcome in EVERYTHING} == set(Outcome.__args__)
+
+
+def test_clone_and_reset_hands_everything_over_once() -> None:
+    stats = stats_of(*EVERYTHING)
+    before = stats_of(*EVERYTHING).data
+    clone = stats.clone_and_reset()
+    assert clone.data == before
+    assert stats.is_empty()
+    stats.add(measured())
+    stats.add(received(NOT_PROVEN))
+    assert clone.data == before
+
+
+def test_aggregate_adds_and_leaves_the_other_alone() -> None:
+    one, other = stats_of(*EVERYTHING, received(STUCK)), stats_of(received(NOT_PROVEN), measured(0.5))
+    other_before = stats_of(received(NOT_PROVEN), measured(0.5)).data
+    assert one.aggregate(other) is one
+    assert one.data == stats_of(*EVERYTHING, received(STUCK), received(NOT_PROVEN), measured(0.5)).data
+    one.add(received(NOT_PROVEN))
+    assert other.data == other_before
+
+
+def test_what_is_made_from_a_dict_does_not_write_into_it() -> None:
+    """vLLM gives one dict to all loggers; each adds the next interval to what it made of it."""
+    data = stats_of(*EVERYTHING).data
+    ConnectorStats(data).aggregate(stats_of(*EVERYTHING))
+    assert data == stats_of(*EVERYTHING).data
+
+
+# --- the way through vLLM -------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_added_up_by_vllm() -> None:
+    ranks = [stats_of(received(), measured(0.1)), stats_of(received(NOT_PROVEN), measured(0.2)), None]
+    outputs = [
+        ModelRunnerOutput(
+            req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(kv_connector_stats=stats)
+        )
+        for stats in ranks
+    ]
+    total = KVOutputAggregator(expected_finished_count=3).aggregate(outputs)
+    assert total is not None
+    assert total.kv_connector_output is not None
+    stats = total.kv_connector_output.kv_connector_stats
+    assert isinstance(stats, ConnectorStats)
+    assert stats.data == stats_of(received(), measured(0.1), received(NOT_PROVEN), measured(0.2)).data
+
+
+def across_processes(stats: ConnectorStats) -> dict[str, Any]:
+    """From worker to scheduler process by pickle, from there to the front end inside vLLM's own message."""
+    in_scheduler: ConnectorStats = pickle.loads(pickle.dumps(stats))
+    sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=in_scheduler.to_dict()))
+    arrived: SchedulerStats = MsgpackDecoder(SchedulerStats).decode(sent)
+    assert arrived.kv_connector_stats is not None
+    return arrived.kv_connector_stats
+
+
+def test_figures_survive_the_way_to_the_front_end() -> None:
+    stats = stats_of(*EVERYTHING)
+    assert across_processes(stats) == stats.data
+
+
+def logged(*intervals: ConnectorStats) -> list[str]:
+    lines: list[str] = []
+    periodic = KVConnectorLogging(TRANSFER_CONFIG)
+    for stats in intervals:
+        periodic.observe(across_processes(stats))
+    periodic.log(lambda template, *values: lines.append(template % values))
+    periodic.log(lambda template, *values: lines.append(template % values))
+    return lines
+
+
+def test_the_periodic_line_of_vllm_shows_the_figures_of_the_interval() -> None:
+    (line,) = logged(stats_of(*EVERYTHING), stats_of(measured(0.04), received(NOT_PROVEN), received(AbortedByClient())))
+    assert "Num successful transfers=2, Avg xfer time (ms)=30.0" in line
+    assert "Throughput (MB/s)=133.333" in line
+    assert "Num failed transfers=3," in line
+    assert "Num KV expired reqs=1," in line
+    assert "Num failed receives=3, Num failed receives (LeaseNotProven)=2" in line
+    assert "Aborted" not in line
+
+
+def test_an_interval_with_failures_only_is_logged_too() -> None:
+    (line,) = logged(stats_of(received(DeadlineExceeded(timeout_seconds=1.0, phase="reading"))))
+    assert "Num successful transfers=0" in line
+    assert "Num failed receives (DeadlineExceeded)=1" in line
+
+
+def test_an_interval_without_anything_is_not_logged() -> None:
+    assert logged(ConnectorStats()) == []
+
+
+def test_a_transfer_too_quick_for_the_clock_has_no_throughput() -> None:
+    assert stats_of(measured(0.0)).reduce()["Throughput (MB/s)"] == 0
+
+
+def test_shared_figures_of_the_periodic_line_agree_with_the_built_in_connector() -> None:
+    builtin = NixlKVConnectorStats()
+    for seconds, mebibytes, descriptors in TRANSFERS:
+        builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
+    builtin.record_failed_handshake()
+    builtin.record_kv_expired_req()
+    ours = stats_of(
+        *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS),
+        HandshakeFailureNoted(),
+        SendEnded(request_id="r", expired=True),
+    ).reduce()
+    expected = builtin.reduce()
+    assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=0.001)
+
+
+# --- Prometheus -----------------------------------------------------------------------------------------------------
+
+TRANSFERS = [(0.004, 1, 12), (0.02, 64, 300), (0.3, 2048, 9000), (7.0, 30, 60_000)]
+"""Seconds, MiB and descriptors of a few READs, far enough apart to fall into different buckets."""
+
+
+def telemetry(seconds: float, mebibytes: int, descriptors: int) -> SimpleNamespace:
+    """What NIXL tells the built-in connector about a READ like `measured`."""
+    return SimpleNamespace(
+        xferDuration=seconds * 1e6, postDuration=seconds * 1e5, totalBytes=mebibytes * MIB, descCount=descriptors
+    )
+
+
+def metric_types(registry: CollectorRegistry) -> dict[Any, Any]:
+    return {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+
+
+def our_prometheus(registry: CollectorRegistry, engines: int = 1) -> KVConnectorProm:
+    """vLLM's own hook, which finds the connector by its configuration."""
+
+    class Wired(KVConnectorProm):
+        _gauge_cls = functools.partial(Gauge, registry=registry)
+        _counter_cls = functools.partial(Counter, registry=registry)
+        _histogram_cls = functools.partial(Histogram, registry=registry)
+
+    values: dict[int, list[object]] = {engine: ["tiny", str(engine)] for engine in range(engines)}
+    wired = Wired(SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG), LABELS, values)
+    assert isinstance(wired.prom_metrics, ConnectorPromMetrics)
+    return wired
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by name and labels, without the time of creation."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def value(registry: CollectorRegistry, name: str, engine: int = 0, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"model_name": "tiny", "engine": str(engine)} | labels)
+
+
+def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -> None:
+    builtin_registry, registry = CollectorRegistry(), CollectorRegistry()
+    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG)
+    builtin_metrics = NixlPromMetrics(config, metric_types(builtin_registry), LABELS, {0: ["tiny", "0"]})
+    metrics = our_prometheus(registry)
+
+    builtin = NixlKVConnectorStats()
+    for seconds, mebibytes, descriptors in TRANSFERS:
+        builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
+    failures: list[tuple[int, Any, Outcome]] = [
+        (2, builtin.record_failed_transfer, TransferFailureNoted()),
+        (3, builtin.record_failed_notification, NotificationFailureNoted()),
+        (4, builtin.record_failed_handshake, HandshakeFailureNoted()),
+        (5, builtin.record_kv_expired_req, SendEnded(request_id="r", expired=True)),
+        (6, builtin.record_notification_after_expiry, LateNotificationNoted()),
+    ]
+    ours = stats_of(*(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS))
+    for times, record, outcome in failures:
+        for _ in range(times):
+            record()
+            ours.add(outcome)
+    builtin_metrics.observe(builtin.data)
+    metrics.observe(across_processes(ours))
+
+    expected, found = samples(builtin_registry), samples(registry)
+    assert len(expected) > 50
+    assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+
+
+def test_everything_of_ours_is_called_so() -> None:
+    builtin_registry, registry = CollectorRegistry(), CollectorRegistry()
+    config = SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG)
+    NixlPromMetrics(config, metric_types(builtin_registry), LABELS, {0: ["tiny", "0"]})
+    our_prometheus(registry)
+    added = {name for name, _ in samples(registry)} - {name for name, _ in samples(builtin_registry)}
+    assert added
+    assert all(name.startswith("vllm:nixl_actor_") for name in added)
+
+
+def test_ended_requests_are_counted_by_kind_and_per_engine() -> None:
+    registry = CollectorRegistry()
+    metrics = our_prometheus(registry, engines=2)
+    stats = stats_of(received(), received(), received(NOT_PROVEN), received(STUCK, quarantined=True))
+    for _ in range(2):
+        metrics.observe(across_processes(stats), engine_idx=1)
+    failed = "vllm:nixl_actor_failed_receives_total"
+    assert value(registry, "vllm:nixl_actor_completed_receives_total", 1) == 4
+    assert value(registry, "vllm:nixl_actor_quarantined_receives_total", 1) == 2
+    assert value(registry, failed, 1, reason="LeaseNotProven") == 2
+    assert value(registry, failed, 1, reason="Quarantined") == 2
+    # Kinds that have not occurred are there already, so that the first one is an increase; the other engine has none.
+    assert value(registry, failed, 1, reason="HandshakeTimeout") == 0
+    assert value(registry, failed, 0, reason="LeaseNotProven") == 0
+    assert value(registry, failed, 0, reason="PeerFailure") is None
+
+
+def test_failed_handshakes_and_reads_are_told_apart() -> None:
+    registry = CollectorRegistry()
+    stats = stats_of(HandshakeFailureNoted(), TransferFailureNoted(), TransferFailureNoted())
+    our_prometheus(registry).observe(across_processes(stats))
+    assert value(registry, "vllm:nixl_actor_failed_handshakes_total") == 1
+    assert value(registry, "vllm:nixl_actor_failed_reads_total") == 2
+    assert value(registry, "vllm:nixl_num_failed_transfers_total") == 3

@@ -1,0 +1,328 @@
+"""The trace on disk: complete, one line per transition, readable after a kill, and never a reason to fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.observe import trace_log
+from connector.observe.log import get_logger
+from connector.observe.trace_log import (
+    JsonLinesSink,
+    TraceDirectoryError,
+    TraceFileError,
+    open_trace_log,
+    read_trace,
+    read_trace_file,
+    render_record,
+)
+from connector.runtime.clock import MonotonicClock
+from connector.runtime.tracked import Recorder, Tracked
+from statemachine import lease, request
+from statemachine.failures import HandshakeTimeout
+from statemachine.trace import TraceSink, TransitionRecord
+
+FULL = TransitionRecord(
+    seq=7,
+    wall=1_700_000_000.25,
+    mono_ns=123_456_789,
+    engine_id="decode-1",
+    rank=2,
+    role="worker",
+    machine="request",
+    subject="cmpl-7",
+    from_state="pending_handshake",
+    event="PeerFailed",
+    to_state="failed",
+    reason="HandshakeTimeout",
+    detail="prefill engine gone",
+    peer="prefill-1",
+    remote_request_id="cmpl-7-p",
+    blocks=3,
+    bytes=393_216,
+    descriptors=96,
+    seconds_in_from=0.125,
+)
+
+OPTIONAL_FIELDS = [
+    "from_state",
+    "reason",
+    "detail",
+    "peer",
+    "remote_request_id",
+    "blocks",
+    "bytes",
+    "descriptors",
+    "seconds_in_from",
+]
+
+
+@pytest.fixture
+def errors() -> Iterator[list[str]]:
+    """What the connector logs."""
+    texts: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    handler = Keep()
+    get_logger().addHandler(handler)
+    yield texts
+    get_logger().removeHandler(handler)
+
+
+def record(**changes: Any) -> TransitionRecord:
+    return msgspec.structs.replace(FULL, **changes)
+
+
+def opened(directory: Path, engine_id: str = "decode-1", **changes: Any) -> JsonLinesSink:
+    return open_trace_log(directory, engine_id=engine_id, **({"role": "worker", "rank": 0} | changes))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_comes_back(tmp_path: Path) -> None:
+    sink: TraceSink = opened(tmp_path)
+    empty = record(**dict.fromkeys(OPTIONAL_FIELDS))
+    sink.write(FULL)
+    sink.write(empty)
+    sink.close()
+    (path,) = tmp_path.iterdir()
+    assert read_trace_file(path).records == [FULL, empty]
+    # Every field is in every line, so that a reader need not know the defaults.
+    assert [set(msgspec.json.decode(line)) for line in path.read_bytes().splitlines()] == [
+        set(FULL.__struct_fields__)
+    ] * 2
+
+
+def test_the_machines_of_both_engines_trace_through_it(tmp_path: Path) -> None:
+    """Real tables, one file for P and one for D, joined on the remote request id."""
+    clock = MonotonicClock()
+    p_sink, d_sink = opened(tmp_path, "prefill-1"), opened(tmp_path, "decode-1")
+    p = Recorder(engine_id="prefill-1", rank=0, role="worker", clock=clock, sink=p_sink)
+    d = Recorder(engine_id="decode-1", rank=0, role="worker", clock=clock, sink=d_sink)
+    lent = Tracked(lease.MACHINE, lease.Lease(request_id="p-1"), p, subject="p-1", blocks=4)
+    lent.apply(lease.Granted(deadline_ns=clock.now_ns() + 10**9))
+    pulled = Tracked(
+        request.MACHINE,
+        request.Request(request_id="d-1", remote_request_id="p-1", peer="prefill-1", awaited=True, retries_left=0),
+        d,
+        subject="d-1",
+        remote_request_id="p-1",
+    )
+    failure = HandshakeTimeout(peer="prefill-1", address="10.0.0.1:5600", timeout_seconds=5.0)
+    pulled.apply(request.PeerFailed(failure=failure))
+    p_sink.close()
+    d_sink.close()
+
+    records = read_trace(tmp_path)
+    assert [(r.engine_id, r.machine, r.to_state) for r in records] == [
+        ("prefill-1", "lease", "computing"),
+        ("prefill-1", "lease", "held"),
+        ("decode-1", "request", "pending_handshake"),
+        ("decode-1", "request", "failed"),
+    ]
+    assert {r.subject for r in records if r.machine == "lease"} == {
+        r.remote_request_id for r in records if r.machine == "request"
+    }
+    assert (records[-1].reason, records[-1].detail) == ("HandshakeTimeout", str(failure))
+
+
+def test_name_and_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "not" / "there" / "yet"
+    sink = opened(directory, "../e vil/\x00\n.ü" + "x" * 1000, role="scheduler", rank=3)
+    sink.close()
+    (path,) = directory.iterdir()
+    assert path == sink.path
+    assert path.name.startswith("___e_vil_____xxx")
+    assert path.name.endswith(f"x-scheduler-3-{os.getpid()}.jsonl")
+    assert len(path.name) < 255
+
+
+def test_a_file_is_never_continued(tmp_path: Path) -> None:
+    """An engine that restarts in a container has the process id of its predecessor."""
+    sinks = [opened(tmp_path) for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        sink.write(record(seq=0, wall=float(number)))
+        sink.close()
+    assert len({sink.path for sink in sinks}) == 3
+    assert [len(read_trace_file(path).records) for path in tmp_path.iterdir()] == [1, 1, 1]
+    assert [r.wall for r in read_trace(tmp_path)] == [0.0, 1.0, 2.0]
+
+
+def test_the_number_of_files_of_one_name_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_log, "FILES_PER_NAME_MAX", 2)
+    opened(tmp_path).close()
+    opened(tmp_path).close()
+    with pytest.raises(TraceDirectoryError, match="2 files named decode-1-worker-0"):
+        opened(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    for directory in (in_the_way, in_the_way / "below"):
+        with pytest.raises(TraceDirectoryError) as caught:
+            opened(directory)
+        assert caught.value.directory == str(directory)
+        assert str(directory) in str(caught.value)
+        assert "switch traces off" in str(caught.value)
+    with pytest.raises(TraceDirectoryError, match="null byte"):
+        opened(Path("\x00"))
+
+
+def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(errors: list[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs a device that is always full")
+    sink = JsonLinesSink(full, full.open("wb"))
+    for _ in range(3):
+        sink.write(FULL)
+    assert len(errors) == 1
+    assert "/dev/full" in errors[0]
+    assert "No space left on device" in errors[0]
+    sink.close()
+    sink.close()
+    assert len(errors) == 1
+
+
+def test_a_record_that_cannot_be_written_ends_the_trace_only(tmp_path: Path, errors: list[str]) -> None:
+    sink = opened(tmp_path)
+    sink.write(FULL)
+    sink.write(record(blocks=object()))
+    sink.write(FULL)
+    assert len(errors) == 1
+    assert read_trace(tmp_path) == [FULL]
+
+
+def test_after_close_records_are_dropped(tmp_path: Path, errors: list[str]) -> None:
+    sink = opened(tmp_path)
+    sink.write(FULL)
+    sink.close()
+    sink.close()
+    sink.write(FULL)
+    assert read_trace(tmp_path) == [FULL]
+    assert errors == []
+
+
+def test_a_close_in_the_middle_of_a_write_is_quiet(tmp_path: Path, errors: list[str]) -> None:
+    """The engine thread closes when the actors did not stop in time: the file may go between two steps of a write."""
+    sink = opened(tmp_path)
+
+    class ClosesMeanwhile:
+        def transition(self, record: TransitionRecord) -> None:
+            sink.close()
+            sink._file.write(b"late")
+
+    sink._log = ClosesMeanwhile()  # type: ignore[assignment]
+    sink.write(FULL)
+    assert errors == []
+
+
+def test_the_application_s_structlog_configuration_is_left_alone(tmp_path: Path) -> None:
+    def refuse(logger: object, method_name: str, event_dict: dict[str, Any]) -> dict[str, Any]:
+        raise structlog.DropEvent
+
+    assert not structlog.is_configured()
+    structlog.configure(processors=[refuse])
+    try:
+        sink = opened(tmp_path)
+        sink.write(FULL)
+        sink.close()
+        assert structlog.get_config()["processors"] == [refuse]
+    finally:
+        structlog.reset_defaults()
+    assert read_trace(tmp_path) == [FULL]
+
+
+@given(
+    subject=st.text(st.characters() | st.sampled_from("\ud800\n\r\x00")),
+    detail=st.none() | st.text(st.characters()),
+    seconds=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_any_record_is_one_line_that_decodes(subject: str, detail: str | None, seconds: float | None) -> None:
+    original = record(subject=subject, detail=detail, seconds_in_from=seconds)
+    line = render_record(None, "msg", {"record": original})
+    assert b"\n" not in line
+    decoded = msgspec.json.decode(line, type=TransitionRecord)
+    expected = subject.encode("utf-8", "backslashreplace").decode()
+    assert decoded.subject == expected
+    assert decoded.seconds_in_from == seconds
+
+
+# --- what is left after a process has been killed -------------------------------------------------------------------
+
+_WRITES_AND_IS_KILLED = """
+import os, signal, sys
+from connector.observe.trace_log import open_trace_log
+from statemachine.trace import TransitionRecord
+sink = open_trace_log(sys.argv[1], engine_id="killed", role="worker", rank=0)
+for seq in range(int(sys.argv[2])):
+    sink.write(TransitionRecord(seq=seq, wall=float(seq), mono_ns=seq, engine_id="killed", rank=0, role="worker",
+                                machine="lease", subject="x", from_state=None, event="Created", to_state="computing"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITES_AND_IS_KILLED, str(tmp_path), "100"]
+    child = subprocess.run(command, timeout=60, cwd=Path(__file__).parents[2], check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert [r.seq for r in read_trace(tmp_path)] == list(range(100))
+
+
+def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path, errors: list[str]) -> None:
+    whole = render_record(None, "msg", {"record": FULL})
+    (tmp_path / "a.jsonl").write_bytes(whole + b"\n" + whole[:100])
+    (tmp_path / "b.jsonl").write_bytes(whole + b"\n")
+    assert read_trace_file(tmp_path / "a.jsonl").torn_bytes == 100
+    assert read_trace_file(tmp_path / "b.jsonl").torn_bytes == 0
+    assert read_trace(tmp_path) == [FULL, FULL]
+    assert len(errors) == 1
+    assert "1 trace file(s)" in errors[0]
+
+
+@pytest.mark.parametrize("bad", [b"{}", b"", b"\xff", b"[" * 100_000, b'{"seq": "1"}'])
+def test_a_whole_line_that_is_no_record_is_named(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(render_record(None, "msg", {"record": FULL}) + b"\n" + bad + b"\n")
+    with pytest.raises(TraceFileError, match="line 2") as caught:
+        read_trace(tmp_path)
+    assert caught.value.path == path
+
+
+def test_processes_are_merged_by_time_then_number(tmp_path: Path) -> None:
+    first, second = opened(tmp_path, "a"), opened(tmp_path, "b")
+    for seq, wall in enumerate((1.0, 3.0, 3.0)):
+        first.write(record(engine_id="a", seq=seq, wall=wall))
+    for seq, wall in enumerate((2.0, 3.0, 4.0)):
+        second.write(record(engine_id="b", seq=seq, wall=wall))
+    first.close()
+    second.close()
+    (tmp_path / "notes.txt").write_text("not a trace")
+    assert [(r.wall, r.seq, r.engine_id) for r in read_trace(tmp_path)] == [
+        (1.0, 0, "a"),
+        (2.0, 0, "b"),
+        (3.0, 1, "a"),
+        (3.0, 1, "b"),
+        (3.0, 2, "a"),
+        (4.0, 2, "b"),
+    ]
+
+
+def test_an_empty_directory_is_an_empty_trace(tmp_path: Path) -> None:
+    assert read_trace(tmp_path) == []
