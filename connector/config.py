@@ -14,7 +14,6 @@ says that they do nothing.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from connector.observe.log import get_logger
 from connector.wire.bounded import render_untrusted
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
@@ -29,7 +29,7 @@ TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 
 _WITHOUT_EFFECT = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
 
-_log = logging.getLogger(__name__)
+_log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]

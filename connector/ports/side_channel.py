@@ -8,9 +8,12 @@ Contract
 * A `Requester` serves one exchange: `ask` sends the frames once and returns the frames of the first reply. There is
   no way to send again: after a timeout or a cancellation the requester is closed and a fresh one is made, because the
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
+* `ask` raises SideChannelError when the host name does not resolve, and when what comes back first is not a delimited
+  reply within the implementation's bounds: waiting on would not help.
 * Timeouts are the caller's (trio cancel scopes). A cancelled `ask` loses nothing but its own exchange.
 * A `Listener` hands out each incoming request once, as (reply address, frames), in order of arrival, at most
-  `frames_max` frames of `frame_bytes_max` bytes; anything larger is dropped and counted. `reply` never blocks: what
+  `frames_max` frames of `frame_bytes_max` bytes; anything larger is dropped and counted, as is a message without the
+  delimiter or with nothing after it (`frames_untrusted` is never empty). `reply` never blocks: what
   cannot be queued for a slow or vanished requester is dropped and counted.
 * Closing is immediate (no linger) and idempotent.
 """

@@ -39,7 +39,7 @@ from connector.runtime.messages import (
     StartPull,
 )
 from connector.runtime.supervisor import RENEWAL_FRACTION, SHUTDOWN_GRACE_SECONDS, Supervisor
-from connector.runtime.thread import ActorThread
+from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.tracked import Recorder
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.metadata import encode_agent_metadata
@@ -84,6 +84,10 @@ class ConnectorWorker:
         """
         registration = derive_registration(self._vllm_config, self._kv_cache_config, kv_caches)
         layout = registration.layout
+        if self._options.trace_directory is not None:
+            self._trace = open_trace_log(
+                self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=layout.tp_rank
+            )
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
@@ -98,14 +102,14 @@ class ConnectorWorker:
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
         )
-        if self._options.trace_directory is not None:
-            self._trace = open_trace_log(
-                self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=layout.tp_rank
-            )
         self._thread = ActorThread(
             "kv-transfer-actors", lambda: self._make_supervisor(registration, nixl_port), self._log_error
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except ThreadStartError:
+            nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
+            raise
 
     @property
     def handshake_metadata(self) -> HandshakeMetadata | None:
@@ -160,13 +164,14 @@ class ConnectorWorker:
             self._fail_closed(self._thread.death)
         while self._outcomes:
             outcome = self._outcomes.popleft()
+            if self._is_repeated(outcome):
+                continue
             self._stats.add(outcome)
             match outcome:
                 case ReceiveEnded():
                     self._end_receive(outcome, results)
                 case SendEnded(request_id=request_id):
-                    if self._open_sends.pop(request_id, None) is not None:
-                        results.finished_sending.add(request_id)
+                    results.finished_sending.add(request_id)
                 case QuarantineLifted(local_block_ids=block_ids):
                     self._report.lifted.append(block_ids)
                 case _:
@@ -200,9 +205,17 @@ class ConnectorWorker:
             case _:
                 pass
 
+    def _is_repeated(self, outcome: Outcome) -> bool:
+        """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
+        match outcome:
+            case ReceiveEnded(request_id=request_id):
+                return self._open_receives.pop(request_id, None) is None
+            case SendEnded(request_id=request_id):
+                return self._open_sends.pop(request_id, None) is None
+            case _:
+                return False
+
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
-        if self._open_receives.pop(outcome.request_id, None) is None:
-            return  # Reported already, when the actors died.
         results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
             return

@@ -116,6 +116,12 @@ def test_a_burst_is_shortened_and_counted(lines: Lines) -> None:
     assert "70 more failures were not logged" in lines.texts[0]
     assert "cmpl-after" in lines.texts[1]
 
+    # Said once.
+    clock.now += WINDOW_SECONDS
+    lines.records.clear()
+    failure_log("cmpl-later", TIMEOUT)
+    assert len(lines.texts) == 1
+
 
 def test_a_new_window_has_its_lines_again(lines: Lines) -> None:
     clock = Seconds()

@@ -99,6 +99,14 @@ def test_every_outcome_has_a_case_here() -> None:
     assert {type(outcome) for outcome in EVERYTHING} == set(Outcome.__args__)
 
 
+def test_an_empty_dict_is_a_start_from_nothing() -> None:
+    """vLLM's base class makes its instances with one."""
+    stats = ConnectorStats({})
+    assert stats.is_empty()
+    stats.add(measured())
+    assert stats.data == stats_of(measured()).data
+
+
 def test_clone_and_reset_hands_everything_over_once() -> None:
     stats = stats_of(*EVERYTHING)
     before = stats_of(*EVERYTHING).data
