@@ -1,6 +1,7 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here: make check, then all tests, cheap ones first
 # make explore the model checker on three requests, which takes minutes
+# make diagrams draws the tables again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
 # make clean   removes what the targets above made, except .venv
@@ -8,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo check test explore clean
+.PHONY: setup demo check test explore diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -28,6 +29,9 @@ test: check
 explore: setup
 	$(BIN)/python -m statemachine.explore 3 1 1
 	$(BIN)/python -m statemachine.explore 2 2 2
+
+diagrams: setup
+	$(BIN)/python -m statemachine.diagrams diagrams
 
 clean:
 	rm -rf .state traces build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

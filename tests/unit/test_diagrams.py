@@ -1,0 +1,40 @@
+"""The diagrams in the repository are what the tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from statemachine.diagrams import MACHINES, arrows, render_all
+
+DIRECTORY = Path(__file__).parents[2] / "diagrams"
+FILES = render_all()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_up_to_date(name: str) -> None:
+    assert (DIRECTORY / name).read_text() == FILES[name], "run `make diagrams`"
+
+
+def test_there_are_no_others() -> None:
+    assert {path.name for path in DIRECTORY.iterdir()} == FILES.keys()
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_transition_is_drawn(machine: object) -> None:
+    from statemachine.kernel import Machine
+
+    assert isinstance(machine, Machine)
+    drawn = {(source, target, event) for (source, target), events in arrows(machine).items() for event in events}
+    declared = {
+        (source, target, event.__name__)
+        for (source, event), transition in machine.table.items()
+        for target in transition.targets
+    }
+    assert drawn == declared
+    picture = ElementTree.fromstring(FILES[f"{machine.name}.svg"])
+    words = " ".join(text for text in picture.itertext())
+    assert all(state.value in words for state in machine.states)
+    assert all(event in words for _, _, event in declared)
