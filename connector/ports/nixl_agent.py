@@ -129,7 +129,7 @@ class RealNixlPort:
                 prepare_thread()
             return AgentCore(agent_name, ranges, memory_type, backends, num_threads)
 
-        port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver)
+        port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:
             port._core = port._thread.open(timeout_seconds)
         except CallRefused as refused:
@@ -283,12 +283,15 @@ class RealNixlPort:
             self._token = trio.lowlevel.current_trio_token()
             self._request_drain()
 
-    # From here on: the way back. `_deliver` runs on the agent's thread, `_drain` and what it calls in trio.
+    # From here on, the way back: `_deliver` and `_backlog` run on the agent's thread, `_drain` and the rest in trio.
 
-    def _deliver(self, items: Sequence[Outgoing]) -> int:
-        """Hand items to the trio thread; returns how many wait there."""
+    def _deliver(self, items: Sequence[Outgoing]) -> None:
+        """Hand items to the trio thread."""
         self._outbox.extend(items)
         self._request_drain()
+
+    def _backlog(self) -> int:
+        """How many items wait in the trio thread."""
         return len(self._outbox) + len(self._events)
 
     def _request_drain(self) -> None:

@@ -286,7 +286,7 @@ class AgentCore:
                 state = self._agent.check_xfer_state(read.transfer)
             except Exception as error:
                 text, lost = self.describe(error)
-                ended.append(ReadErrored(handle, time.monotonic_ns(), text, lost))
+                ended.append(ReadErrored(handle, time.perf_counter_ns(), text, lost))
                 self._forget(handle, read)
                 continue
             if state == "DONE":
@@ -294,7 +294,7 @@ class AgentCore:
         return ended
 
     def _end_done(self, handle: ReadHandle, read: _Read) -> ReadDone:
-        completed_ns = time.monotonic_ns()
+        completed_ns = time.perf_counter_ns()
         transport_seconds, post_seconds = self._durations_seconds(read.transfer)
         self._forget(handle, read)
         return ReadDone(handle, completed_ns, read.bytes, read.descriptors, transport_seconds, post_seconds)
@@ -358,23 +358,27 @@ class AgentCore:
 
 
 class AgentThread:
-    """Runs one `AgentCore`. `deliver` is called on this thread with everything that goes back."""
+    """Runs one `AgentCore`.
+
+    `deliver` is called on this thread with everything that goes back; `backlog` tells how much of it still waits there.
+    """
 
     def __init__(
         self,
         make_core: Callable[[], AgentCore],
         name: str,
-        deliver: Callable[[Sequence[Outgoing]], int],
+        deliver: Callable[[Sequence[Outgoing]], None],
+        backlog: Callable[[], int],
     ) -> None:
         self._make_core = make_core
         self._deliver = deliver
+        self._backlog = backlog
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._opened = threading.Event()
         self._open_failure: CallRefused | None = None
         self._ended = threading.Event()
         self._close_at: float | None = None
         self._expecting = False
-        self._backlog = 0
         self.core: AgentCore | None = None
         self.abandoned: tuple[ReadHandle, ...] = ()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -476,12 +480,12 @@ class AgentThread:
                 return
             events = core.poll_reads() if core.reads else []
             ceiling_seconds = self._pause_seconds_max(core)
-            if started >= notifications_at and self._backlog < UNDELIVERED_EVENTS_MAX:
+            if started >= notifications_at and self._backlog() < UNDELIVERED_EVENTS_MAX:
                 events += core.poll_notifications()
                 notifications_at = started + min(ceiling_seconds, PAUSE_EXPECTING_SECONDS_MAX)
             now = time.monotonic()
             if events:
-                self._backlog = self._deliver(events)
+                self._deliver(events)
             if events or now - started > POLL_WORKED_SECONDS + POLL_WORKED_SECONDS_PER_READ * len(core.reads):
                 active_at = notifications_at = now
                 pause_seconds = 0.0
@@ -520,7 +524,7 @@ class AgentThread:
         outgoing: list[Outgoing] = [command]
         if isinstance(command.result, ReadDone):
             outgoing.append(command.result)
-        self._backlog = self._deliver(outgoing)
+        self._deliver(outgoing)
 
 
 def _import_nixl() -> Any:

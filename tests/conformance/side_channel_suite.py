@@ -38,7 +38,7 @@ class SideChannelSuite(ABC):
     def make_channel(self) -> SideChannel:
         """A fresh side channel, inside the trio run."""
 
-    def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 60.0) -> None:
+    def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 120.0) -> None:
         """Run a scenario on a fresh channel and close it."""
 
         async def main() -> None:
