@@ -17,7 +17,7 @@ import trio
 from connector.layout.geometry import LayoutMismatch
 from connector.layout.plan import ReadPlan, plan_reads
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
-from connector.ports.side_channel import SideChannelError
+from connector.ports.side_channel import Requester, SideChannelError
 from connector.runtime.clock import ClockSample, to_ns
 from connector.runtime.context import ActorContext
 from connector.runtime.messages import PeerAddress
@@ -52,27 +52,32 @@ class Exchanged(msgspec.Struct, frozen=True, kw_only=True):
 async def exchange(context: ActorContext, peer: PeerAddress) -> Exchanged:
     """One question and its answer. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
     timeout_seconds = context.options.handshake_timeout_seconds
-    failed_in_time = HandshakeTimeout(peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds)
-    try:
-        requester = context.side_channel.connect(peer.host, peer.port)
-    except SideChannelError as error:
-        detail = f"its address cannot be used: {error.error}"
-        raise HandshakeError(HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=detail)) from error
-    try:
-        sent_ns = context.clock.now_ns()
-        with trio.move_on_after(timeout_seconds) as scope:
-            frames_untrusted = await requester.ask([encode_request(0, context.local.layout.tp_rank)])
-        received_ns = context.clock.now_ns()
-    finally:
-        requester.close()
+    sent_ns = context.clock.now_ns()
+    with trio.move_on_after(timeout_seconds) as scope:
+        frames_untrusted = await _ask(context, peer)
+    received_ns = context.clock.now_ns()
     if scope.cancelled_caught:
-        raise HandshakeError(failed_in_time)
+        raise HandshakeError(HandshakeTimeout(peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds))
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
     reply = decode_reply(frames_untrusted, peer=peer.engine_id, address=str(peer), expected_hash=expected_hash)
     sample = ClockSample.from_round_trip(
         sent_ns=sent_ns, received_ns=received_ns, remote_ns=to_ns(reply.listener_clock_seconds)
     )
     return Exchanged(reply=reply, clock_sample=sample)
+
+
+async def _ask(context: ActorContext, peer: PeerAddress) -> tuple[bytes, ...]:
+    """Send the question over a socket of its own, and wait for as long as the caller lets us."""
+    requester: Requester | None = None
+    try:
+        requester = context.side_channel.connect(peer.host, peer.port)
+        return await requester.ask([encode_request(0, context.local.layout.tp_rank)])
+    except SideChannelError as error:
+        detail = f"its address cannot be used: {error.error}"
+        raise HandshakeError(HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=detail)) from error
+    finally:
+        if requester is not None:
+            requester.close()
 
 
 async def connect(context: ActorContext, peer: PeerAddress) -> Connection:

@@ -93,8 +93,10 @@ class ReadMoved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The side channel was asked again: for the incarnation and for the clock."""
+    """The side channel was asked again: on behalf of a request for the incarnation, or of nobody for the clock."""
 
+    request_id: str | None
+    address: PeerAddress
     incarnation: str | None
     clock_sample: ClockSample | None
     failure: PeerFailure | None
@@ -162,7 +164,7 @@ class PeerActor:
         self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
         self._consumed: dict[str, None] = {}
-        self._probing = False
+        self._measuring_clock = False
         self._backoff_until_ns = 0
         self._nursery: trio.Nursery | None = None
 
@@ -195,7 +197,7 @@ class PeerActor:
     def recover(self, error: BaseException) -> None:
         """After `run` raised: fail what was in hand, so that the actor can run again."""
         failure = ActorCrashed(actor=f"peer actor of {self.address.engine_id}", error=repr(error))
-        self._probing = False
+        self._measuring_clock = False
         if self._peer.value.state is peer.State.HANDSHAKING:
             # Its task was cancelled with the nursery, and took back what it had loaded.
             refused = HandshakeRefused(peer=self.address.engine_id, address=str(self.address), detail=str(failure))
@@ -264,9 +266,6 @@ class PeerActor:
         context = self._context
         now_ns = context.clock.now_ns()
         self.last_used_ns = now_ns
-        # The latest address serves the next handshake. A working connection is kept: the same engine may be known
-        # under several host names, and if it did move, its READs fail or its incarnation differs.
-        self.address = command.peer
         run = start_run(
             command,
             retries=context.options.transfer_retries,
@@ -297,6 +296,10 @@ class PeerActor:
     def _execute_for_peer(self, effect: Effect, cause: Event) -> None:
         match effect:
             case peer.StartHandshake():
+                # Requests may name the engine at different addresses; the latest one that waits is tried. A working
+                # connection is kept whatever they say: if the engine did move, READs fail or its incarnation differs.
+                for run in self._waiting():
+                    self.address = run.command.peer
                 self._spawn(self._handshake, self.address)
             case peer.AnnounceReady():
                 for run in self._waiting():
@@ -467,8 +470,10 @@ class PeerActor:
         proof = self._proof(run, connection)
         self._timers.set(("lease", run.request_id), proof.proven_until_ns)
         reads = 1 if run.command.local_block_ids else 0
-        if now_ns - connection.clock_sample.measured_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS):
-            self._probe()
+        sample_age_ns = now_ns - connection.clock_sample.measured_ns
+        if sample_age_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS) and not self._measuring_clock:
+            self._measuring_clock = True
+            self._spawn(self._ask_again, self.address, None)
         self._apply(run, request.PeerReady(now_ns=now_ns, reads=reads, proof=proof))
 
     def _descriptor_ids(self, run: RequestRun, connection: Connection) -> tuple[DescriptorIds, DescriptorIds] | None:
@@ -540,9 +545,11 @@ class PeerActor:
 
     def _doubt(self, run: RequestRun, connected: str) -> None:
         """The request was granted by another incarnation than the one we are connected to: which is the newer?"""
-        if not run.probed or self._probing:
-            run.probed = True
-            self._probe()
+        if run.probing:
+            return
+        if not run.probed:
+            run.probed = run.probing = True
+            self._spawn(self._ask_again, run.command.peer, run.request_id)
             return
         self._apply(run, request.PeerFailed(failure=self._restarted(run, connected)))
 
@@ -554,41 +561,40 @@ class PeerActor:
             found_incarnation=found,
         )
 
-    def _probe(self) -> None:
-        if not self._probing:
-            self._probing = True
-            self._spawn(self._ask_again, self.address)
-
     def _end_probe(self, message: ProbeEnded) -> None:
-        self._probing = False
-        connection = self._connection
-        if connection is None or self._peer.value.state is not peer.State.READY:
-            return  # A new handshake is on its way; it answers the same questions.
-        doubtful = [run for run in self._waiting() if run.probed]
+        connection = self._connection if self._peer.value.state is peer.State.READY else None
+        if message.request_id is None:
+            self._measuring_clock = False
+            same_process = connection is not None and message.incarnation == connection.incarnation
+            if connection is not None and same_process and message.clock_sample is not None:
+                connection.clock_sample = message.clock_sample
+            return
+        run = self._runs.get(message.request_id)
+        if run is None:
+            return
+        run.probing = False
+        if connection is None or run.state is not request.State.PENDING_HANDSHAKE:
+            return  # A new handshake is on its way; it answers the same question.
         if message.failure is not None:
-            for run in doubtful:
-                self._apply(run, request.PeerFailed(failure=message.failure))
+            self._apply(run, request.PeerFailed(failure=message.failure))
         elif message.incarnation == connection.incarnation:
-            assert message.clock_sample is not None
-            connection.clock_sample = message.clock_sample
-            for run in doubtful:
-                self._apply(run, request.PeerFailed(failure=self._restarted(run, str(message.incarnation))))
+            self._apply(run, request.PeerFailed(failure=self._restarted(run, str(message.incarnation))))
         else:
             failure = PeerRestarted(
                 peer=self.address.engine_id,
-                address=str(self.address),
+                address=str(message.address),
                 expected_incarnation=str(connection.incarnation),
                 found_incarnation=str(message.incarnation),
             )
             self._step_peer(peer.ConnectionSuspect(failure=failure))
-            if self._waiting():
-                self._want()
+            self._want()
 
     # --- leases on the peer -------------------------------------------------------------------------------------
 
     def _track(self, command: TrackLease) -> None:
         self.last_used_ns = self._context.clock.now_ns()
-        self.address = command.peer
+        if self._peer.value.state is peer.State.IDLE:
+            self.address = command.peer
         self._hold(command.remote_request_id, command.request_id)
         # Connecting now takes the handshake off the request's way.
         if self._peer.value.state is peer.State.IDLE:
@@ -663,18 +669,29 @@ class PeerActor:
         except HandshakeError as error:
             failure = error.failure
         except Exception as error:
-            failure = HandshakeRefused(
-                peer=address.engine_id, address=str(address), detail=f"internal error: {error!r}; please report it"
-            )
+            failure = _internal_error(address, error)
         self.inbox.put(HandshakeEnded(connection=connection, failure=failure))
 
-    async def _ask_again(self, address: PeerAddress) -> None:
+    async def _ask_again(self, address: PeerAddress, request_id: str | None) -> None:
+        incarnation: str | None = None
+        clock_sample: ClockSample | None = None
+        failure: PeerFailure | None = None
         try:
             exchanged = await exchange(self._context, address)
+            incarnation, clock_sample = exchanged.incarnation, exchanged.clock_sample
         except HandshakeError as error:
-            self.inbox.put(ProbeEnded(incarnation=None, clock_sample=None, failure=error.failure))
-            return
-        self.inbox.put(ProbeEnded(incarnation=exchanged.incarnation, clock_sample=exchanged.clock_sample, failure=None))
+            failure = error.failure
+        except Exception as error:
+            failure = _internal_error(address, error)
+        self.inbox.put(
+            ProbeEnded(
+                request_id=request_id,
+                address=address,
+                incarnation=incarnation,
+                clock_sample=clock_sample,
+                failure=failure,
+            )
+        )
 
     async def _send(self, connection: Connection, message: bytes) -> None:
         try:
@@ -703,3 +720,9 @@ class PeerActor:
         finally:
             done.set()
             del self._disconnects[done]
+
+
+def _internal_error(address: PeerAddress, error: Exception) -> HandshakeRefused:
+    """A bug in the handshake costs the requests that wait for it, not the actor."""
+    detail = f"internal error: {error!r}; please report it"
+    return HandshakeRefused(peer=address.engine_id, address=str(address), detail=detail)

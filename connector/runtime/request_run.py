@@ -16,7 +16,7 @@ class RequestRun:
 
     Attributes:
         heard_ns: local time at which this engine first heard of the request.
-        probed: the peer's incarnation was looked up anew for this request.
+        probed, probing: the peer's incarnation was looked up anew for this request, or is being looked up.
         quarantine: the READs of the current attempt.
         bytes, descriptors: what its completed reads moved.
     """
@@ -25,6 +25,7 @@ class RequestRun:
     machine: Tracked[request.Request]
     heard_ns: int
     probed: bool = False
+    probing: bool = False
     quarantine: Quarantine | None = None
     bytes: int = 0
     descriptors: int = 0

@@ -260,3 +260,17 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
             assert (await failure_of(d, "third")).kind == "BlocksConsumed"
 
     run(test)
+
+
+def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "before")
+            elsewhere = PeerAddress(engine_id="p", host="no-such-host.invalid", port=1, tp_size=1)
+            d.pull("a", elsewhere, [1], [1], lease_expires_at=p.lend("remote-a"), incarnation="0" * 32)
+            assert (await failure_of(d, "a")).kind == "HandshakeRefused"
+            await reads(d, p, "after")
+            assert d.crashes == []
+            assert d.trace.path("peer", "p") == ["idle", "handshaking", "ready"]
+
+    run(test)

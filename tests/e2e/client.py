@@ -83,7 +83,7 @@ class Client:
         *,
         max_tokens: int = ANSWER_TOKENS,
         request_id: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        kv_transfer_params: Any = None,
         cache_salt: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Answer:
@@ -110,7 +110,7 @@ class Client:
         *,
         max_tokens: int = ANSWER_TOKENS,
         request_id: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
+        kv_transfer_params: Any = None,
     ) -> Generator[int, None, None]:
         """One completion, token by token. Closing the generator closes the connection in the middle of the answer.
 
@@ -131,7 +131,7 @@ class Client:
         values = (line.rpartition(" ") for line in page.splitlines())
         return sum(float(value) for labelled, _, value in values if labelled.partition("{")[0] == name)
 
-    def blocks_are_free(self, timeout_seconds: float = 10.0) -> bool:
+    def blocks_are_free(self, timeout_seconds: float = 15.0) -> bool:
         """Whether the engine gets to a state where no request holds KV blocks.
 
         The gauge is written when the engine steps, and blocks of a lease that has ended are freed at a step: so a
@@ -159,6 +159,10 @@ class PrefillDecode:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to both engines."""
         self.prefill_client.close()
         self.decode_client.close()
 
@@ -203,7 +207,7 @@ class PrefillDecode:
             return {key: call.result() for key, call in calls.items()}
 
 
-def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Mapping[str, Any] | None) -> dict[str, Any]:
+def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": prompt,
@@ -213,7 +217,7 @@ def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Mapping[
         "return_token_ids": True,
     }
     if kv_transfer_params is not None:
-        body["kv_transfer_params"] = dict(kv_transfer_params)
+        body["kv_transfer_params"] = kv_transfer_params
     return body
 
 

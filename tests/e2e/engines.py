@@ -231,8 +231,12 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL to the whole group at once: the machine lost power, seen from its peers."""
-        self._signal_group(signal.SIGKILL)
+        self.start_to_kill()
         self._reap(KILL_TIMEOUT_SECONDS)
+
+    def start_to_kill(self) -> None:
+        """`kill` without the wait until everything is gone, which takes the kernel seconds on a busy machine."""
+        self._signal_group(signal.SIGKILL)
 
     def pause(self) -> None:
         """SIGSTOP to the whole group: everything stays open and nothing answers."""

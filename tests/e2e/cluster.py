@@ -1,0 +1,244 @@
+"""Groups of engines that the end-to-end tests share, and the questions that the tests ask of their traces.
+
+Starting a group costs a minute and holding it costs gigabytes, so there is one at a time (`Room`): tests name the group
+they need, and it is started when the group before it has been stopped. A test that breaks an engine does not mend it;
+whoever needs it calls for a working one.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from statemachine.trace import TransitionRecord
+from tests.e2e.client import PrefillDecode
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
+from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
+from tests.e2e.trace_table import (
+    LEASE_STATES_EXPECTED,
+    LEASE_STATES_TERMINAL,
+    REQUEST_STATES_EXPECTED,
+    REQUEST_STATES_TERMINAL,
+    History,
+    histories,
+    joined,
+    read_records,
+)
+
+BLOCK_BYTES = BLOCK_SIZE_TOKENS * KV_BYTES_PER_TOKEN
+SETTLE_SECONDS = 20.0
+"""How long a test waits for something that takes milliseconds on an idle machine."""
+POLL_SECONDS = 0.05
+
+CONTEXT_TOKENS = 1024
+CHUNK_TOKENS = 64
+"""Tokens per step: any longer prompt is prefilled in chunks."""
+PREFILL_BLOCKS = 200
+DECODE_BLOCKS = 40
+"""Blocks of the KV caches: so few that running requests are preempted and that freed blocks are soon used again."""
+
+LEASE_SECONDS = 10.0
+HANDSHAKE_TIMEOUT_SECONDS = 5.0
+REQUEST_TIMEOUT_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+def prompt(tokens: int, seed: object) -> str:
+    """Letters, one token each, that share no block with those of another seed."""
+    letters = random.Random(f"prompt {seed}")
+    return "".join(letters.choices(string.ascii_lowercase, k=tokens))
+
+
+def blocks_of(tokens: int) -> int:
+    """KV blocks that a prompt takes."""
+    return -(-tokens // BLOCK_SIZE_TOKENS)
+
+
+def wait_for(found: Callable[[], T | None], what: str, timeout_seconds: float = SETTLE_SECONDS) -> T:
+    """The first value that is not None; fails the test, saying `what` did not come, when the time is up."""
+    deadline = time.monotonic() + timeout_seconds
+    while (value := found()) is None:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_seconds:g} s")
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+class Traces:
+    """What the engines of a group have written so far. Requests are named by the id that the client sent."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def both(self, request_id: str) -> tuple[History | None, History | None]:
+        """D's request and P's lease."""
+        processes = read_records(self.directory)
+        # The first part of what vLLM appends to the id, so that `a` is not found in `a-next`.
+        return joined(f"{request_id}-0", histories(processes, "request"), histories(processes, "lease"))
+
+    def request_in(self, request_id: str, *states: str) -> History:
+        """D's request once it has come to one of `states`."""
+        return wait_for(
+            lambda: _reached(self.both(request_id)[0], set(states)), f"request {request_id} in {' or '.join(states)}"
+        )
+
+    def ended_request(self, request_id: str) -> History:
+        """D's request once it has ended."""
+        ended = REQUEST_STATES_TERMINAL
+        return wait_for(lambda: _reached(self.both(request_id)[0], ended), f"end of request {request_id}")
+
+    def ended_lease(self, request_id: str, timeout_seconds: float = SETTLE_SECONDS) -> History:
+        """P's lease once it has ended."""
+        ended = LEASE_STATES_TERMINAL
+        return wait_for(
+            lambda: _reached(self.both(request_id)[1], ended), f"end of the lease of {request_id}", timeout_seconds
+        )
+
+    def last_record(self, request_id: str) -> TransitionRecord:
+        """The record with which D's request ended."""
+        request = self.ended_request(request_id)
+        records = (record for process in read_records(self.directory) for record in process)
+        return [each for each in records if each.machine == "request" and each.subject == request.subject][-1]
+
+    def assert_plain(self, request_id: str) -> tuple[History, History]:
+        """Both sides once they have ended: the request was read and the lease ended by its notification."""
+        request, lease = self.ended_request(request_id), self.ended_lease(request_id)
+        assert (request.states, lease.states) == (REQUEST_STATES_EXPECTED, LEASE_STATES_EXPECTED), (request, lease)
+        return request, lease
+
+
+def _reached(history: History | None, states: set[str] | frozenset[str]) -> History | None:
+    return history if history is not None and history.states[-1] in states else None
+
+
+class Group(Protocol):
+    """Engines that were started together."""
+
+    def __init__(self, directory: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+G = TypeVar("G", bound=Group)
+
+
+class Room:
+    """Has place for one group."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._group: Group | None = None
+
+    def occupy(self, kind: type[G]) -> G:
+        """The group of this kind, started now unless it is the one inside."""
+        if not isinstance(self._group, kind):
+            self.clear()
+            self._group = kind(self._directory / kind.__name__)
+        assert isinstance(self._group, kind)
+        return self._group
+
+    def clear(self) -> None:
+        """Stop the group inside, if there is one."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
+    return EngineOptions(
+        name=name, model=tiny_llama(), logs=directory / "logs", core=core, context_tokens=CONTEXT_TOKENS, **others
+    )
+
+
+def _blocks(count: int) -> tuple[str, str]:
+    return ("--num-gpu-blocks-override", str(count))
+
+
+class OnePrefillTwoDecode:
+    """A producer and two consumers with this project's connector: one fails requests whose KV does not come, the other
+    computes it itself.
+
+    The second one talks to the producer over TCP: a READ then needs the producer's help, so that stopping its processes
+    holds the READ up in the middle. Over shared memory a READ is over before anybody could step in.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.traces = Traces(directory / "traces")
+        common: dict[str, Any] = {"trace_directory": self.traces.directory, "max_num_batched_tokens": CHUNK_TOKENS}
+        decode: dict[str, Any] = common | {
+            "core": 1,
+            "kv_role": "kv_consumer",
+            "arguments": _blocks(DECODE_BLOCKS),
+            "extra_config": {
+                "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS,
+                "request_timeout_seconds": REQUEST_TIMEOUT_SECONDS,
+            },
+        }
+        self._engines = EngineSet()
+        try:
+            self.prefill, self.failing, self.recomputing = self._engines.start(
+                _options(
+                    directory,
+                    "prefill",
+                    core=0,
+                    kv_role="kv_producer",
+                    engine_id="the-prefill-engine",
+                    extra_config={"kv_lease_duration": LEASE_SECONDS},
+                    arguments=_blocks(PREFILL_BLOCKS),
+                    **common,
+                ),
+                _options(directory, "decode-fail", **decode),
+                _options(
+                    directory,
+                    "decode-recompute",
+                    kv_load_failure_policy="recompute",
+                    environment={"UCX_TLS": "tcp,self"},
+                    **decode,
+                ),
+            )
+        except BaseException:
+            self._engines.stop()
+            raise
+        self.fail = PrefillDecode(self.prefill, self.failing)
+        self.recompute = PrefillDecode(self.prefill, self.recomputing)
+        self.services = (self.fail, self.recompute)
+
+    def restart_prefill(self, **changes: Any) -> None:
+        """A new producer process at the same address; by default nothing else is different."""
+        self.prefill.restart(**changes).wait_healthy()
+
+    def need_prefill(self) -> None:
+        """Have a working producer."""
+        if not self.prefill.running:
+            self.restart_prefill()
+
+    def close(self) -> None:
+        for service in (self.fail, self.recompute):
+            service.close()
+        self._engines.stop()
+
+
+class BuiltinAndOurs:
+    """Two engines with vLLM's own connector and one with this project's, which is loaded by its plug-in's name. Each
+    takes both roles."""
+
+    def __init__(self, directory: Path) -> None:
+        self.traces = Traces(directory / "traces")
+        self._engines = EngineSet()
+        try:
+            self.ours, self.builtin, self.other_builtin = self._engines.start(
+                _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
+                _options(directory, "builtin", core=1, connector="builtin"),
+                _options(directory, "other-builtin", core=0, connector="builtin"),
+            )
+        except BaseException:
+            self._engines.stop()
+            raise
+
+    def close(self) -> None:
+        self._engines.stop()

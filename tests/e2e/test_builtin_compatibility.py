@@ -1,0 +1,82 @@
+"""This project's connector and the one that comes with the installed vLLM, as prefill and decode engine of each other.
+
+Our engine is loaded by the name that the plug-in registers, and has `kv_role` both, as the built-in ones have.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.client import PrefillDecode
+from tests.e2e.cluster import BuiltinAndOurs, blocks_of, prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+LENGTHS = (1, 20, 32, 33, 500)
+
+
+def test_a_builtin_p_serves_our_d(mixed: BuiltinAndOurs) -> None:
+    with PrefillDecode(mixed.builtin, mixed.ours) as service:
+        for tokens in LENGTHS:
+            text, key = prompt(tokens, f"builtin to ours {tokens}"), f"builtin-to-ours-{tokens}"
+            answer = service.pd(text, key)
+            assert answer.ok, answer.error
+            assert answer.token_ids == service.alone(text).token_ids
+            request = mixed.traces.ended_request(key)
+            assert request.states == ("pending_handshake", "reading", "done")
+            assert request.blocks == blocks_of(tokens)
+        assert service.prefill_client.blocks_are_free()  # by notification: the lease is 30 s, the patience 10
+
+
+def test_our_p_serves_a_builtin_d(mixed: BuiltinAndOurs) -> None:
+    with PrefillDecode(mixed.ours, mixed.builtin) as service:
+        for tokens in LENGTHS:
+            text, key = prompt(tokens, f"ours to builtin {tokens}"), f"ours-to-builtin-{tokens}"
+            answer = service.pd(text, key)
+            assert answer.ok, answer.error
+            assert answer.token_ids == service.alone(text).token_ids
+            lease = mixed.traces.ended_lease(key, timeout_seconds=10)
+            assert lease.states == ("computing", "held", "done")
+        assert service.prefill_client.blocks_are_free()
+
+
+def test_requests_at_once_in_both_directions(mixed: BuiltinAndOurs) -> None:
+    for name, prefill, decode in (
+        ("to-ours", mixed.builtin, mixed.ours),
+        ("from-ours", mixed.ours, mixed.builtin),
+    ):
+        with PrefillDecode(prefill, decode) as service:
+            prompts = {f"at-once-{name}-{number}": prompt(60 + 90 * number, f"{name} {number}") for number in range(4)}
+            answers = service.pd_concurrently(prompts)
+            for key, text in prompts.items():
+                assert answers[key].ok, answers[key].error
+                assert answers[key].token_ids == service.alone(text).token_ids
+
+
+def test_our_engine_was_loaded_by_the_name_of_the_plugin(mixed: BuiltinAndOurs) -> None:
+    log = mixed.ours.log()
+    assert "kv_connector='NixlActorConnector'" in log
+    assert "kv_connector_module_path=None" in log
+
+
+def test_the_builtin_pair_alone(mixed: BuiltinAndOurs) -> None:
+    """Proves that a pair of engines works on this machine, whatever this project's connector does."""
+    with PrefillDecode(mixed.builtin, mixed.other_builtin) as service:
+        for tokens in LENGTHS:
+            text = prompt(tokens, f"builtin pair {tokens}")
+            answer, alone = service.pd(text, f"builtin-pair-{tokens}"), service.alone(text)
+            assert answer.ok, answer.error
+            assert answer.prompt_tokens == tokens
+            assert answer.token_ids == alone.token_ids
+
+
+def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(mixed: BuiltinAndOurs) -> None:
+    """What all comparisons of answers rest on."""
+    for prefill in (mixed.builtin, mixed.ours):
+        with PrefillDecode(prefill, mixed.other_builtin) as service:
+            asked, other = prompt(200, f"asked {prefill.name}"), prompt(200, f"other {prefill.name}")
+            params = service.prefill(other).kv_transfer_params
+            assert params is not None
+            wrong = service.decode(asked, params)
+            assert wrong.ok, wrong.error
+            assert wrong.token_ids != service.alone(asked).token_ids

@@ -1,0 +1,262 @@
+"""Prefill engines that are not there, that die, and that come back.
+
+The rule in every test: a dead prefill engine costs the requests that need it, within their deadline, and nobody else.
+Under the policy `fail` such a request is an error for its client, under `recompute` D computes the prompt itself.
+
+Killing is SIGKILL to every process of the engine at once. Order: the engine that a test leaves dead is started again by
+the next test that needs it, and the tests about restarts look at what the restart is like for D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Answer, PrefillDecode
+from tests.e2e.cluster import (
+    HANDSHAKE_TIMEOUT_SECONDS,
+    PREFILL_BLOCKS,
+    REQUEST_TIMEOUT_SECONDS,
+    OnePrefillTwoDecode,
+    blocks_of,
+    prompt,
+)
+from tests.e2e.trace_table import REQUEST_STATES_TERMINAL
+from tests.rig.network import BlackHole, dead_params, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+TOKENS = 100
+DEADLINE_MARGIN_SECONDS = 5.0
+"""For a busy machine, and for the computation of the prompt under the policy `recompute`."""
+HEALTHY_LIMIT_SECONDS = 0.5
+NORMAL_TIME_MARGIN_SECONDS = 1.0
+"""By how much a request that needs no P may take longer while others wait for a dead one."""
+ATTEMPTS = 3
+SHORT_LEASE_SECONDS = 3.0
+
+
+def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
+    """Parameters of the prompt of `key`, which P has computed."""
+    answer = service.prefill(prompt(TOKENS, key), key)
+    assert answer.ok, answer.error
+    assert answer.kv_transfer_params is not None
+    return answer.kv_transfer_params
+
+
+def decode(service: PrefillDecode, key: str, params: dict[str, Any]) -> Answer:
+    return service.decode(prompt(TOKENS, key), params, key)
+
+
+def assert_serves(cluster: OnePrefillTwoDecode, name: str) -> None:
+    """Both D are served by P, as if nothing had been."""
+    for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
+        key = f"{name}-{policy}"
+        answer = decode(service, key, prefilled(service, key))
+        assert answer.ok, (policy, answer.error)
+        assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
+        cluster.traces.assert_plain(key)
+
+
+def assert_lost(cluster: OnePrefillTwoDecode, service: PrefillDecode, key: str, answer: Answer) -> None:
+    """The request ended without its KV, in time, in the way of its policy."""
+    assert cluster.traces.ended_request(key).states[-1] in ("failed", "expired")
+    assert answer.seconds < REQUEST_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
+    if service is cluster.fail:
+        assert answer.status == 500
+    else:
+        assert answer.ok, answer.error
+        assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
+
+
+def normal_seconds(service: PrefillDecode) -> float:
+    """How long D takes for a request that needs no P; the slowest of a few, the machine is shared."""
+    answers = [service.alone(prompt(TOKENS, f"normal {number}")) for number in range(3)]
+    assert all(answer.ok for answer in answers)
+    return max(answer.seconds for answer in answers)
+
+
+def assert_undisturbed(service: PrefillDecode, normal: float, waiting: Sequence[Future[Answer]] = ()) -> None:
+    """A request that needs no P takes its normal time, while others wait for a dead one.
+
+    The machine may stand still for a second or two, and not through any fault of D, so there are several attempts, as
+    long as the others wait. A D that waits with them has no second attempt.
+    """
+    assert not any(each.done() for each in waiting), "the others were to wait, or nothing is shown"
+    needed_seconds: list[float] = []
+    while len(needed_seconds) < ATTEMPTS and not (needed_seconds and any(each.done() for each in waiting)):
+        answer = service.alone(prompt(TOKENS, "undisturbed"))
+        assert answer.ok, answer.error
+        needed_seconds.append(answer.seconds)
+        if answer.seconds < normal + NORMAL_TIME_MARGIN_SECONDS:
+            return
+    raise AssertionError(f"D needed {needed_seconds} s, normally {normal:.3f} s")
+
+
+def start(pool: ThreadPoolExecutor, service: PrefillDecode, key: str, params: dict[str, Any]) -> Future[Answer]:
+    return pool.submit(decode, service, key, params)
+
+
+# --- engines that never were ------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_engine_is_served_while_eight_requests_wait_for_eight_dead_ones(cluster: OnePrefillTwoDecode) -> None:
+    """Four closed ports and four listeners that never answer. Scenario 61."""
+    service = cluster.fail
+    usual = decode(service, "without-the-dead", prefilled(service, "without-the-dead"))
+    healthy = {key: prefilled(service, key) for key in (f"beside-the-dead-{n}" for n in range(ATTEMPTS))}
+    keys = [f"dead-{number}" for number in range(8)]
+    with ExitStack() as stack:
+        holes = [stack.enter_context(BlackHole()) for _ in range(4)]
+        ports = [free_port() for _ in range(4)] + [hole.port for hole in holes]
+        pool = stack.enter_context(ThreadPoolExecutor(len(keys)))
+        waiting = {
+            key: pool.submit(service.decode, prompt(20, key), dead_params(port, 1), key)
+            for key, port in zip(keys, ports, strict=True)
+        }
+        for key in keys:
+            cluster.traces.request_in(key, "pending_handshake")
+        answers = {}
+        for key, params in healthy.items():  # the machine may stand still for a moment
+            answers[key] = decode(service, key, params)
+            if answers[key].seconds < HEALTHY_LIMIT_SECONDS + usual.seconds:
+                break
+        assert not any(each.done() for each in waiting.values())
+        assert answers[key].seconds < HEALTHY_LIMIT_SECONDS + usual.seconds
+        for dead, each in waiting.items():
+            assert each.result().status == 500
+            assert each.result().seconds < HANDSHAKE_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
+            record = cluster.traces.last_record(dead)
+            assert (record.to_state, record.reason) == ("failed", "HandshakeTimeout")
+            assert f"handshake with {record.peer}" in cluster.failing.log()
+    for key, answer in answers.items():
+        assert answer.ok, answer.error
+        assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
+        cluster.traces.assert_plain(key)
+    assert service.decode_client.blocks_are_free()
+
+
+def test_an_engine_that_does_not_exist(cluster: OnePrefillTwoDecode) -> None:
+    """Scenarios 43 and 26."""
+    for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
+        key = f"nobody-{policy}"
+        answer = decode(service, key, dead_params(free_port(), blocks_of(TOKENS)))
+        assert_lost(cluster, service, key, answer)
+        assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
+    assert_serves(cluster, "nobody-next")
+
+
+# --- P is killed ------------------------------------------------------------------------------------------------------
+
+
+def test_killed_between_handshake_and_read(cluster: OnePrefillTwoDecode) -> None:
+    """D has a connection that has become a dead one. The other D does not notice. Scenarios 30 and 47."""
+    assert_serves(cluster, "before-the-kill")
+    service, key = cluster.fail, "killed-before-read"
+    normal = normal_seconds(service)
+    params = prefilled(service, key)
+    cluster.prefill.start_to_kill()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = start(pool, service, key, params)
+        cluster.traces.request_in(key, "pending_handshake")
+        assert_undisturbed(service, normal, [waiting])
+        assert_lost(cluster, service, key, waiting.result())
+    assert_undisturbed(service, normal)
+    assert service.decode_client.blocks_are_free()
+
+
+def test_restarted_with_the_same_engine_id(unmended: OnePrefillTwoDecode) -> None:
+    """To the first D after it has noticed, to the second before: its connection belongs to the process that was killed,
+    which only the incarnation in the parameters says. Scenario 48."""
+    unmended.prefill.kill()
+    unmended.restart_prefill()
+    assert_serves(unmended, "same-id-again")
+
+
+def test_killed_while_eight_requests_run(cluster: OnePrefillTwoDecode) -> None:
+    """Four on each D. Of each four, two are on their way when P dies: over TCP they hang in the middle of the READ,
+    because P has been stopped before, otherwise they may be through. The other two come after. Scenarios 45 and 49."""
+    assert_serves(cluster, "before-the-eight")
+    normal = {id(service): normal_seconds(service) for service in cluster.services}
+    keys = [f"eight-{number}" for number in range(8)]
+    services = {key: cluster.services[number % 2] for number, key in enumerate(keys)}
+    params = {key: prefilled(services[key], key) for key in keys}
+    early, late = keys[:4], keys[4:]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        cluster.prefill.pause()
+        answers = {key: start(pool, services[key], key, params[key]) for key in early}
+        for key in early:
+            cluster.traces.request_in(key, "reading", *REQUEST_STATES_TERMINAL)
+        cluster.prefill.start_to_kill()
+        answers |= {key: start(pool, services[key], key, params[key]) for key in late}
+        for service in cluster.services:
+            waiting = [answers[key] for key in late if services[key] is service]
+            assert_undisturbed(service, normal[id(service)], waiting)
+        for key in keys:
+            assert_right_or_lost(cluster, services[key], key, answers[key].result())
+        for key in keys:
+            must_be_lost = key in late or services[key] is cluster.recompute
+            assert not must_be_lost or cluster.traces.ended_request(key).states[-1] != "done"
+    for service in cluster.services:
+        assert_undisturbed(service, normal[id(service)])
+        assert service.decode_client.blocks_are_free()
+
+
+def assert_right_or_lost(cluster: OnePrefillTwoDecode, service: PrefillDecode, key: str, answer: Answer) -> None:
+    if cluster.traces.ended_request(key).states[-1] == "done":
+        assert answer.ok, answer.error
+        assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
+    else:
+        assert_lost(cluster, service, key, answer)
+
+
+def test_killed_before_the_handshake(unmended: OnePrefillTwoDecode) -> None:
+    """No D has ever talked to this P, which has a new engine id."""
+    cluster = unmended
+    cluster.restart_prefill(engine_id=None)
+    keys = ["killed-before-handshake-fail", "killed-before-handshake-recompute"]
+    params = [prefilled(service, key) for service, key in zip(cluster.services, keys, strict=True)]
+    cluster.prefill.kill()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(decode, *each) for each in zip(cluster.services, keys, params, strict=True)]
+        for service, key, answer in zip(cluster.services, keys, answers, strict=True):
+            assert_lost(cluster, service, key, answer.result())
+            assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
+
+
+def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
+    """At the address where D has only met a dead engine. It lends for three seconds now, which the next test needs."""
+    unmended.restart_prefill(engine_id=None, extra_config={"kv_lease_duration": SHORT_LEASE_SECONDS})
+    assert_serves(unmended, "new-id")
+
+
+# --- P lives, but its lease has ended ---------------------------------------------------------------------------------
+
+
+def test_a_lease_that_has_lapsed(cluster: OnePrefillTwoDecode) -> None:
+    """P frees the blocks and computes other prompts into them before D is told of them. D must not read them as if they
+    were the request's, and says `expired`. Scenario 1."""
+    if cluster.prefill.options.extra_config.get("kv_lease_duration") != SHORT_LEASE_SECONDS:
+        cluster.restart_prefill(extra_config={"kv_lease_duration": SHORT_LEASE_SECONDS})
+    keys = ["lapsed-fail", "lapsed-recompute"]
+    params = [prefilled(service, key) for service, key in zip(cluster.services, keys, strict=True)]
+    for key in keys:
+        lease = cluster.traces.ended_lease(key)
+        assert lease.states == ("computing", "held", "expired")
+    overwrite(cluster)
+    for service, key, each in zip(cluster.services, keys, params, strict=True):
+        assert_lost(cluster, service, key, decode(service, key, each))
+        record = cluster.traces.last_record(key)
+        assert (record.to_state, record.reason) == ("expired", "LeaseNotProven")
+    assert_serves(cluster, "lapsed-next")
+
+
+def overwrite(cluster: OnePrefillTwoDecode) -> None:
+    """Have P compute so many other prompts that every free block has been used again."""
+    client, tokens = cluster.fail.prefill_client, 900
+    for number in range(2 * PREFILL_BLOCKS // blocks_of(tokens) + 1):
+        assert client.complete(prompt(tokens, f"overwrite {number}"), max_tokens=1).ok

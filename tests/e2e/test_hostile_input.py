@@ -1,0 +1,300 @@
+"""What comes from outside and is wrong: parameters that a router spoiled, and bytes on the side channel that no engine
+sent. Each costs the request or the frame a clear error, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.e2e.client import NO_ANSWER, PrefillDecode
+from tests.e2e.cluster import PREFILL_BLOCKS, OnePrefillTwoDecode, prompt, wait_for
+from tests.e2e.engines import LOOPBACK
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+TOKENS = 100
+Params = dict[str, Any]
+
+
+def without(key: str) -> Callable[[Params], Params]:
+    return lambda params: {name: value for name, value in params.items() if name != key}
+
+
+def spoilt(**changes: Any) -> Callable[[Params], Params]:
+    return lambda params: params | changes
+
+
+def with_blocks(change: Callable[[list[int]], list[Any]]) -> Callable[[Params], Params]:
+    return lambda params: params | {"remote_block_ids": [change(params["remote_block_ids"][0])]}
+
+
+MALFORMED: dict[str, tuple[Callable[[Params], Params], str]] = {
+    "engine id missing": (without("remote_engine_id"), "remote_engine_id"),
+    "request id missing": (without("remote_request_id"), "remote_request_id"),
+    "host missing": (without("remote_host"), "remote_host"),
+    "port missing": (without("remote_port"), "remote_port"),
+    "blocks missing": (without("remote_block_ids"), "remote_block_ids"),
+    "tp size missing": (without("tp_size"), "tp_size"),
+    "engine id a number": (spoilt(remote_engine_id=7), "remote_engine_id"),
+    "engine id null": (spoilt(remote_engine_id=None), "remote_engine_id"),
+    "engine id empty": (spoilt(remote_engine_id=""), "remote_engine_id"),
+    "request id huge": (spoilt(remote_request_id="x" * 100_000), "remote_request_id"),
+    "host another endpoint": (spoilt(remote_host="127.0.0.1:1,ipc:///tmp/x"), "remote_host"),
+    "port a string": (spoilt(remote_port="5600"), "remote_port"),
+    "port negative": (spoilt(remote_port=-1), "remote_port"),
+    "port huge": (spoilt(remote_port=70_000), "remote_port"),
+    "port not a number": (spoilt(remote_port=math.nan), "remote_port"),
+    "tp size zero": (spoilt(tp_size=0), "tp_size"),
+    "tp size huge": (spoilt(tp_size=10**9), "tp_size"),
+    "pp size huge": (spoilt(pp_size=2**62), "pp_size"),
+    "lease infinite": (spoilt(lease_expires_at=math.inf), "lease_expires_at"),
+    "incarnation of another form": (spoilt(incarnation="yesterday"), "incarnation"),
+    "push": (spoilt(transfer_mode="push"), "transfer_mode"),
+    "flag a string": (spoilt(do_remote_prefill="yes"), "do_remote_prefill"),
+    "both flags": (spoilt(do_remote_decode=True), "do_remote_decode"),
+    "blocks not nested": (spoilt(remote_block_ids=[1, 2, 3, 4]), "remote_block_ids"),
+    "a block a string": (with_blocks(lambda ids: [*ids[:-1], "3"]), "remote_block_ids"),
+    "a block negative": (with_blocks(lambda ids: [*ids[:-1], -1]), "remote_block_ids"),
+    "a block huge": (with_blocks(lambda ids: [*ids[:-1], 2**40]), "remote_block_ids"),
+    "a block that P does not have": (with_blocks(lambda ids: [*ids[:-1], PREFILL_BLOCKS]), "remote_block_ids"),
+    "too few blocks": (with_blocks(lambda ids: ids[:-1]), "remote_block_ids"),
+    "no blocks": (with_blocks(lambda _: []), "remote_block_ids"),
+    "two cache groups": (spoilt(remote_block_ids=[[1, 2, 3, 4], [1, 2, 3, 4]]), "remote_block_ids"),
+    "more than a million blocks": (with_blocks(lambda ids: ids * 275_000), "remote_block_ids"),
+}
+"""By name: what the router does to the parameters, and the field that the error must name."""
+
+
+def assert_serves(service: PrefillDecode, cluster: OnePrefillTwoDecode, key: str) -> None:
+    text = prompt(TOKENS, key)
+    answer = service.pd(text, key)
+    assert answer.ok, answer.error
+    assert answer.token_ids == service.alone(text).token_ids
+    cluster.traces.assert_plain(key)
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_parameters(cluster: OnePrefillTwoDecode, name: str) -> None:
+    """An error for the client under the policy `fail`, the right answer under `recompute`; the field is named in the
+    trace and in D's log. Scenarios 32, 38 and 43."""
+    spoil, field = MALFORMED[name]
+    text, slug = prompt(TOKENS, name), name.replace(" ", "-")
+    right = cluster.fail.alone(text).token_ids
+    for policy, service, engine in (
+        ("fail", cluster.fail, cluster.failing),
+        ("recompute", cluster.recompute, cluster.recomputing),
+    ):
+        key = f"{slug}-{policy}"
+        params = service.prefill(text, f"{key}-p").kv_transfer_params
+        assert params is not None
+        answer = service.decode(text, spoil(params), key)
+        if policy == "fail":
+            assert answer.status == 500
+        else:
+            assert answer.ok, answer.error
+            assert answer.token_ids == right
+        record = cluster.traces.last_record(key)
+        assert (record.to_state, record.reason) == ("failed", "BadParams")
+        assert f"kv_transfer_params.{field}" in (record.detail or "")
+        assert any(key in line and field in line for line in engine.log().splitlines())
+    good = cluster.fail.pd(text, f"{slug}-good")
+    assert good.ok, good.error
+    assert good.token_ids == right
+    cluster.traces.assert_plain(f"{slug}-good")
+
+
+def test_parameters_that_vllm_itself_refuses(cluster: OnePrefillTwoDecode) -> None:
+    """Those that are no object, and numbers beyond 64 bits."""
+    for value in (["do_remote_prefill"], "text", 7, {"do_remote_prefill": True, "remote_port": 10**30}):
+        answer = cluster.fail.decode_client.complete("abc", kv_transfer_params=value)
+        assert answer.status == 400
+    assert_serves(cluster.fail, cluster, "not-an-object-next")
+
+
+def test_keys_that_nobody_knows_are_ignored(cluster: OnePrefillTwoDecode) -> None:
+    """Routers add their own."""
+    text, key = prompt(TOKENS, "extra keys"), "extra-keys"
+    params = cluster.fail.prefill(text, key).kv_transfer_params
+    assert params is not None
+    answer = cluster.fail.decode(text, params | {"router": {"name": "r", "hops": [1, 2]}, "": None}, key)
+    assert answer.ok, answer.error
+    assert answer.token_ids == cluster.fail.alone(text).token_ids
+    cluster.traces.assert_plain(key)
+
+
+LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
+    "another engine": (spoilt(remote_engine_id="somebody-else"), "failed", "WrongEngine"),
+    "another incarnation": (spoilt(incarnation="0" * 32), "failed", "PeerRestarted"),
+    "a lease long over": (spoilt(lease_expires_at=0.001), "expired", "LeaseNotProven"),
+    "a host without address": (
+        spoilt(remote_engine_id="nowhere", remote_host="no-such-host.invalid"),
+        "failed",
+        "HandshakeRefused",
+    ),
+    "another incarnation at a host without address": (
+        spoilt(incarnation="0" * 32, remote_host="no-such-host.invalid"),
+        "failed",
+        "HandshakeRefused",
+    ),
+}
+"""By name: well-formed parameters that are not true, and how the request must end."""
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_parameters_that_are_not_true(cluster: OnePrefillTwoDecode, name: str) -> None:
+    """Scenario 66 and, for the lease, scenario 1."""
+    spoil, state, reason = LIES[name]
+    text, slug = prompt(TOKENS, name), name.replace(" ", "-")
+    for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
+        key = f"{slug}-{policy}"
+        params = service.prefill(text, f"{key}-p").kv_transfer_params
+        assert params is not None
+        answer = service.decode(text, spoil(params), key)
+        record = cluster.traces.last_record(key)
+        assert (record.to_state, record.reason) == (state, reason), record.detail
+        assert "please report it" not in (record.detail or "")  # it is not a bug of the connector
+        if policy == "fail":
+            assert answer.status == 500
+        else:
+            assert answer.token_ids == service.alone(text).token_ids
+    assert_serves(cluster.fail, cluster, f"{slug}-next")
+
+
+def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
+    """A router sends the same request twice; by the second time P has lent the blocks to somebody else. Scenario 2."""
+    text = prompt(TOKENS, "twice")
+    params = cluster.fail.prefill(text, "twice").kv_transfer_params
+    assert params is not None
+    assert cluster.fail.decode(text, params, "twice").ok
+    cluster.traces.assert_plain("twice")
+    # Another salt, or D would have the prompt cached and read next to nothing.
+    again = cluster.fail.decode_client.complete(
+        text, request_id="twice-again", kv_transfer_params=params, cache_salt="again"
+    )
+    assert again.status == 500
+    assert cluster.traces.ended_request("twice-again").states[-1] in ("failed", "expired")
+    assert_serves(cluster.fail, cluster, "twice-next")
+
+
+# --- P's side channel -------------------------------------------------------------------------------------------------
+
+REPLY_SECONDS = 5.0
+NO_REPLY_SECONDS = 0.5
+
+GET_METADATA = b"get_meta_msg"
+
+REFUSED_FRAMES: dict[str, bytes] = {
+    "not message pack": b"\xc1\xff\x00 hello",
+    "empty": b"",
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "arity four": msgspec.msgpack.encode((GET_METADATA, 0, 0, 0)),
+    "arity one": msgspec.msgpack.encode((GET_METADATA,)),
+    "a map": msgspec.msgpack.encode({"get": "meta"}),
+    "another word": msgspec.msgpack.encode((b"get_something", 0, 0)),
+    "rank unknown": msgspec.msgpack.encode((GET_METADATA, 0, 5)),
+    "pipeline rank unknown": msgspec.msgpack.encode((GET_METADATA, 1, 0)),
+    "rank negative": msgspec.msgpack.encode((GET_METADATA, 0, -1)),
+    "rank huge": msgspec.msgpack.encode((GET_METADATA, 0, 2**60)),
+    "rank a string": msgspec.msgpack.encode((GET_METADATA, 0, "0")),
+    "nested": b"\x91" * 1000,
+}
+
+LEGAL_FRAMES = {
+    "current": msgspec.msgpack.encode((GET_METADATA, 0, 0)),
+    "older": msgspec.msgpack.encode((GET_METADATA, 0)),
+}
+
+
+@pytest.fixture
+def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def ask(
+    context: zmq.Context[zmq.Socket[bytes]],
+    port: int,
+    frames: list[bytes],
+    timeout_seconds: float = REPLY_SECONDS,
+    kind: int = zmq.REQ,
+) -> list[bytes] | None:
+    """The reply's frames, None when there is none in time."""
+    with context.socket(kind) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"tcp://{LOOPBACK}:{port}")
+        asker.send_multipart(frames)
+        return asker.recv_multipart() if asker.poll(int(timeout_seconds * 1e3)) else None
+
+
+def assert_answers(context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
+    """Handshakes are answered: the payload, then the listener's clock."""
+    for name, frame in LEGAL_FRAMES.items():
+        reply = ask(context, port, [frame])
+        assert reply is not None, name
+        payload = msgspec.msgpack.decode(reply[0])
+        assert payload["compatibility_hash"]
+        assert payload["agent_metadata_bytes"]
+        assert msgspec.msgpack.decode(reply[1]) > 0
+
+
+def test_frames_that_are_no_request_are_refused(
+    cluster: OnePrefillTwoDecode, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Each gets an error back, and the listener goes on: it answers the frame of older engines too. Scenario 38."""
+    port = cluster.prefill.options.side_channel_port
+    for name, frame in REFUSED_FRAMES.items():
+        reply = ask(zmq_context, port, [frame])
+        assert reply is not None, name
+        payload = msgspec.msgpack.decode(reply[0])
+        assert payload["error"], name
+        assert "agent_metadata_bytes" not in payload, name
+    reply = ask(zmq_context, port, [LEGAL_FRAMES["current"], b"another"])
+    assert reply is not None
+    assert msgspec.msgpack.decode(reply[0])["error"]
+    assert_answers(zmq_context, port)
+    assert "refused a bad request" in cluster.prefill.log()
+
+
+def test_frames_that_cannot_be_answered_are_dropped(
+    cluster: OnePrefillTwoDecode, zmq_context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Huge ones, many at once, and those without the delimiter that a reply needs. Scenario 38."""
+    port = cluster.prefill.options.side_channel_port
+    for frames in ([b"x" * (64 << 20)], [b""] * 50, [LEGAL_FRAMES["current"], b"x" * (1 << 20)]):
+        assert ask(zmq_context, port, frames, NO_REPLY_SECONDS) is None
+    assert ask(zmq_context, port, [LEGAL_FRAMES["current"]], NO_REPLY_SECONDS, zmq.DEALER) is None
+    assert_answers(zmq_context, port)
+
+
+def test_bytes_that_are_not_zmq(cluster: OnePrefillTwoDecode, zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    port = cluster.prefill.options.side_channel_port
+    greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
+    for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 10_000, greeting + b"\xff" * 64, b"\x16\x03\x01"):
+        with socket.create_connection((LOOPBACK, port), timeout=REPLY_SECONDS) as connection:
+            connection.sendall(garbage)
+    half_open = [socket.create_connection((LOOPBACK, port), timeout=REPLY_SECONDS) for _ in range(50)]
+    try:
+        assert_answers(zmq_context, port)
+    finally:
+        for connection in half_open:
+            connection.close()
+
+
+def test_a_new_engine_can_shake_hands_after_all_this(cluster: OnePrefillTwoDecode) -> None:
+    """A lie about the engine id makes D ask P's side channel again, and its answer is the real one."""
+    text, key = prompt(TOKENS, "after garbage"), "after-garbage"
+    params = cluster.fail.prefill(text, key).kv_transfer_params
+    assert params is not None
+    answer = cluster.fail.decode(text, params | {"remote_engine_id": "fresh"}, key)
+    assert answer.status != NO_ANSWER
+    found = wait_for(lambda: cluster.traces.last_record(key).detail, "the failure in words")
+    assert str(cluster.prefill.options.engine_id) in found
+    assert_serves(cluster.fail, cluster, "after-garbage-next")

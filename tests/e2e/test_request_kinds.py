@@ -1,0 +1,124 @@
+"""Every kind of request through a prefill and a decode engine: the answer is the one that D computes on its own, and
+the traces say that it came about the intended way.
+
+Both engines prefill in chunks of 64 tokens, D has 40 blocks, P is a producer and D a consumer.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.client import REQUEST_TRANSFER
+from tests.e2e.cluster import BLOCK_BYTES, DECODE_BLOCKS, LEASE_SECONDS, OnePrefillTwoDecode, blocks_of, prompt
+from tests.e2e.engines import BLOCK_SIZE_TOKENS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+NOTIFIED_SECONDS = LEASE_SECONDS / 2
+"""A lease that ends in this time was ended by its notification."""
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 32, 33, 96, 900], ids="{} tokens".format)
+def test_the_answer_equals_that_of_d_alone(cluster: OnePrefillTwoDecode, tokens: int) -> None:
+    """Shorter than a block, exactly one, one token more, several exactly, and long in chunks."""
+    for name, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
+        text, key = prompt(tokens, f"length {tokens} {name}"), f"length-{tokens}-{name}"
+        answer = service.pd(text, key)
+        assert answer.ok, answer.error
+        assert answer.token_ids == service.alone(text).token_ids
+        request, lease = cluster.traces.assert_plain(key)
+        assert (request.blocks, request.length_bytes) == (blocks_of(tokens), blocks_of(tokens) * BLOCK_BYTES)
+        assert lease.blocks == blocks_of(tokens)
+
+
+@pytest.mark.parametrize("tokens", [96, 106], ids=["whole blocks", "and a part of one"])
+def test_a_prompt_that_d_has_cached_is_not_read_again(cluster: OnePrefillTwoDecode, tokens: int) -> None:
+    """vLLM always leaves the last token of a prompt to be computed, so the block that it lies in is asked for; nothing
+    else is, and the lease of all blocks ends at once. Scenarios 41 and 57."""
+    text, keys = prompt(tokens, f"cached {tokens}"), (f"cached-{tokens}-first", f"cached-{tokens}-again")
+    answers = [cluster.fail.pd(text, key) for key in keys]
+    assert answers[0].ok, answers[0].error
+    assert answers[0].token_ids == answers[1].token_ids == cluster.fail.alone(text).token_ids
+    request, lease = cluster.traces.assert_plain(keys[1])
+    assert (request.blocks, request.length_bytes) == (1, BLOCK_BYTES)
+    assert lease.blocks == blocks_of(tokens)
+    held_seconds = lease.visits[1].seconds
+    assert held_seconds is not None
+    assert held_seconds < NOTIFIED_SECONDS
+
+
+def test_only_what_lies_behind_a_common_prefix_is_read(cluster: OnePrefillTwoDecode) -> None:
+    common = prompt(2 * BLOCK_SIZE_TOKENS, "common")
+    for number, tokens in enumerate((100, 70)):
+        text, key = common + prompt(tokens, f"behind {number}"), f"prefix-{number}"
+        answer = cluster.fail.pd(text, key)
+        assert answer.ok, answer.error
+        assert answer.token_ids == cluster.fail.alone(text).token_ids
+        request, _ = cluster.traces.assert_plain(key)
+        cached = 0 if number == 0 else 2
+        assert request.blocks == blocks_of(len(text)) - cached
+
+
+def test_several_requests_in_one_step(cluster: OnePrefillTwoDecode) -> None:
+    prompts = {f"together-{number}": prompt(20 + 47 * number, f"together {number}") for number in range(6)}
+    answers = cluster.fail.pd_concurrently(prompts)
+    for key, text in prompts.items():
+        assert answers[key].ok, answers[key].error
+        assert answers[key].token_ids == cluster.fail.alone(text).token_ids
+        cluster.traces.assert_plain(key)
+
+
+def test_requests_that_d_preempts(cluster: OnePrefillTwoDecode) -> None:
+    """Eight requests that grow to 13 blocks each do not fit into D's 40: some lose their blocks, read as they are, and
+    are computed again."""
+    answer_tokens = 200
+    prompts = {f"preempted-{number}": prompt(200, f"preempted {number}") for number in range(8)}
+    assert len(prompts) * blocks_of(200 + answer_tokens) > DECODE_BLOCKS
+    before = cluster.fail.decode_client.metric("vllm:num_preemptions_total")
+    answers = cluster.fail.pd_concurrently(prompts, answer_tokens)
+    assert cluster.fail.decode_client.metric("vllm:num_preemptions_total") > before
+    for key, text in prompts.items():
+        assert answers[key].ok, answers[key].error
+        assert answers[key].token_ids == cluster.fail.alone(text, answer_tokens).token_ids
+        cluster.traces.assert_plain(key)
+    assert cluster.fail.decode_client.blocks_are_free()
+
+
+def test_a_prefill_of_more_tokens_than_one(cluster: OnePrefillTwoDecode) -> None:
+    """P then lends more blocks than the prompt needs."""
+    text, key = prompt(3 * BLOCK_SIZE_TOKENS, "sampled on"), "sampled-on"
+    prefilled = cluster.fail.prefill_client.complete(
+        text, max_tokens=2 * BLOCK_SIZE_TOKENS, request_id=key, kv_transfer_params=REQUEST_TRANSFER
+    )
+    assert prefilled.kv_transfer_params is not None
+    assert len(prefilled.kv_transfer_params["remote_block_ids"][0]) > 3
+    answer = cluster.fail.decode(text, prefilled.kv_transfer_params, key)
+    assert answer.ok, answer.error
+    assert answer.token_ids == cluster.fail.alone(text).token_ids
+    request, _ = cluster.traces.assert_plain(key)
+    assert request.blocks == 3
+
+
+def test_a_streamed_answer(cluster: OnePrefillTwoDecode) -> None:
+    text, key = prompt(150, "streamed"), "streamed"
+    params = cluster.fail.prefill(text, key).kv_transfer_params
+    token_ids = tuple(cluster.fail.decode_client.stream(text, request_id=key, kv_transfer_params=params))
+    assert token_ids == cluster.fail.alone(text).token_ids
+    cluster.traces.assert_plain(key)
+
+
+def test_an_ordinary_request_takes_no_part_in_it(cluster: OnePrefillTwoDecode) -> None:
+    """On P without `do_remote_decode`, and on D with both flags false."""
+    text = prompt(80, "ordinary")
+    alone = cluster.fail.alone(text)
+    on_prefill = cluster.fail.prefill_client.complete(text, request_id="ordinary-p")
+    flags = {"do_remote_prefill": False, "do_remote_decode": False}
+    on_decode = cluster.fail.decode(text, flags, "ordinary-d")
+    assert on_prefill.token_ids == on_decode.token_ids == alone.token_ids
+    assert on_prefill.kv_transfer_params is None
+    assert cluster.traces.both("ordinary-p") == cluster.traces.both("ordinary-d") == (None, None)
+
+
+def test_blocks_come_back_on_both_sides(cluster: OnePrefillTwoDecode) -> None:
+    for client in (cluster.fail.prefill_client, cluster.fail.decode_client, cluster.recompute.decode_client):
+        assert client.blocks_are_free()
