@@ -220,7 +220,9 @@ class PeerActor:
             case TrackLease():
                 self._track(message)
             case UntrackLease():
-                self._leave(message.remote_request_id, message.request_id)
+                # A run that is still draining holds on until it ends.
+                if message.request_id not in self._runs:
+                    self._leave(message.remote_request_id, message.request_id)
             case HandshakeEnded():
                 self._end_handshake(message)
             case ReadMoved():

@@ -154,7 +154,10 @@ class ConnectorWorker:
             return
         for command in metadata.commands:
             self._remember(command)
-            thread.post(command)
+            if thread.is_dead:
+                self._refuse(command)
+            else:
+                thread.post(command)
         thread.flush()
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
@@ -223,6 +226,22 @@ class ConnectorWorker:
         self._invalid_blocks.update(outcome.local_block_ids)
         if outcome.quarantined:
             self._report.quarantined.append(outcome.local_block_ids)
+
+    def _refuse(self, command: Command) -> None:
+        """The actors are dead and will not see this command: no READ of it exists, so its blocks are free."""
+        match command:
+            case StartPull(awaited=True) | RejectPull():
+                failure = ConnectorStopped(detail="its actors died earlier")
+                self._outcomes.append(
+                    ReceiveEnded(
+                        request_id=command.request_id,
+                        failure=failure,
+                        local_block_ids=command.local_block_ids,
+                        quarantined=False,
+                    )
+                )
+            case _:
+                pass
 
     def _fail_closed(self, death: BaseException | None) -> None:
         now = time.perf_counter()

@@ -26,6 +26,9 @@ Parts
     engine     the test's handle of one engine process: start, submit, wait, abort, pause, kill, close
     child      the engine process: configuration, the step loop, the commands
     worker     the stand-in for vLLM's worker: KV cache, the connector's worker side, the clock around its calls
+    inside     what our connector holds, counted: NIXL objects, requests, leases
+    call_recorder  which thread calls NIXL and ZMQ
+    process    threads, descriptors and memory of an engine process
     network    free ports and prefill engines that are not there
 
 Everything waits with a deadline, and a closed rig leaves no process behind. Importing this package imports neither
@@ -40,6 +43,8 @@ from tests.rig.messages import (
     Check,
     ConnectorChoice,
     EngineOptions,
+    Holdings,
+    Inspection,
     RequestOutcome,
     RequestSpec,
     Snapshot,
@@ -54,6 +59,8 @@ __all__ = [
     "ConnectorChoice",
     "EngineOptions",
     "EngineRig",
+    "Holdings",
+    "Inspection",
     "RequestOutcome",
     "RequestSpec",
     "RigError",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -21,7 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.rig import messages
-from tests.rig.messages import EngineOptions, Report, RequestOutcome, RequestSpec
+from tests.rig.call_recorder import CallRecorder
+from tests.rig.inside import Inside
+from tests.rig.messages import EngineOptions, Holdings, Report, RequestOutcome, RequestSpec
+from tests.rig.process import native_threads, open_files, resident_bytes, thread_names
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,13 +124,18 @@ class EngineProcess:
 
         torch.set_num_threads(1)  # two engines share the machine; neither may use it up with a copy
         self._connection = connection
+        self._recorder = CallRecorder()
+        if options.record_calls:
+            self._recorder.install()
         self._core: EngineCore = EngineCore(_vllm_config(options, model_directory), UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads
         self._worker.on_invalid_blocks = self._note_invalid_blocks
+        self._inside = Inside.of(self._worker.connector, self._core.scheduler.connector)
         self._live: dict[str, _Live] = {}
         self._paused = False
         self._open = True
+        self._recorder.reset()
         layout = self._core.vllm_config.cache_config.kv_cache_layout
         self._send(messages.Ready(str(layout), self._worker.page_length_bytes, options.blocks))
 
@@ -200,6 +207,7 @@ class EngineProcess:
                 local_cached_tokens=live.local_cached_tokens,
                 external_cached_tokens=live.external_cached_tokens,
                 preemptions=live.request.num_preemptions,
+                block_ids=self._worker.block_ids(request_id),
                 submitted_ns=live.submitted_ns,
                 load_started_ns=live.load_started_ns,
                 received_ns=reported_ns,
@@ -225,6 +233,13 @@ class EngineProcess:
                 self._send(self._snapshot(ticket))
                 if reset_times:
                     self._worker.probe.reset_times()
+            case messages.Inspect(ticket, reset_calls):
+                self._send(self._inspection(ticket))
+                if reset_calls:
+                    self._recorder.reset()
+            case messages.CrashActors():
+                assert self._inside is not None, "only our connector has actors"
+                self._inside.crash_actors()
             case messages.Shutdown():
                 self._open = False
 
@@ -279,34 +294,39 @@ class EngineProcess:
             free_blocks=pool.get_num_free_blocks(),
             blocks=pool.num_gpu_blocks,
             requests={request_id: request.status.name for request_id, request in scheduler.requests.items()},
-            threads=_thread_names(),
-            native_threads=len(os.listdir("/proc/self/task")),
-            open_files=len(os.listdir("/proc/self/fd")),
-            resident_bytes=_resident_bytes(),
+            threads=thread_names(),
+            native_threads=native_threads(),
+            open_files=len(open_files()),
+            resident_bytes=resident_bytes(),
+        )
+
+    def _inspection(self, ticket: int) -> messages.Inspection:
+        scheduler = self._core.scheduler
+        manager = scheduler.kv_cache_manager
+        owned = {block for request_id in scheduler.requests for block in manager.get_block_ids(request_id)[0]}
+        held = {block.block_id for block in manager.block_pool.blocks if block.ref_cnt > 0 and not block.is_null}
+        return messages.Inspection(
+            ticket=ticket,
+            holdings=None if self._inside is None else self._inside.holdings(),
+            engine_thread_calls=self._recorder.of_engine_thread(),
+            other_thread_calls=self._recorder.of_other_threads(),
+            unowned_blocks=frozenset(held - owned),
         )
 
     def _shut_down(self) -> None:
+        port = None if self._inside is None else self._inside.nixl_port
+        before = self._worker.files_before_connector
         started = time.monotonic()
         self._core.shutdown()
         seconds = time.monotonic() - started
-        self._send(messages.Closed(seconds, _thread_names(), _open_sockets()))
-
-
-def _thread_names() -> tuple[str, ...]:
-    main_thread = threading.main_thread()
-    return tuple(sorted(thread.name for thread in threading.enumerate() if thread is not main_thread))
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        holdings: Holdings | None = None
+        if port is not None:
+            counts = port.counts()
+            holdings = Holdings(counts.remote_agents, counts.descriptor_lists, counts.reads)
+        left_open = tuple(sorted(set(open_files().values()) - before))
+        self._send(messages.Closed(seconds, thread_names(), _open_sockets(), left_open, holdings))
 
 
 def _open_sockets() -> int:
     """Sockets this process holds, its end of the pipe included (which is one)."""
-    targets = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            targets.append(os.readlink(entry))
-        except OSError:  # the descriptor of the directory itself is gone by now
-            continue
-    return sum(target.startswith("socket:") for target in targets)
+    return sum(target.startswith("socket:") for target in open_files().values())

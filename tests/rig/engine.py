@@ -30,6 +30,7 @@ from tests.rig.messages import (
     Closed,
     ConnectorChoice,
     EngineOptions,
+    Inspection,
     Ready,
     RequestOutcome,
     RequestSpec,
@@ -37,8 +38,9 @@ from tests.rig.messages import (
 )
 from tests.rig.network import free_port
 
-START_SECONDS = 120.0
-"""An engine process needs about ten seconds alone on a quiet machine, nearly all of it imports."""
+START_SECONDS = 240.0
+"""An engine process needs about ten seconds alone on a quiet machine, nearly all of it imports; more on one
+that is busy."""
 WAIT_SECONDS = 60.0
 CLOSE_SECONDS = 30.0
 _LOG_TAIL_CHARACTERS = 3000
@@ -93,7 +95,7 @@ class EngineRig:
             daemon=True,
         )
         self._outcomes: dict[str, RequestOutcome] = {}
-        self._answers: dict[int, Snapshot | messages.Overwritten] = {}
+        self._answers: dict[int, Snapshot | Inspection | messages.Overwritten] = {}
         self._ticket = 0
         self._frozen = False
 
@@ -266,6 +268,19 @@ class EngineRig:
         assert isinstance(answer, Snapshot)
         return answer
 
+    def inspect(self, *, reset_calls: bool = False) -> Inspection:
+        """What the connector holds, and who has called NIXL and ZMQ since the last reset."""
+        self._ticket += 1
+        ticket = self._ticket
+        self._send(messages.Inspect(ticket, reset_calls))
+        answer = self._answer(ticket)
+        assert isinstance(answer, Inspection)
+        return answer
+
+    def crash_actors(self) -> None:
+        """Make the actors of our connector fail, as a bug in them would."""
+        self._send(messages.CrashActors())
+
     def wait_until_idle(self, timeout_seconds: float = WAIT_SECONDS) -> Snapshot:
         """Wait until the scheduler knows no request any more, which on a prefill engine includes blocks on loan."""
         deadline = time.monotonic() + timeout_seconds
@@ -275,6 +290,22 @@ class EngineRig:
             time.sleep(0.01)
         return snapshot
 
+    def wait_until_whole(self, timeout_seconds: float = WAIT_SECONDS) -> Snapshot:
+        """Wait until the scheduler knows no request and every block is free again.
+
+        Raises:
+            RigError: some block is still held after `timeout_seconds`.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            snapshot = self.wait_until_idle(max(0.0, deadline - time.monotonic()))
+            if snapshot.free_blocks == snapshot.blocks - 1:  # one block is never handed out
+                return snapshot
+            if time.monotonic() > deadline:
+                free = f"{snapshot.free_blocks} of {snapshot.blocks - 1} blocks free"
+                raise RigError(f"{self.options.engine_id} has {free} after {timeout_seconds} s")
+            time.sleep(0.01)
+
     # ---- the pipe
 
     def _send(self, command: messages.Command) -> None:
@@ -283,7 +314,7 @@ class EngineRig:
         except OSError as error:
             raise self._dead("took no command") from error
 
-    def _answer(self, ticket: int) -> Snapshot | messages.Overwritten:
+    def _answer(self, ticket: int) -> Snapshot | Inspection | messages.Overwritten:
         self._wait(lambda: ticket in self._answers, WAIT_SECONDS, "answer")
         return self._answers.pop(ticket)
 
@@ -310,7 +341,7 @@ class EngineRig:
                 self.ready = report
             case RequestOutcome():
                 self._outcomes[report.request_id] = report
-            case Snapshot() | messages.Overwritten():
+            case Snapshot() | Inspection() | messages.Overwritten():
                 self._answers[report.ticket] = report
             case Closed():
                 self.closed = report

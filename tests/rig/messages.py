@@ -46,6 +46,8 @@ class EngineOptions:
     max_batched_tokens: int = 8192
     """Fewer than a prompt has make a chunked prefill."""
     max_requests: int = 64
+    record_calls: bool = False
+    """Note which thread calls NIXL and ZMQ; see `call_recorder`."""
 
     @property
     def page_length_bytes(self) -> int:
@@ -112,11 +114,24 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True)
+class Inspect:
+    """Ask for an `Inspection`; `reset_calls` forgets which thread called what, after it."""
+
+    ticket: int
+    reset_calls: bool
+
+
+@dataclass(frozen=True)
+class CrashActors:
+    """Make the actors of our connector fail, as a bug would."""
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """End the engine in an orderly way."""
 
 
-Command = Submit | Abort | SetPaused | OverwriteFreeBlocks | TakeSnapshot | Shutdown
+Command = Submit | Abort | SetPaused | OverwriteFreeBlocks | TakeSnapshot | Inspect | CrashActors | Shutdown
 
 
 # ---- reports: engine process -> test
@@ -152,6 +167,8 @@ class RequestOutcome:
     local_cached_tokens: int
     external_cached_tokens: int
     preemptions: int
+    block_ids: tuple[int, ...]
+    """Blocks it computed in; empty when it was never scheduled."""
     submitted_ns: int
     load_started_ns: int | None
     """Entry into `start_load_kv` of the step that handed the request to the connector."""
@@ -197,6 +214,40 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Holdings:
+    """What our connector holds in one engine process, counted; see `inside`.
+
+    The first three are NIXL's. `pulls` and `prefills` are entries of the scheduler side, `receives` and `sends` of the
+    engine thread's worker side, `requests_of_actors` and `leases` (lent, kept alive, or to be released) of the actors.
+    """
+
+    remote_agents: int
+    descriptor_lists: int
+    reads: int
+    peer_actors: int = 0
+    pulls: int = 0
+    prefills: int = 0
+    receives: int = 0
+    sends: int = 0
+    requests_of_actors: int = 0
+    leases: int = 0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A look inside an engine process, between two steps."""
+
+    ticket: int
+    holdings: Holdings | None
+    """None for the built-in connector."""
+    engine_thread_calls: dict[str, int]
+    """Calls of NIXL and ZMQ made by the engine thread, by name; always empty without `record_calls`."""
+    other_thread_calls: int
+    unowned_blocks: frozenset[int]
+    """Blocks that are not free and belong to no request that the scheduler knows."""
+
+
+@dataclass(frozen=True)
 class Overwritten:
     """Done with `OverwriteFreeBlocks`."""
 
@@ -219,6 +270,10 @@ class Closed:
     threads: tuple[str, ...]
     """Python threads still alive, the main thread left out."""
     open_sockets: int
+    left_open: tuple[str, ...]
+    """What the descriptors refer to that are open now and were not before the connector was made."""
+    holdings: Holdings | None
+    """What the NIXL port still holds; None for the built-in connector."""
 
 
-Report = Ready | RequestOutcome | Snapshot | Overwritten | EngineDied | Closed
+Report = Ready | RequestOutcome | Snapshot | Inspection | Overwritten | EngineDied | Closed

@@ -38,6 +38,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tests.rig.content import TokenDigests, place_words
 from tests.rig.messages import CallTimes, Check
+from tests.rig.process import open_files
 
 _WORD_BYTES = 8
 
@@ -178,6 +179,8 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         """Called when the connector reports invalid blocks, before the scheduler hears of them."""
         self._requests: dict[str, _Tokens] = {}
         self._pages: _Pages | None = None
+        self.files_before_connector: set[str] = set()
+        """What the descriptors referred to that were open before the connector's worker side was made."""
 
     # ---- start-up, in the order in which the engine core calls it
 
@@ -215,6 +218,7 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         assert not kv_cache_config.needs_kv_cache_zeroing, "the rig zeroes no blocks"
+        self.files_before_connector = set(open_files().values())
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         caches = allocate_kv_cache(kv_cache_config, self.device, self.cache_config.get_resolved_kv_cache_layout())
         self._pages = _Pages(caches.values(), self.cache_config.block_size)
@@ -339,6 +343,16 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         """Bytes of one block of one layer."""
         assert self._pages is not None
         return self._pages.page_length_bytes
+
+    @property
+    def connector(self) -> Any:
+        """The connector's worker side; it is gone after `shutdown`."""
+        return get_kv_transfer_group()
+
+    def block_ids(self, request_id: str) -> tuple[int, ...]:
+        """Blocks of a request, as of the last step it was scheduled in; empty when it never was."""
+        request = self._requests.get(request_id)
+        return () if request is None else tuple(request.block_ids)
 
     def overwrite_blocks(self, block_ids: list[int]) -> None:
         """Fill blocks with bytes that belong to no token."""

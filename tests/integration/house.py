@@ -1,0 +1,149 @@
+"""Three engines that all tests of a session share, because starting them is what takes the time.
+
+READs go over TCP (`UCX_TLS`), where they are asynchronous: with a prefill engine that is frozen they stay in flight for
+as long as a test wants, which over CMA they never are. All time limits are short, so that each failure can be waited
+for; they are still ten times what a healthy request needs.
+
+A test leaves the engines as it found them: no request open, every block free, the prefill engine running. It may
+replace the prefill engine (`restart_prefill`), as the decode engines must not mind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from tests.integration.traces import Traces
+from tests.rig import OURS, EngineOptions, EngineRig, RequestOutcome, RequestSpec, expected_output, free_port
+
+LAYERS = 4
+BLOCKS = 64
+USABLE_BLOCKS = BLOCKS - 1
+"""One block is never handed out."""
+BLOCK_TOKENS = 32
+MAX_BATCHED_TOKENS = 128
+"""A longer prompt is prefilled in chunks."""
+
+LEASE_SECONDS = 3.0
+HANDSHAKE_SECONDS = 1.0
+REQUEST_SECONDS = 2.0
+QUIESCE_SECONDS = 1.0
+
+SHAPE: dict[str, Any] = {"layers": LAYERS, "blocks": BLOCKS, "max_batched_tokens": MAX_BATCHED_TOKENS}
+
+
+def _options(
+    role: Literal["kv_producer", "kv_consumer"], policy: Literal["fail", "recompute"], traces: Path
+) -> EngineOptions:
+    return EngineOptions(
+        OURS,
+        role,
+        free_port(),
+        kv_load_failure_policy=policy,
+        extra_config={
+            "kv_lease_duration": LEASE_SECONDS,
+            "handshake_timeout_seconds": HANDSHAKE_SECONDS,
+            "request_timeout_seconds": REQUEST_SECONDS,
+            "quiesce_timeout_seconds": QUIESCE_SECONDS,
+            "backoff_initial_seconds": 0.2,
+            "backoff_max_seconds": 0.5,
+            "trace_directory": str(traces),
+        },
+        environment={"UCX_TLS": "tcp,self"},
+        record_calls=True,
+        **SHAPE,
+    )
+
+
+class House:
+    """One prefill engine, and one decode engine per load-failure policy."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self.directory = directory
+        self.traces = Traces(directory / "traces")
+        self.prefill = self._start(_options("kv_producer", "fail", directory / "traces"))
+        self.decode = self._start(_options("kv_consumer", "fail", directory / "traces"))
+        """Policy `fail`: a request whose load failed ends in an error."""
+        self.recompute = self._start(_options("kv_consumer", "recompute", directory / "traces"))
+        """Policy `recompute`: it is computed here instead."""
+        for engine in (self.prefill, self.decode, self.recompute):
+            engine.wait_ready()
+
+    def _start(self, options: EngineOptions) -> EngineRig:
+        return self._stack.enter_context(EngineRig(options, self.directory))
+
+    @property
+    def decode_engines(self) -> tuple[EngineRig, EngineRig]:
+        """Both of them."""
+        return self.decode, self.recompute
+
+    def restart_prefill(self, *, same_id: bool) -> None:
+        """Put a new prefill engine where the old one was; the old one must be dead."""
+        assert not self.prefill.alive
+        options = self.prefill.options
+        if not same_id:
+            options = dataclasses.replace(options, engine_id=f"rig-{uuid4().hex[:12]}")
+        self.prefill = self._start(options)
+        self.prefill.wait_ready()
+
+    def extra_engine(self) -> EngineRig:
+        """One more engine, of both roles and policy `fail`, for a test that ruins it; use as a context manager."""
+        return EngineRig(
+            dataclasses.replace(
+                self.decode.options,
+                kv_role="kv_both",
+                engine_id=f"rig-{uuid4().hex[:12]}",
+                side_channel_port=free_port(),
+            ),
+            self.directory,
+        )
+
+    def expect_loaded(self, decode: EngineRig, name: str, tokens: list[int]) -> RequestOutcome:
+        """Move one prompt and check all of it: the plain case works."""
+        outcome = decode.decode(name, tokens, self.prefill.prefill(name, tokens))
+        check_loaded(outcome, tokens)
+        return outcome
+
+    def expect_whole(self) -> None:
+        """No request is open anywhere and every block is free."""
+        for engine in (self.prefill, *self.decode_engines):
+            engine.wait_until_whole(20)
+
+
+def check_loaded(outcome: RequestOutcome, tokens: list[int], max_tokens: int = 1) -> None:
+    """The request was loaded, every byte was right, and so was the answer."""
+    assert outcome.finish == "length", outcome
+    assert outcome.received, outcome
+    assert outcome.checked_pages > 0
+    assert outcome.mismatched_pages == 0
+    assert outcome.output_token_ids == expected_output(tokens, max_tokens)
+
+
+def check_not_loaded(engine: EngineRig, outcome: RequestOutcome, tokens: list[int]) -> None:
+    """The load was reported as failed, and the policy of the engine was followed."""
+    assert outcome.receive_failed, outcome
+    assert not outcome.received
+    if engine.options.kv_load_failure_policy == "fail":
+        assert outcome.finish == "error"
+        assert outcome.output_token_ids == []
+    else:
+        assert outcome.finish == "length"
+        assert outcome.output_token_ids == expected_output(tokens, len(outcome.output_token_ids))
+        assert outcome.mismatched_pages == 0
+
+
+def local_request(name: str, tokens: list[int]) -> RequestSpec:
+    """A request that has nothing to do with a prefill engine."""
+    return RequestSpec(name, tokens)
+
+
+@contextmanager
+def open_house(directory: Path) -> Iterator[House]:
+    """Start the engines; they end with the block, whatever happens."""
+    with ExitStack() as stack:
+        yield House(stack, directory)

@@ -1,0 +1,175 @@
+"""A thousand requests of all kinds, and then a shutdown: what is left is counted, in both processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.house import check_loaded
+from tests.rig import (
+    OURS,
+    BlackHole,
+    EngineRig,
+    Holdings,
+    RequestOutcome,
+    RequestSpec,
+    Snapshot,
+    dead_params,
+    engine_pair,
+    prompt,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+_BLOCKS = 128
+_ROUNDS = 50
+_WARM_UP_ROUNDS = 10
+"""By then each pool, cache and buffer has reached its size."""
+_DEAD_ENGINES = 4
+_ROUNDS_TO_WAIT = 8
+_HANDSHAKE_SECONDS = 1.0
+_LEASE_SECONDS = 5.0
+"""What blocks wait for whose request was too malformed to say whom to tell."""
+_DESCRIPTORS_GROWTH_MAX = 2
+_THREADS_GROWTH_MAX = 2
+_RESIDENT_GROWTH_BYTES_MAX = 12 << 20
+"""800 requests that left 16 KB each behind would be above it."""
+
+_PER_ROUND = {"good": 8, "again": 4, "aborted at once": 1, "aborted": 2, "bad": 2, "dead": 2, "dead, aborted": 1}
+"""Requests of a round by kind, 20 in all."""
+
+OPTIONS = {
+    "kv_lease_duration": _LEASE_SECONDS,
+    "handshake_timeout_seconds": _HANDSHAKE_SECONDS,
+    "backoff_initial_seconds": 0.2,
+    "backoff_max_seconds": 0.4,
+}
+
+
+@dataclass
+class Load:
+    """Sends rounds of requests and knows how each has to end."""
+
+    prefill: EngineRig
+    decode: EngineRig
+    dead: list[dict[str, Any]]
+    sent: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    open_dead: deque[list[str]] = field(default_factory=deque)
+    last_prompts: list[list[int]] = field(default_factory=list)
+
+    def round(self, number: int) -> None:
+        """One round; requests to dead engines are waited for some rounds later, as they take longer."""
+        plan = [(f"{kind} {number}.{index}", kind) for kind, count in _PER_ROUND.items() for index in range(count)]
+        prompts = {name: self._prompt(name, kind, index) for index, (name, kind) in enumerate(plan)}
+        self.last_prompts = [prompts[name] for name, kind in plan if kind == "good"]
+        params = self.prefill.prefill_all({name: prompts[name] for name, kind in plan if not kind.startswith("dead")})
+        specs = {
+            name: RequestSpec(name, prompts[name], 2, self._params(params, name, kind, number)) for name, kind in plan
+        }
+        self.sent += len(specs)
+        self._abort_at_once([specs.pop(name) for name, kind in plan if kind == "aborted at once"])
+        self.decode.submit(*specs.values())
+        self.decode.abort(*(name for name, kind in plan if kind in ("aborted", "dead, aborted")))
+        waited = [name for name, kind in plan if name in specs and kind != "dead"]
+        self.open_dead.append([name for name, kind in plan if kind == "dead"])
+        if len(self.open_dead) > _ROUNDS_TO_WAIT:
+            waited += self.open_dead.popleft()
+        for outcome in self.decode.wait_all(waited):
+            self._take(outcome, prompts)
+
+    def finish(self) -> tuple[Snapshot, Snapshot]:
+        """Wait until nothing is open and every block is free, on both sides."""
+        while self.open_dead:
+            for outcome in self.decode.wait_all(self.open_dead.popleft()):
+                self._take(outcome, {})
+        return self.prefill.wait_until_whole(60), self.decode.wait_until_whole(60)
+
+    def _prompt(self, name: str, kind: str, index: int) -> list[int]:
+        if kind == "again" and self.last_prompts:
+            return self.last_prompts[index % len(self.last_prompts)]
+        return prompt(name, 20 + 17 * (index % 5))
+
+    def _params(self, params: dict[str, dict[str, Any]], name: str, kind: str, number: int) -> dict[str, Any]:
+        if kind.startswith("dead"):
+            return dict(self.dead[number % len(self.dead)])
+        if kind == "bad":
+            return params[name] | {"remote_block_ids": [[_BLOCKS + 7, -1, 0]]}
+        return params[name]
+
+    def _abort_at_once(self, specs: list[RequestSpec]) -> None:
+        """Aborted before any step: they are never scheduled."""
+        self.decode.pause_steps()
+        self.decode.submit(*specs)
+        self.decode.abort(*(spec.request_id for spec in specs))
+        for outcome in self.decode.wait_all([spec.request_id for spec in specs]):
+            self._take(outcome, {})
+        self.decode.resume_steps()
+
+    def _take(self, outcome: RequestOutcome, prompts: dict[str, list[int]]) -> None:
+        kind = outcome.request_id.rsplit(" ", 1)[0]
+        if kind in ("good", "again"):
+            check_loaded(outcome, prompts[outcome.request_id], 2)
+        elif kind.endswith(("aborted", "at once")):
+            assert outcome.finish in ("abort", "length"), outcome  # it may have been faster than the abort
+        else:
+            assert outcome.finish == "error", outcome
+            assert outcome.receive_failed
+        self.outcomes[kind] = self.outcomes.get(kind, 0) + 1
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Load]:
+    """Engines of their own, over the default transport, because they are shut down."""
+    with (
+        BlackHole() as hole,
+        engine_pair(OURS, tmp_path, layers=4, blocks=_BLOCKS, max_batched_tokens=512, extra_config=OPTIONS) as (
+            prefill,
+            decode,
+        ),
+    ):
+        dead = [dead_params(hole.port, 4) for _ in range(_DEAD_ENGINES)]
+        yield Load(prefill, decode, dead)
+
+
+def check_growth(before: Snapshot, after: Snapshot) -> None:
+    """Between two moments at which nothing is open."""
+    assert after.threads == before.threads
+    assert after.native_threads <= before.native_threads + _THREADS_GROWTH_MAX
+    assert after.open_files <= before.open_files + _DESCRIPTORS_GROWTH_MAX
+    assert after.resident_bytes <= before.resident_bytes + _RESIDENT_GROWTH_BYTES_MAX
+
+
+def test_a_thousand_requests_and_a_shutdown_leave_nothing(load: Load) -> None:
+    """Scenarios 50, 51, 57: handles, agents, lists, requests, leases, threads, descriptors, memory, blocks."""
+    for number in range(_WARM_UP_ROUNDS):
+        load.round(number)
+    before = load.finish()
+    for number in range(_WARM_UP_ROUNDS, _ROUNDS):
+        load.round(number)
+    after = load.finish()
+    assert load.sent == sum(load.outcomes.values()) == 1000
+    assert load.outcomes == {kind: count * _ROUNDS for kind, count in _PER_ROUND.items()}
+    for then, now in zip(before, after, strict=True):
+        check_growth(then, now)
+
+    prefill, decode = load.prefill.inspect(), load.decode.inspect()
+    assert prefill.holdings == Holdings(remote_agents=0, descriptor_lists=0, reads=0)
+    # One connected engine: its agent, the list of its memory and the list of our own.
+    connected = Holdings(remote_agents=1, descriptor_lists=2, reads=0, peer_actors=1 + _DEAD_ENGINES)
+    assert decode.holdings == connected
+    assert prefill.unowned_blocks == decode.unowned_blocks == frozenset()
+
+    for engine in (load.decode, load.prefill):
+        closed = engine.close()
+        assert closed is not None, engine.log_tail()
+        assert closed.holdings == Holdings(remote_agents=0, descriptor_lists=0, reads=0)
+        assert closed.threads == ()
+        assert [target for target in closed.left_open if target.startswith("socket:")] == []
+        assert closed.left_open == ()
+        assert closed.seconds < 20

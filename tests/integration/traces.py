@@ -1,0 +1,52 @@
+"""State transitions that the engines of a test wrote, read back while they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TRACE_SECONDS = 10.0
+"""How long a record that must come is waited for; it comes within milliseconds."""
+
+
+class Traces:
+    """The trace files of a directory, one per process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def records(self, machine: str, subject: str) -> list[dict[str, Any]]:
+        """Transitions of one instance, in order; a line that is still being written is left out."""
+        lines = [line for path in self._directory.glob("*.jsonl") for line in path.read_bytes().splitlines(True)]
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        found = [record for record in records if (record["machine"], record["subject"]) == (machine, subject)]
+        return sorted(found, key=lambda record: record["mono_ns"])
+
+    def path(self, machine: str, subject: str) -> list[str]:
+        """States that one instance went through, without repetitions."""
+        states = [record["to_state"] for record in self.records(machine, subject)]
+        return [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
+
+    def reason(self, machine: str, subject: str) -> str | None:
+        """Kind of the failure in the last transition."""
+        reason: str | None = self.records(machine, subject)[-1]["reason"]
+        return reason
+
+    def wait_for(self, machine: str, subject: str, reached: Callable[[list[str]], bool]) -> list[str]:
+        """Wait until the path of an instance is as wanted, and return it.
+
+        Raises:
+            AssertionError: it was not within TRACE_SECONDS; shows the path.
+        """
+        deadline = time.monotonic() + TRACE_SECONDS
+        while not reached(path := self.path(machine, subject)):
+            assert time.monotonic() < deadline, f"{machine} {subject} went through {path}"
+            time.sleep(0.01)
+        return path
+
+    def wait_for_state(self, machine: str, subject: str, state: str) -> list[str]:
+        """Wait until an instance is in `state`; the path that led there."""
+        return self.wait_for(machine, subject, lambda path: path[-1:] == [state])
