@@ -1,6 +1,7 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here: make check, then all tests, cheap ones first
 # make explore the model checker on three requests, which takes minutes
+# make simulate SEEDS=100   that many seeds of the simulator: production actors, faults, virtual time
 # make diagrams draws the tables again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
@@ -8,8 +9,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+SEEDS ?= 100
 
-.PHONY: setup demo check test explore diagrams clean
+.PHONY: setup demo check test explore simulate diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -29,6 +31,9 @@ test: check
 explore: setup
 	$(BIN)/python -m statemachine.explore 3 1 1
 	$(BIN)/python -m statemachine.explore 2 2 2
+
+simulate: setup
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 diagrams: setup
 	$(BIN)/python -m statemachine.diagrams diagrams

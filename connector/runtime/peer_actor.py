@@ -171,11 +171,13 @@ class PeerActor:
     # --- life ---------------------------------------------------------------------------------------------------
 
     @property
-    def is_evictable(self) -> bool:
-        """Nothing is connected and nobody waits."""
-        states = (peer.State.IDLE, peer.State.BACKOFF, peer.State.INCOMPATIBLE)
-        unused = not self._runs and not self._holders and not self._lingering and len(self.inbox) == 0
-        return unused and self._peer.value.state in states
+    def is_unused(self) -> bool:
+        """Nobody waits for this peer or reads from it."""
+        return not self._runs and not self._holders and not self._lingering and len(self.inbox) == 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._peer.value.state in (peer.State.READY, peer.State.DRAINING)
 
     @property
     def _is_finished(self) -> bool:

@@ -45,6 +45,8 @@ from statemachine import request
 from statemachine.failures import ConnectorStopped, Failure, TooManyPeers
 
 RESTART_DELAY_SECONDS_MAX = 5.0
+RESTART_FORGIVEN_SECONDS = 1.0
+"""An actor that ran for so long starts again without delay after a crash: it does not crash on every message."""
 SWEEP_INTERVAL_SECONDS = 30.0
 RENEWAL_FRACTION = 2 / 3
 """A heartbeat extends a lease by this part of its duration, as in the built-in connector."""
@@ -158,10 +160,12 @@ class Supervisor:
     ) -> None:
         crashes = 0
         while True:
+            started_ns = self._context.clock.now_ns()
             try:
                 await run()
             except Exception as error:
-                crashes += 1
+                lasted_ns = self._context.clock.now_ns() - started_ns
+                crashes = crashes + 1 if lasted_ns < to_ns(RESTART_FORGIVEN_SECONDS) else 1
                 self._log_crash(name, error)
                 recover(error)
                 await trio.sleep(min(RESTART_DELAY_SECONDS_MAX, 0.001 * 2**crashes))
@@ -278,11 +282,15 @@ class Supervisor:
                 actor.inbox.put(RetirePeer())
 
     def _evict_one(self) -> bool:
-        """Make room: give up the least recently used peer that is not connected."""
-        evictable = [actor for actor in self._peers.values() if actor.is_evictable]
-        if not evictable:
+        """Make room: give up the peer that has been unused for longest, an unconnected one if there is one.
+
+        A connected one goes too, because a dead engine that nobody uses looks connected: with a full table, engines
+        that replaced others would never find a place.
+        """
+        unused = [actor for actor in self._peers.values() if actor.is_unused]
+        if not unused:
             return False
-        oldest = min(evictable, key=lambda actor: actor.last_used_ns)
+        oldest = min(unused, key=lambda actor: (actor.is_connected, actor.last_used_ns))
         oldest.inbox.put(RetirePeer())
         return True
 
@@ -296,7 +304,7 @@ class Supervisor:
             await trio.sleep(SWEEP_INTERVAL_SECONDS)
             now_ns = self._context.clock.now_ns()
             for actor in self._peers.values():
-                if actor.is_evictable and now_ns - actor.last_used_ns > ttl_ns:
+                if actor.is_unused and not actor.is_connected and now_ns - actor.last_used_ns > ttl_ns:
                     actor.inbox.put(RetirePeer())
 
 

@@ -274,3 +274,15 @@ def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
             assert d.trace.path("peer", "p") == ["idle", "handshaking", "ready"]
 
     run(test)
+
+
+def test_full_table_makes_room_for_the_engine_that_replaced_another() -> None:
+    async def test() -> None:
+        async with engine("d", options=ConnectorOptions(peer_limit=1)) as d:
+            async with engine("old", serves=True) as old:
+                await reads(d, old, "before")
+            async with engine("new", serves=True) as new:
+                await reads(d, new, "after")
+            await until(lambda: d.trace.path("peer", "old")[-1] == "gone")
+
+    run(test)

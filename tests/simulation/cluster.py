@@ -1,0 +1,369 @@
+"""One run of the simulator: a cluster, its requests, the faults of a plan, and the verdict of the oracles.
+
+The run is a pure function of the plan. Time is a `MockClock` that jumps to whatever comes next; trio's choice between
+tasks that could run is drawn from the seed; every other draw comes from a named generator of the seed. Two names that
+this needs are private in trio, and asserted to exist.
+
+    safety phase     requests arrive, faults come and go; nothing wrong may happen
+    liveness phase   no faults, no new requests: everything that was begun ends
+    probes           one request for every pair of engines: it is served
+    shutdown         every process stops, and nothing is left of it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from connector.config import ConnectorOptions
+from connector.ports.nixl import PortCounts
+from statemachine import lease, peer, request, transfer
+from statemachine.kernel import Machine
+from statemachine.trace import TransitionRecord
+from tests.simulation.agenda import Agenda
+from tests.simulation.engines import (
+    BLOCKS,
+    PORT,
+    REQUEST_BLOCKS_MAX,
+    DecodeEngine,
+    Engine,
+    Prefilled,
+    PrefillEngine,
+    Surroundings,
+)
+from tests.simulation.fake_network import FakeNetwork
+from tests.simulation.fake_nixl import FakeNixlWorld
+from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, Shape, draw_shape, generator
+from tests.simulation.oracles import InjectedCrash, Oracles, Violation
+
+MACHINES: dict[str, Machine[request.Request] | Machine[lease.Lease] | Machine[peer.Peer] | Machine[transfer.Transfer]]
+MACHINES = {machine.name: machine for machine in (request.MACHINE, lease.MACHINE, peer.MACHINE, transfer.MACHINE)}
+
+LIVENESS_SECONDS = 120.0
+"""Long enough for a backlog of prompts behind leases that nobody takes over."""
+PROBE_SECONDS = 5.0
+SHUTDOWN_SECONDS = 10.0
+GARBAGE_SECONDS = 0.02
+"""How often garbage comes while that fault lasts."""
+GARBAGE = (
+    b"",
+    b"\xff\xfe",
+    b"nonsense",
+    b"nobody:1",
+    b"nobody:99999999999",
+    b":1",
+    b"HB:",
+    b"HB:nobody,,nothing",
+    b"HB:\xff",
+    b"\x93\xacget_meta_msg\x00\x05",
+    b"\x93\xacget_meta_msg\xff\xff",
+    bytes(2000),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run did, and what was wrong."""
+
+    plan: Plan
+    violations: list[Violation]
+    requests: int
+    outcomes: Counter[str]
+    faults_fired: Counter[Kind]
+    virtual_seconds: float
+    real_seconds: float
+    trace: list[TransitionRecord]
+
+    @property
+    def transitions(self) -> Counter[tuple[str, str, str]]:
+        """How often each (machine, state, event) was taken."""
+        return Counter((each.machine, each.from_state, each.event) for each in self.trace if each.from_state)
+
+    def trace_lines(self) -> bytes:
+        """The trace as JSON lines."""
+        return b"".join(msgspec.json.encode(record) + b"\n" for record in self.trace)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.trace_lines()).hexdigest()
+
+
+def simulate(plan: Plan) -> Result:
+    """Run a plan. Whatever the product does wrong is in `violations`; what raises is a fault of the simulator."""
+    _make_trio_deterministic(plan.seed)
+    started = time.perf_counter()
+    cluster = Cluster(plan)
+    trio.run(cluster.run, clock=MockClock(autojump_threshold=0))
+    return cluster.result(time.perf_counter() - started)
+
+
+def _make_trio_deterministic(seed: int) -> None:
+    internals: Any = trio._core._run
+    assert hasattr(internals, "_ALLOW_DETERMINISTIC_SCHEDULING"), "trio has changed; find its successor"
+    assert hasattr(internals, "_r"), "trio has changed; find its successor"
+    internals._ALLOW_DETERMINISTIC_SCHEDULING = True
+    internals._r.seed(seed)
+
+
+def options_of(shape: Shape) -> ConnectorOptions:
+    """Short times, so that every limit is met within a run."""
+    return ConnectorOptions(
+        kv_lease_duration=4.0,
+        request_timeout_seconds=6.0,
+        handshake_timeout_seconds=0.8,
+        quiesce_timeout_seconds=1.5,
+        backoff_initial_seconds=0.1,
+        backoff_max_seconds=1.0,
+        peer_limit=shape.peer_limit,
+    )
+
+
+class Cluster:
+    """See the module's docstring."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._shape = draw_shape(plan.seed)
+        self._trace: list[TransitionRecord] = []
+        self._chance = generator(plan.seed, "clients")
+        self._faults = ActiveFaults(plan)
+        self._oracles = Oracles(
+            options=options_of(self._shape),
+            faults=plan.faults,
+            isolates=self._shape.peer_limit >= self._engine_ids(),
+        )
+        self._numbers = 0
+        self._open_requests = 0
+        self._seconds = 0.0
+        self._prefills: list[PrefillEngine] = []
+        self._decodes: list[DecodeEngine] = []
+        self._nursery: trio.Nursery
+
+    def _engine_ids(self) -> int:
+        """How many prefill engines a decode engine gets to know."""
+        return self._shape.prefills + sum(fault.kind is Kind.CRASH_NEW_ID for fault in self._plan.faults)
+
+    def result(self, real_seconds: float) -> Result:
+        pulls = self._oracles.pulls.values()
+        outcomes = Counter(
+            ("done" if pull.failure is None else pull.failure.kind) if pull.awaited else "not awaited" for pull in pulls
+        )
+        return Result(
+            plan=self._plan,
+            violations=self._oracles.violations,
+            requests=len(pulls),
+            outcomes=outcomes,
+            faults_fired=self._faults.fired,
+            virtual_seconds=self._seconds,
+            real_seconds=real_seconds,
+            trace=self._trace,
+        )
+
+    async def run(self) -> None:
+        agenda = Agenda()
+        around = Surroundings(
+            agenda=agenda,
+            network=FakeNetwork(agenda, self._faults),
+            nixl=FakeNixlWorld(agenda, self._faults),
+            faults=self._faults,
+            oracles=self._oracles,
+            options=self._oracles.options,
+            trace=self._trace,
+            reads_inline=self._shape.reads_inline,
+        )
+        self._around = around
+        self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
+        self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(agenda.run)
+            for engine in self._engines:
+                nursery.start_soon(engine.process.run)
+            await trio.sleep(0.01)
+            await self._safety_phase()
+            await self._liveness_phase()
+            await self._shut_down()
+            self._seconds = trio.current_time()
+            nursery.cancel_scope.cancel()
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [*self._prefills, *self._decodes]
+
+    def _engine_chance(self, name: str) -> random.Random:
+        return generator(self._plan.seed, f"engine {name}")
+
+    # --- safety -----------------------------------------------------------------------------------------------------
+
+    async def _safety_phase(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for fault in self._plan.faults:
+                nursery.start_soon(self._inflict, fault)
+            end = self._shape.safety_seconds
+            while True:
+                await trio.sleep(self._chance.expovariate(self._shape.requests_per_second))
+                if trio.current_time() >= end:
+                    break
+                self._nursery.start_soon(
+                    self._client, self._chance.choice(self._prefills), self._chance.choice(self._decodes)
+                )
+
+    async def _client(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
+        """One prompt through both engines; sometimes with two samples, which share P's blocks."""
+        self._open_requests += 1
+        try:
+            await self._ask(prefill, decode)
+        finally:
+            self._open_requests -= 1
+
+    async def _ask(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
+        self._numbers += 1
+        number = self._numbers
+        samples = 2 if self._chance.random() < 0.08 else 1
+        blocks = self._chance.randint(1, REQUEST_BLOCKS_MAX)
+        prefilled = await prefill.prefill(f"{prefill.name}-r{number}", number, blocks)
+        if prefilled is None:
+            return
+        await trio.sleep(self._chance.uniform(0.0001, 0.006))
+        request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
+        for request_id in request_ids:
+            decode.announce(request_id, prefilled)
+        async with trio.open_nursery() as nursery:
+            for request_id in request_ids:
+                nursery.start_soon(decode.serve, request_id, prefilled)
+
+    async def _inflict(self, fault: Fault) -> None:
+        """Faults that are events; the others are looked up by the fakes."""
+        await trio.sleep_until(fault.at_seconds)
+        match fault.kind:
+            case Kind.CRASH_NEW_ID | Kind.CRASH_SAME_ID:
+                await self._crash(self._prefill(fault.target), fault)
+            case Kind.PAUSE:
+                self._strike(fault)
+                port = self._engine(fault.target).process.port
+                port.pause()
+                await trio.sleep_until(fault.end_seconds)
+                port.resume()
+            case Kind.WALL_CLOCK_JUMP:
+                self._strike(fault)
+                jump = generator(self._plan.seed, str(fault.at_seconds)).uniform(-1e5, 1e5)
+                self._engine(fault.target).process.clock.wall_error_seconds += jump
+            case Kind.GARBAGE:
+                await self._send_garbage(fault)
+            case Kind.ACTOR_CRASH:
+                await self._crash_actors(fault)
+            case _:
+                pass
+
+    async def _crash(self, engine: PrefillEngine, fault: Fault) -> None:
+        if engine.process.has_died():
+            return  # It lies dead already; who killed it brings it back.
+        self._strike(fault)
+        old = engine.process
+        engine.crash()
+        await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + 0.01))
+        fresh = f"{engine.name}-life{old.life + 1}"
+        engine.start(old.engine_id if fault.kind is Kind.CRASH_SAME_ID else fresh)
+        self._nursery.start_soon(engine.process.run)
+
+    async def _send_garbage(self, fault: Fault) -> None:
+        chance = generator(self._plan.seed, f"garbage at {fault.at_seconds}")
+        while trio.current_time() < fault.end_seconds:
+            self._strike(fault)
+            frames = tuple(chance.choice(GARBAGE) for _ in range(chance.randint(0, 3)))
+            self._around.network.inject(f"{fault.target}.sim", PORT, frames)
+            port = self._engine(fault.target).process.port
+            self._around.nixl.send("stranger.1", port, chance.choice(GARBAGE), in_order=True)
+            await trio.sleep(GARBAGE_SECONDS)
+
+    async def _crash_actors(self, fault: Fault) -> None:
+        chance = generator(self._plan.seed, f"crash at {fault.at_seconds}")
+        while trio.current_time() < fault.end_seconds:
+            actors = list(self._engine(fault.target).process.supervisor._peers.values())
+            victim = chance.choice(actors) if actors else None
+            # Not while it waits for its restart: crashes would pile up in front of everything else.
+            if victim is not None and len(victim.inbox) == 0:
+                self._strike(fault)
+                victim.inbox.put(_Poison())  # type: ignore[arg-type]
+            await trio.sleep(chance.uniform(0.05, 0.5))
+
+    def _strike(self, fault: Fault) -> None:
+        self._faults.fired[fault.kind] += 1
+
+    def _engine(self, name: str) -> Engine:
+        return next(engine for engine in self._engines if engine.name == name)
+
+    def _prefill(self, name: str) -> PrefillEngine:
+        return next(engine for engine in self._prefills if engine.name == name)
+
+    # --- liveness ---------------------------------------------------------------------------------------------------
+
+    async def _liveness_phase(self) -> None:
+        with trio.move_on_after(LIVENESS_SECONDS):
+            while self._open_requests:
+                await trio.sleep(0.1)
+        await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)  # what nobody took over ends by itself
+        self._oracles.check_all_ended()
+        self._check_at_rest("after the liveness phase")
+        if not self._oracles.isolates:
+            return
+        for prefill in self._prefills:
+            for decode in self._decodes:
+                request_id = f"{decode.name}-probe-of-{prefill.name}"
+                with trio.move_on_after(PROBE_SECONDS) as patience:
+                    await self._probe(request_id, prefill, decode)
+                pull = self._oracles.pulls.get(request_id)
+                if patience.cancelled_caught or pull is None:
+                    self._oracles.complain("recovery", f"{request_id} did not end")
+                elif pull.failure is not None and not pull.is_aborted:
+                    self._oracles.complain("recovery", f"{request_id}: {pull.failure}")
+
+    async def _probe(self, request_id: str, prefill: PrefillEngine, decode: DecodeEngine) -> None:
+        """A request of this pair; the oracles judge it like any other, except that it must succeed."""
+        prefilled: Prefilled | None = None
+        while prefilled is None and not prefill.process.has_died():  # one in some is given up
+            self._numbers += 1
+            prefilled = await prefill.prefill(f"{prefill.name}-r{self._numbers}", self._numbers, 2)
+        assert prefilled is not None, "every engine lives again when the faults are over"
+        decode.announce(request_id, prefilled)
+        await decode.serve(request_id, prefilled)
+
+    def _check_at_rest(self, when: str) -> None:
+        for engine in self._engines:
+            if engine.process.port.counts().reads:
+                self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
+            if len(engine.pool) != BLOCKS:
+                self._oracles.complain("leaks", f"{when} {engine.name} misses {BLOCKS - len(engine.pool)} blocks")
+            if engine.process.supervisor._lease_keeper.open_leases:
+                self._oracles.complain("leaks", f"{when} {engine.name} has open leases")
+        for read in self._around.nixl.reads_in_flight():
+            self._oracles.complain("leaks", f"{when} READ {read.handle} of {read.initiator.agent_name} is in flight")
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def _shut_down(self) -> None:
+        await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)
+        self._check_at_rest("before the shutdown")
+        for engine in self._engines:
+            engine.process.stop()
+        await trio.sleep(SHUTDOWN_SECONDS)
+        for engine in self._engines:
+            if not engine.process.has_ended:
+                self._oracles.complain("leaks", f"{engine.name} did not stop")
+            elif engine.process.port.counts_at_close != PortCounts(0, 0, 0, 1):
+                self._oracles.complain("leaks", f"{engine.name} left {engine.process.port.counts_at_close}")
+
+
+class _Poison:
+    """A message on which an actor crashes: looking at its class raises."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise InjectedCrash("a fault of the plan")

@@ -1,0 +1,539 @@
+"""The engines of a simulated cluster: production actors on fake ports, and the scheduler of each as a script.
+
+`Process` is one life of one engine: memory, clock, actors, listener. `Engine` is what outlives it: the block pool of
+the scheduler and the poll of outcomes. `PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the
+connector meets. A block that is freed is overwritten at once and handed out again first, so that whoever still reads
+or writes it is caught.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from connector.config import ConnectorOptions
+from connector.layout.geometry import RankLayout, Region
+from connector.ports.nixl import MemoryRange
+from connector.runtime.clock import NS_PER_SECOND
+from connector.runtime.context import LocalRank
+from connector.runtime.listener import HandshakeListener
+from connector.runtime.messages import (
+    AbortPull,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    Outcome,
+    PeerAddress,
+    QuarantineLifted,
+    ReceiveEnded,
+    SendEnded,
+    StartPull,
+    TrackLease,
+    UntrackLease,
+)
+from connector.runtime.supervisor import Supervisor
+from connector.runtime.tracked import Recorder
+from connector.wire.handshake import encode_payload
+from connector.wire.metadata import describe, encode_agent_metadata
+from statemachine.failures import Failure
+from statemachine.trace import TransitionRecord
+from tests.simulation.agenda import Agenda
+from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
+from tests.simulation.fake_nixl import FakeNixlWorld
+from tests.simulation.faults import ActiveFaults, Kind
+from tests.simulation.oracles import Lent, Oracles, Pull, expected_words
+
+LAYERS = 3
+BLOCKS = 64
+BLOCK_WORDS = 16
+WORD_BYTES = 8
+BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
+REQUEST_BLOCKS_MAX = 10
+PORT = 5600
+STEP_SECONDS_MAX = 0.005
+DRIFT_PPB_MAX = 45_000
+"""Two clocks drift apart by at most twice this, which is within what the product allows for."""
+JUNK = np.uint64(0xEEEEEEEEEEEEEEEE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What all engines share."""
+
+    agenda: Agenda
+    network: FakeNetwork
+    nixl: FakeNixlWorld
+    faults: ActiveFaults
+    oracles: Oracles
+    options: ConnectorOptions
+    trace: list[TransitionRecord]
+    reads_inline: bool
+
+
+class ProcessClock:
+    """The clock of one process: trio's, from another zero, running a little fast or slow; its wall time jumps."""
+
+    def __init__(self, offset_ns: int, drift_ppb: int) -> None:
+        self._offset_ns = offset_ns
+        self._drift_ppb = drift_ppb
+        self.wall_error_seconds = 0.0
+
+    def now_ns(self) -> int:
+        true_ns = round(trio.current_time() * NS_PER_SECOND)
+        return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
+
+    def wall(self) -> float:
+        return 1.7e9 + trio.current_time() + self.wall_error_seconds
+
+
+class Pool:
+    """Free blocks; the lowest is handed out first."""
+
+    def __init__(self) -> None:
+        self._free = list(range(BLOCKS))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+
+class Process:
+    """One life of an engine. `emit` hears outcomes; it hears nothing after the death."""
+
+    def __init__(self, around: Surroundings, engine: Engine, engine_id: str, life: int, chance: random.Random) -> None:
+        self.engine_id = engine_id
+        self.life = life
+        self.incarnation = f"{chance.getrandbits(128):032x}"
+        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, BLOCKS, BLOCK_WORDS), JUNK, np.uint64)
+        self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
+        self._is_dead = False
+        self.has_ended = False
+        self._around = around
+        self._engine = engine
+        self._scope = trio.CancelScope()
+        host = f"{engine.name}.sim"
+        ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
+        name = f"{engine.name}.{life}"
+        self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
+        layout = _layout(engine_id, self.memory.ctypes.data)
+        recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
+        self.supervisor = Supervisor(
+            options=around.options,
+            local=LocalRank(layout=layout, compatibility_hash="same-model"),
+            nixl_port=self.port,
+            side_channel=FakeSideChannel(around.network, host),
+            clock=self.clock,
+            recorder=recorder,
+            emit=self._emit,
+            log_failure=lambda subject, failure: self._log_failure(subject, failure),
+            log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
+            jitter=random.Random(chance.getrandbits(64)),
+        )
+        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        self.listener = HandshakeListener(
+            side_channel=FakeSideChannel(around.network, host),
+            host=host,
+            port=PORT,
+            payloads={(0, 0): encode_payload("same-model", metadata, self.incarnation)},
+            clock=self.clock,
+            log_bad_frame=lambda detail: None,
+        )
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(engine_id=self.engine_id, host=f"{self._engine.name}.sim", port=PORT, tp_size=1)
+
+    async def run(self) -> None:
+        """Until `stop` or `kill`."""
+        with self._scope:
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.supervisor.run)
+                    nursery.start_soon(self.listener.run)
+            except Exception as error:
+                self._around.oracles.crash(self._engine.name, "the supervisor or the listener", error)
+        self.has_ended = True
+
+    def stop(self) -> None:
+        self.supervisor.stop()
+        self.listener.stop()
+
+    def has_died(self) -> bool:
+        return self._is_dead
+
+    def kill(self) -> None:
+        self._is_dead = True
+        self.port.kill()
+        self._scope.cancel()
+
+    def blocks_written_to(self) -> set[int]:
+        """Blocks that READs may still write into."""
+        base = self.memory.ctypes.data
+        return {
+            (to - base) // BLOCK_BYTES % BLOCKS
+            for read in self._around.nixl.reads_in_flight()
+            if read.initiator is self.port
+            for to, _, _ in read.pieces[read.copied :]
+        }
+
+    def write(self, record: TransitionRecord) -> None:
+        if not self._is_dead:
+            self._around.trace.append(record)
+
+    def close(self) -> None:
+        """The sink of the trace has nothing to close."""
+
+    def _emit(self, outcome: Outcome) -> None:
+        if not self._is_dead:
+            self._engine.hear(outcome)
+
+    def _log_failure(self, subject: str, failure: Failure) -> None:
+        if not self._is_dead:
+            self._around.oracles.note_failure(self._engine.name, subject, failure)
+
+
+def _layout(engine_id: str, address: int) -> RankLayout:
+    return RankLayout(
+        engine_id=engine_id,
+        tp_rank=0,
+        tp_size=1,
+        dcp_size=1,
+        pcp_size=1,
+        regions=tuple(
+            Region(
+                name=f"layers.{layer}",
+                base_address=address + layer * BLOCKS * BLOCK_BYTES,
+                block_length_bytes=BLOCK_BYTES,
+                block_stride_bytes=BLOCK_BYTES,
+                num_blocks=BLOCKS,
+                memory_kind="DRAM",
+            )
+            for layer in range(LAYERS)
+        ),
+        kernel_block_size_tokens=32,
+        kernel_blocks_per_block=1,
+        layout_name="LBHNC",
+        attention_backend="TEST",
+    )
+
+
+class Engine:
+    """A scheduler: a pool, and outcomes that are looked at once a step."""
+
+    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
+        self.around = around
+        self.name = name
+        self.chance = chance
+        self.process: Process
+        self.pool: Pool
+        self._outcomes: deque[Outcome] = deque()
+        self._polls = False
+        self._room = trio.Event()
+        self._lives = 0
+        self.start(name)
+
+    def start(self, engine_id: str) -> None:
+        """A new life, with an empty cache."""
+        self._lives += 1
+        self.process = Process(self.around, self, engine_id, self._lives, self.chance)
+        self.pool = Pool()
+        self._outcomes.clear()
+        self._announce_room()
+
+    def step_seconds(self) -> float:
+        """How long until the engine's next step."""
+        return self.chance.uniform(0.0, STEP_SECONDS_MAX)
+
+    async def take(self, count: int) -> list[int] | None:
+        """Blocks, when there are enough. None: the engine died meanwhile."""
+        process = self.process
+        while len(self.pool) < count and not process.has_died():
+            await self._room.wait()
+        if process.has_died():
+            return None
+        blocks = self.pool.take(count)
+        written = self.process.blocks_written_to()
+        self.around.oracles.check_unwritten(self.name, blocks, written, "hands out")
+        return blocks
+
+    def give(self, blocks: list[int]) -> None:
+        self.around.oracles.check_unwritten(self.name, blocks, self.process.blocks_written_to(), "frees")
+        self.process.memory[:, blocks, :] = JUNK
+        self.pool.give(blocks)
+        self._announce_room()
+
+    def _announce_room(self) -> None:
+        self._room.set()
+        self._room = trio.Event()
+
+    def fill(self, blocks: list[int], content: int, first_block: int) -> None:
+        """Compute the KV of these blocks."""
+        self.process.memory[:, blocks, :] = self.expected(content, first_block, len(blocks))
+
+    @staticmethod
+    def expected(content: int, first_block: int, blocks: int) -> npt.NDArray[np.uint64]:
+        return expected_words(content, first_block, (LAYERS, blocks, BLOCK_WORDS))
+
+    # --- outcomes ---------------------------------------------------------------------------------------------------
+
+    def hear(self, outcome: Outcome) -> None:
+        """The connector emitted an outcome; the scheduler learns of it with its next step."""
+        self._outcomes.append(outcome)
+        if not self._polls:
+            self._polls = True
+            stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
+            next_step = trio.current_time() + self.step_seconds()
+            at = max(next_step, stopped.end_seconds) if stopped is not None else next_step
+            life = self._lives
+            self.around.agenda.at(at, lambda: self._poll(life))
+
+    def _poll(self, life: int) -> None:
+        self._polls = False
+        if life != self._lives or self.process.has_died():
+            return
+        while self._outcomes:
+            self.act_on(self._outcomes.popleft())
+
+    def act_on(self, outcome: Outcome) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """What P's answer carries to the client."""
+
+    address: PeerAddress
+    engine: str
+    request_id: str
+    content: int
+    blocks: list[int]
+    lease_expires_at: float
+    lease_ends_seconds: float
+    """The same in true time, which only the simulation knows."""
+    incarnation: str
+
+
+class PrefillEngine(Engine):
+    """Computes prompts and lends their blocks."""
+
+    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
+        super().__init__(around, name, chance)
+        self._blocks: dict[str, list[int]] = {}
+
+    @property
+    def owner(self) -> str:
+        """Who lends: one life of this engine."""
+        return f"{self.name}.{self.process.life}"
+
+    async def prefill(self, request_id: str, content: int, blocks: int) -> Prefilled | None:
+        """Compute a prompt. None: the engine died or the request was given up before it was through."""
+        process = self.process
+        if process.has_died():
+            return None
+        taken = await self.take(blocks)
+        if taken is None:
+            return None
+        oracles = self.around.oracles
+        oracles.lend(Lent(request_id=request_id, owner=self.owner))
+        process.supervisor.deliver(LeaseComputing(request_id=request_id))
+        await trio.sleep(self.chance.uniform(0.001, 0.04))
+        if process.has_died():
+            return None
+        if self.chance.random() < 0.03:
+            process.supervisor.deliver(LeaseWithdrawn(request_id=request_id))
+            self.give(taken)
+            return None
+        self.fill(taken, content, 0)
+        return self._grant(process, request_id, content, taken)
+
+    def _grant(self, process: Process, request_id: str, content: int, blocks: list[int]) -> Prefilled:
+        """The worker hears of the grant with the next step, perhaps later than the client has its answer."""
+        lease_seconds = self.around.options.kv_lease_duration
+        self._blocks[request_id] = blocks
+        self.around.oracles.leases[self.owner, request_id].is_granted = True
+        granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
+        self.around.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
+        return Prefilled(
+            address=process.address,
+            engine=self.name,
+            request_id=request_id,
+            content=content,
+            blocks=blocks,
+            lease_expires_at=process.clock.now_ns() / NS_PER_SECOND + lease_seconds,
+            lease_ends_seconds=trio.current_time() + lease_seconds,
+            incarnation=process.incarnation,
+        )
+
+    def hear(self, outcome: Outcome) -> None:
+        if isinstance(outcome, SendEnded) and not self.around.oracles.free(self.owner, outcome.request_id):
+            return
+        super().hear(outcome)
+
+    def act_on(self, outcome: Outcome) -> None:
+        if isinstance(outcome, SendEnded):
+            self.give(self._blocks.pop(outcome.request_id))
+
+    def crash(self) -> None:
+        self.process.kill()
+        self._announce_room()
+        self.around.oracles.forget_leases(self.owner)
+        self._blocks.clear()
+
+
+class DecodeEngine(Engine):
+    """Pulls KV and decodes from it."""
+
+    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
+        super().__init__(around, name, chance)
+        self._ended: dict[str, trio.Event] = {}
+        self._outcome_of: dict[str, ReceiveEnded] = {}
+        self._quarantined: list[list[int]] = []
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return sum(len(blocks) for blocks in self._quarantined)
+
+    def announce(self, request_id: str, source: Prefilled) -> None:
+        """A request has arrived. Samples of one prompt arrive together, before one of them can let go of the blocks."""
+        self.process.supervisor.deliver(
+            TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
+        )
+
+    async def serve(self, request_id: str, source: Prefilled) -> None:
+        """One announced request, until its blocks are free again."""
+        heard_seconds = trio.current_time()
+        if self.chance.random() < 0.2:
+            await trio.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
+        kind = self.chance.random()
+        cached = self.chance.randrange(len(source.blocks)) if kind < 0.2 else 0
+        if kind > 0.92:
+            self._settle_without_reading(request_id, source, heard_seconds)
+        else:
+            blocks = await self.take(len(source.blocks) - cached)
+            assert blocks is not None, "decode engines do not die"
+            await self._load(request_id, source, cached, blocks, heard_seconds)
+
+    def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
+        """Everything is cached, or the client left before the request was scheduled."""
+        self._start(request_id, source, 0, [], heard_seconds, awaited=False)
+        self._untrack(request_id, source)
+
+    async def _load(
+        self, request_id: str, source: Prefilled, cached: int, blocks: list[int], heard_seconds: float
+    ) -> None:
+        ended = self._ended[request_id] = trio.Event()
+        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True)
+        stormy = self.around.faults.hits(Kind.ABORT, self.name) is not None
+        if stormy or self.chance.random() < 0.03:
+            with trio.move_on_after(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random()):
+                await ended.wait()
+            self._abort(pull)
+        await ended.wait()
+        self._untrack(request_id, source)
+        outcome = self._outcome_of.pop(request_id)
+        if outcome.quarantined:
+            self._quarantined.append(blocks)
+            return
+        content = source.content
+        if outcome.failure is not None:
+            content, cached = ~source.content & 0xFFFFFFFF, 0  # recomputed here, or another request's
+            self.fill(blocks, content, cached)
+        await self._decode(pull, content, cached)
+        self.give(blocks)
+
+    def _start(
+        self,
+        request_id: str,
+        source: Prefilled,
+        cached: int,
+        blocks: list[int],
+        heard_seconds: float,
+        *,
+        awaited: bool,
+    ) -> Pull:
+        now = trio.current_time()
+        pull = Pull(
+            request_id=request_id,
+            decode=self.name,
+            prefill=source.engine,
+            content=source.content,
+            first_block=cached,
+            blocks=blocks,
+            awaited=awaited,
+            started_seconds=now,
+            lease_ends_seconds=source.lease_ends_seconds,
+        )
+        self.around.oracles.start(pull)
+        self.process.supervisor.deliver(
+            StartPull(
+                request_id=request_id,
+                peer=source.address,
+                remote_request_id=source.request_id,
+                local_block_ids=blocks,
+                remote_block_ids=source.blocks[cached : cached + len(blocks)],
+                awaited=awaited,
+                age_seconds=now - heard_seconds,
+                lease_expires_at=source.lease_expires_at,
+                incarnation=source.incarnation,
+            )
+        )
+        return pull
+
+    def _abort(self, pull: Pull) -> None:
+        pull.is_aborted = True
+        self.process.supervisor.deliver(AbortPull(request_id=pull.request_id))
+
+    def _untrack(self, request_id: str, source: Prefilled) -> None:
+        self.process.supervisor.deliver(
+            UntrackLease(request_id=request_id, engine_id=source.address.engine_id, remote_request_id=source.request_id)
+        )
+
+    async def _decode(self, pull: Pull, content: int, first_block: int) -> None:
+        """Decode for a while; the KV must be right from the beginning to the end."""
+        expected = self.expected(content, first_block, len(pull.blocks))
+        for when in ("at the start of decoding", "when decoding ended"):
+            found = self.process.memory[:, pull.blocks, :]
+            self.around.oracles.check_bytes(pull, found, expected, when)
+            await trio.sleep(self.chance.uniform(0.0, 0.15))
+
+    def hear(self, outcome: Outcome) -> None:
+        if isinstance(outcome, ReceiveEnded):
+            self.around.oracles.report(outcome.request_id, outcome.failure)
+        super().hear(outcome)
+
+    def act_on(self, outcome: Outcome) -> None:
+        match outcome:
+            case ReceiveEnded(request_id=request_id):
+                waiting = self._ended.pop(request_id, None)
+                if waiting is not None:
+                    self._outcome_of[request_id] = outcome
+                    waiting.set()
+            case QuarantineLifted(local_block_ids=blocks):
+                if blocks in self._quarantined:
+                    self._quarantined.remove(blocks)
+                    self.give(list(blocks))
+                else:
+                    self.around.agenda.after(STEP_SECONDS_MAX, lambda: self._lift_later(blocks))
+            case _:
+                pass
+
+    def _lift_later(self, blocks: list[int]) -> None:
+        """The request's task has not seen its end yet."""
+        if blocks in self._quarantined:
+            self._quarantined.remove(blocks)
+            self.give(list(blocks))
+        else:
+            self.around.oracles.complain("leaks", f"{self.name}: blocks {blocks} were never quarantined")

@@ -1,0 +1,662 @@
+"""NIXL agents that are not real, moving real bytes: `FakeNixlWorld` and `FakeNixlPort`.
+
+A port keeps the contract of `connector.ports.nixl` and passes the same suite as the real one. Time is trio's, so that
+under a `MockClock` a READ of minutes takes none. Memory is memory of this process: a registered range is an address,
+and a READ copies bytes from address to address, half of them when half of its time is over and the rest at its end. So
+what somebody overwrites while a READ is under way shows in the bytes that arrive, as it would with real DMA.
+
+What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
+* a READ that nobody waits for any more goes on writing: after its agent was removed, and after the port was closed over
+  it (`aclose` calls it abandoned);
+* there is no error status, only an exception from a call or the end of a READ;
+* the notification that goes with a READ leaves when the initiator sees its end, so a paused initiator sends none, and
+  never when the READ failed;
+* with `reads_inline` a READ is over when `post_read` returns, as over shared memory, and its failure is an exception
+  of `post_read`; otherwise it takes its time afterwards, as over a network;
+* one thread serves all calls of a port: a call waits for those before it, an inline READ holds up the others;
+* death of a peer: its READs fail with a part of the bytes landed, everything to it raises from then on, its agent stays
+  loaded; what is sent before anybody notices is lost without a word;
+* a hung peer: READs that need its help stay in flight for as long as it hangs;
+* a READ of memory that is gone breaks the connection although the peer lives;
+* a list that was prepared before its agent was removed is of no use after the agent was added again;
+* adding the same agent with other metadata is refused, adding it again is not;
+* notifications of one sender keep their order among themselves, not relative to those of READs.
+
+Not modelled, because the port's contract hides it: releasing a READ in flight (the port refuses it), telemetry before
+the end, names as bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from connector.ports.nixl import (
+    AgentName,
+    DescriptorIds,
+    DescriptorListHandle,
+    MemoryRange,
+    MemoryRun,
+    NixlCallFailed,
+    NixlEvent,
+    NotificationReceived,
+    PortBroken,
+    PortClosed,
+    PortCounts,
+    ReadDone,
+    ReadErrored,
+    ReadHandle,
+    ReadInFlight,
+)
+from tests.simulation.agenda import Agenda
+
+CALL_SECONDS = 20e-6
+"""How long the agent's thread takes for a call."""
+DEATH_NOTICED_SECONDS = 0.055
+LOOK_EXPECTING_SECONDS = 0.001
+LOOK_IDLE_SECONDS = 0.05
+"""How soon a notification that has arrived is looked at."""
+
+DISCONNECTED = "nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT"
+NOT_FOUND = "nixlNotFoundError: NIXL_ERR_NOT_FOUND"
+INVALID = "nixlInvalidParamError: NIXL_ERR_INVALID_PARAM"
+MISMATCH = "nixlMismatchError: NIXL_ERR_MISMATCH"
+NOT_ALLOWED = "nixlNotAllowedError: NIXL_ERR_NOT_ALLOWED"
+
+
+class NixlRules:
+    """How the transport behaves; the faults of a simulation override it. Names are agents' names."""
+
+    def read_seconds(self, initiator: AgentName, target: AgentName, length_bytes: int) -> float:
+        """How long a READ takes when nothing holds it up."""
+        return 200e-6 + length_bytes / 5e9
+
+    def read_error(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether a READ fails at half of its way, and breaks the connection."""
+        return False
+
+    def read_stalls_until(self, initiator: AgentName, target: AgentName) -> float:
+        """The moment until which READs do not move on."""
+        return 0.0
+
+    def notification_delays(self, sender: AgentName, receiver: AgentName) -> Sequence[float]:
+        """Seconds until each copy of a notification arrives: none, one or several."""
+        return (30e-6,)
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a port says about itself. `instance` tells two agents of one name apart."""
+
+    magic: str
+    name: str
+    instance: int
+    ranges: list[tuple[int, int]]
+    end: str
+
+
+_METADATA_MARK = "fake-nixl"
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One `add_remote_agent`: useless once it is broken or removed."""
+
+    target: FakeNixlPort
+    metadata: bytes
+    is_broken: bool = False
+    is_removed: bool = False
+
+    @property
+    def refusal(self) -> str | None:
+        if self.is_removed:
+            return NOT_FOUND
+        return DISCONNECTED if self.is_broken else None
+
+
+@dataclass(eq=False)
+class _PreparedList:
+    connection: _Connection | None
+    """None: local memory."""
+    addresses: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class FlyingRead:
+    """A READ on its way: `pieces` are (local address, remote address, length in bytes); `copied` of them are here."""
+
+    handle: ReadHandle
+    initiator: FakeNixlPort
+    connection: _Connection
+    pieces: list[tuple[int, int, int]]
+    notification: bytes
+    posted_seconds: float
+    seconds: float
+    fails: bool
+    is_inline: bool
+    """Its end is the return of `post_read`, or what that raises."""
+    copied: int = 0
+    has_ended: bool = False
+
+    @property
+    def length_bytes(self) -> int:
+        return sum(length for _, _, length in self.pieces)
+
+    def writes_into(self, address: int, length_bytes: int) -> bool:
+        """Whether it may still write into this memory."""
+        return any(
+            to < address + length_bytes and address < to + length
+            for to, _, length in itertools.islice(self.pieces, self.copied, None)
+        )
+
+
+class FakeNixlWorld:
+    """All agents, and the READs between them. Its agenda must be running."""
+
+    def __init__(self, agenda: Agenda, rules: NixlRules | None = None) -> None:
+        self.agenda = agenda
+        self.rules = rules or NixlRules()
+        self._ports: list[FakeNixlPort] = []
+        self._reads: dict[FlyingRead, None] = {}
+        self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
+
+    def open(
+        self,
+        agent_name: AgentName,
+        ranges: Sequence[MemoryRange],
+        now_ns: Callable[[], int],
+        *,
+        reads_inline: bool = False,
+    ) -> FakeNixlPort:
+        """Make an agent and register `ranges`, whose memory must outlive the world. `now_ns`: its process's clock."""
+        port = FakeNixlPort(self, agent_name, ranges, now_ns, len(self._ports), reads_inline=reads_inline)
+        self._ports.append(port)
+        return port
+
+    def reads_in_flight(self) -> Iterable[FlyingRead]:
+        """READs that may still write, also those that nobody waits for."""
+        return self._reads.keys()
+
+    def instance(self, number: int) -> FakeNixlPort | None:
+        return self._ports[number] if 0 <= number < len(self._ports) else None
+
+    # --- reads --------------------------------------------------------------------------------------------------
+
+    def launch(self, read: FlyingRead) -> None:
+        self._reads[read] = None
+        self.agenda.after(read.seconds / 2, lambda: self._move_on(read))
+
+    def _move_on(self, read: FlyingRead) -> None:
+        """One half of the way is over."""
+        if read.has_ended:
+            return
+        held_up_by = self._hindrance(read)
+        if held_up_by is not None:
+            held_up_by.waiting.append(read)
+            return
+        target = read.connection.target
+        stalled_until = self.rules.read_stalls_until(read.initiator.agent_name, target.agent_name)
+        if stalled_until > trio.current_time():
+            self.agenda.at(stalled_until, lambda: self._move_on(read))
+            return
+        if target.is_gone:
+            return  # `_lose` ends it when the death is noticed.
+        is_half = read.copied == 0 and len(read.pieces) > 1
+        if not self._copy(read, len(read.pieces) // 2 if is_half else len(read.pieces)):
+            self._break(read.connection)
+        elif is_half:
+            if read.fails:
+                self._break(read.connection)
+            else:
+                self.agenda.after(read.seconds / 2, lambda: self._move_on(read))
+        elif read.fails:
+            self._break(read.connection)
+        else:
+            self.end(read, None)
+
+    def _hindrance(self, read: FlyingRead) -> FakeNixlPort | None:
+        for port in (read.initiator, read.connection.target):
+            if port.is_paused and not port.is_gone:
+                return port
+        return None
+
+    def resume(self, reads: Iterable[FlyingRead]) -> None:
+        for read in reads:
+            self._move_on(read)
+
+    def _copy(self, read: FlyingRead, until: int) -> bool:
+        """Copy pieces up to number `until`. False when the memory of one is gone."""
+        for to, source, length in itertools.islice(read.pieces, read.copied, until):
+            if read.connection.target.has_lost(source, length):
+                return False
+            ctypes.memmove(to, source, length)
+            read.copied += 1
+        return True
+
+    async def copy_inline(self, read: FlyingRead) -> str | None:
+        """The whole READ within a call. Returns what the call raises, if anything."""
+        self._reads[read] = None
+        try:
+            for part in (len(read.pieces) // 2, len(read.pieces)):
+                await trio.sleep(read.seconds / 2)
+                if read.initiator.is_gone or read.initiator.is_dead:
+                    return DISCONNECTED
+                if read.connection.target.is_gone or not self._copy(read, part) or (read.fails and read.copied):
+                    self._break(read.connection)
+                    return DISCONNECTED
+        finally:
+            read.has_ended = True
+            self._reads.pop(read, None)
+        return None
+
+    def end(self, read: FlyingRead, error: str | None) -> None:
+        if read.has_ended or read.is_inline:
+            return
+        read.has_ended = True
+        self._reads.pop(read, None)
+        read.initiator.see_end(read, error)
+
+    def forget_reads_of(self, port: FakeNixlPort) -> None:
+        """The process that wanted them is dead, and its memory with it."""
+        for read in [read for read in self._reads if read.initiator is port]:
+            read.has_ended = True
+            del self._reads[read]
+
+    def _break(self, connection: _Connection) -> None:
+        connection.is_broken = True
+        for read in [read for read in self._reads if read.connection is connection]:
+            self.end(read, DISCONNECTED)
+
+    def announce_death(self, port: FakeNixlPort) -> None:
+        self.agenda.after(DEATH_NOTICED_SECONDS, lambda: self._lose(port))
+
+    def _lose(self, dead: FakeNixlPort) -> None:
+        for port in self._ports:
+            for connection in port.connections_to(dead):
+                self._break(connection)
+        for read in [read for read in self._reads if read.connection.target is dead]:
+            self.end(read, DISCONNECTED)
+
+    # --- notifications ------------------------------------------------------------------------------------------
+
+    def send(self, sender: AgentName, receiver: FakeNixlPort, message: bytes, *, in_order: bool) -> None:
+        for delay_seconds in self.rules.notification_delays(sender, receiver.agent_name):
+            at = trio.current_time() + delay_seconds
+            if in_order:
+                pair = (sender, receiver.agent_name)
+                at = max(at, self._arrivals.get(pair, 0.0))
+                self._arrivals[pair] = at
+            self.agenda.at(at, lambda: receiver.take_in(sender, message))
+
+
+class FakeNixlPort:
+    """One agent; see the module's text. Made by `FakeNixlWorld.open`."""
+
+    def __init__(
+        self,
+        world: FakeNixlWorld,
+        agent_name: AgentName,
+        ranges: Sequence[MemoryRange],
+        now_ns: Callable[[], int],
+        instance: int,
+        *,
+        reads_inline: bool,
+    ) -> None:
+        self._world = world
+        self._agent_name = agent_name
+        self._ranges = [(each.address, each.length_bytes) for each in ranges]
+        self._now_ns = now_ns
+        self._metadata = msgspec.msgpack.encode(
+            _Metadata(_METADATA_MARK, agent_name, instance, self._ranges, _METADATA_MARK)
+        )
+        self._reads_inline = reads_inline
+        self._handles = itertools.count(1)
+        self._agents: dict[AgentName, _Connection] = {}
+        self._connections: list[_Connection] = []
+        self._lists: dict[DescriptorListHandle, _PreparedList] = {}
+        self._reads: dict[ReadHandle, FlyingRead | None] = {}
+        self._lost_memory: list[tuple[int, int]] = []
+        self._on_event: Callable[[NixlEvent], None] | None = None
+        self._events: deque[NixlEvent] = deque()
+        self._arrived: deque[NotificationReceived] = deque()
+        self._look_seconds = LOOK_IDLE_SECONDS
+        self._is_looking = False
+        self._busy_until = 0.0
+        self._reads_over = trio.Event()
+        self._is_closing = False
+        self._is_closed = False
+        self._abandoned: list[ReadHandle] = []
+        self.counts_at_close: PortCounts | None = None
+        """What its user had not given back when it closed the port."""
+        self.is_paused = False
+        self.is_dead = False
+        self.waiting: list[FlyingRead] = []
+
+    # --- what only a simulation can do ------------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """Nobody can read from it any more."""
+        return self.is_dead or self._is_closed
+
+    def pause(self) -> None:
+        """The process hangs: it sees nothing, sends nothing, and helps nobody to read from it."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            waiting, self.waiting = self.waiting, []
+            self._world.resume(waiting)
+            self._look_later(0.0)
+            self._world.agenda.after(0.0, self._announce)
+
+    def kill(self) -> None:
+        """The process is gone, with everything that it wanted."""
+        self.is_dead = True
+        self._world.forget_reads_of(self)
+        self._world.announce_death(self)
+        self._reads_over.set()
+        # What waited for this process to wake up ends with the notice of its death.
+        self.waiting.clear()
+
+    def break_down(self, error: str) -> None:
+        """What is behind the port fails."""
+        self._close()
+        self._is_closing = True
+        self._events.append(PortBroken(error))
+        self._world.agenda.after(0.0, self._announce)
+
+    def lose_memory(self, address: int, length_bytes: int) -> None:
+        """Memory that stays registered cannot be read any more."""
+        self._lost_memory.append((address, length_bytes))
+
+    def has_lost(self, address: int, length_bytes: int) -> bool:
+        return any(address < at + length and at < address + length_bytes for at, length in self._lost_memory)
+
+    def connections_to(self, target: FakeNixlPort) -> list[_Connection]:
+        return [each for each in self._connections if each.target is target]
+
+    # --- the port ---------------------------------------------------------------------------------------------------
+
+    @property
+    def agent_name(self) -> AgentName:
+        return self._agent_name
+
+    @property
+    def agent_metadata(self) -> bytes:
+        return self._metadata
+
+    def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
+        self._on_event = on_event
+        self._world.agenda.after(0.0, self._announce)
+
+    async def add_remote_agent(self, metadata: bytes) -> AgentName:
+        await self._turn()
+        try:
+            said = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.DecodeError:
+            raise NixlCallFailed("add_remote_agent", MISMATCH) from None
+        target = self._world.instance(said.instance)
+        if (said.magic, said.end) != (_METADATA_MARK, _METADATA_MARK) or target is None:
+            raise NixlCallFailed("add_remote_agent", MISMATCH)
+        if said.name == self._agent_name:
+            raise NixlCallFailed("add_remote_agent", INVALID)
+        known = self._agents.get(said.name)
+        if known is not None and known.metadata != metadata:
+            raise NixlCallFailed("add_remote_agent", NOT_ALLOWED)
+        if known is None:
+            connection = _Connection(target, metadata)
+            self._agents[said.name] = connection
+            self._connections.append(connection)
+            if target.is_gone:
+                self._world.announce_death(target)
+        return said.name
+
+    async def remove_remote_agent(self, name: AgentName) -> None:
+        await self._turn()
+        connection = self._agents.pop(name, None)
+        if connection is not None:
+            connection.is_removed = True
+            self._drop_useless_connections()
+
+    async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
+        await self._turn()
+        return self._prepare("prepare_local", None, self._ranges, runs)
+
+    async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
+        await self._turn()
+        connection = self._agents.get(agent)
+        if connection is None:
+            raise NixlCallFailed("prepare_remote", NOT_FOUND)
+        ranges = msgspec.msgpack.decode(connection.metadata, type=_Metadata).ranges
+        return self._prepare("prepare_remote", connection, ranges, runs)
+
+    def _prepare(
+        self,
+        operation: str,
+        connection: _Connection | None,
+        ranges: Sequence[tuple[int, int]],
+        runs: Sequence[MemoryRun],
+    ) -> DescriptorListHandle:
+        if not runs or not all(_is_within(run, ranges) for run in runs):
+            raise NixlCallFailed(operation, NOT_FOUND)
+        addresses = [run.address + run.stride_bytes * np.arange(run.count, dtype=np.int64) for run in runs]
+        lengths = [np.full(run.count, run.length_bytes, np.int64) for run in runs]
+        handle = next(self._handles)
+        self._lists[handle] = _PreparedList(connection, np.concatenate(addresses), np.concatenate(lengths))
+        return handle
+
+    async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
+        await self._turn()
+        self._lists.pop(handle, None)
+
+    async def post_read(
+        self,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+        notification: bytes,
+    ) -> ReadHandle:
+        await self._turn()
+        read = self._plan(local, local_ids, remote, remote_ids, notification)
+        if not self._reads_inline:
+            self._reads[read.handle] = read
+            self._world.launch(read)
+            return read.handle
+        self._busy_until = max(self._busy_until, trio.current_time() + read.seconds)
+        self._reads[read.handle] = read
+        with trio.CancelScope(shield=True):
+            error = await self._world.copy_inline(read)
+        if self.is_dead or self._is_closed:
+            raise PortClosed(self._agent_name)
+        if error is not None:
+            del self._reads[read.handle]
+            self._reads_over.set()
+            raise NixlCallFailed("post_read", error, transport_lost=True)
+        # Not in here: the caller must know the handle first.
+        self._world.agenda.after(0.0, lambda: self.see_end(read, None))
+        return read.handle
+
+    def _plan(
+        self,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+        notification: bytes,
+    ) -> FlyingRead:
+        here, there = self._lists.get(local), self._lists.get(remote)
+        if here is None or there is None or here.connection is not None or there.connection is None:
+            raise NixlCallFailed("post_read", INVALID)
+        refusal = there.connection.refusal
+        if refusal is not None:
+            raise NixlCallFailed("post_read", refusal, transport_lost=True)
+        if local_ids.shape != remote_ids.shape or not (_fits(local_ids, here) and _fits(remote_ids, there)):
+            raise NixlCallFailed("post_read", INVALID)
+        lengths = here.lengths[local_ids]
+        if (lengths != there.lengths[remote_ids]).any():
+            raise NixlCallFailed("post_read", INVALID)
+        pieces = list(
+            zip(here.addresses[local_ids].tolist(), there.addresses[remote_ids].tolist(), lengths.tolist(), strict=True)
+        )
+        rules, target = self._world.rules, there.connection.target.agent_name
+        return FlyingRead(
+            handle=next(self._handles),
+            initiator=self,
+            connection=there.connection,
+            pieces=pieces,
+            notification=notification,
+            posted_seconds=trio.current_time(),
+            seconds=rules.read_seconds(self._agent_name, target, int(lengths.sum())),
+            fails=rules.read_error(self._agent_name, target),
+            is_inline=self._reads_inline,
+        )
+
+    async def release_read(self, handle: ReadHandle) -> None:
+        self._refuse_if_closed()
+        if self._reads.get(handle) is not None:
+            raise ReadInFlight(f"READ {handle} has not ended")
+        await trio.lowlevel.checkpoint()
+        self._reads.pop(handle, None)
+
+    async def send_notification(self, agent: AgentName, message: bytes) -> None:
+        await self._turn()
+        connection = self._agents.get(agent)
+        if connection is None:
+            raise NixlCallFailed("send_notification", NOT_FOUND)
+        if connection.is_broken:
+            raise NixlCallFailed("send_notification", DISCONNECTED, transport_lost=True)
+        self._world.send(self._agent_name, connection.target, message, in_order=True)
+
+    def expect_notifications(self, expected: bool) -> None:
+        self._look_seconds = LOOK_EXPECTING_SECONDS if expected else LOOK_IDLE_SECONDS
+
+    def counts(self) -> PortCounts:
+        return PortCounts(
+            remote_agents=len(self._agents),
+            descriptor_lists=len(self._lists),
+            reads=len(self._reads),
+            registered_ranges=len(self._ranges),
+        )
+
+    async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
+        self._is_closing = True
+        if self.counts_at_close is None:
+            self.counts_at_close = self.counts()
+        try:
+            with trio.move_on_after(grace_seconds):
+                while self._is_reading and not self._is_closed and not self.is_dead:
+                    self._reads_over = trio.Event()
+                    await self._reads_over.wait()
+            await trio.lowlevel.checkpoint()
+        finally:
+            self._close()
+        return list(self._abandoned)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_reading(self) -> bool:
+        return any(read is not None for read in self._reads.values())
+
+    async def _turn(self) -> None:
+        """Wait until the agent's thread has come to this call and done it."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._refuse_if_closed()
+        self._busy_until = max(self._busy_until, trio.current_time()) + CALL_SECONDS
+        await trio.sleep_until(self._busy_until)
+        if self.is_dead or self._is_closed:
+            raise PortClosed(self._agent_name)
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closing or self.is_dead:
+            raise PortClosed(self._agent_name)
+
+    def _close(self) -> None:
+        """READs in flight go on without anybody."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._abandoned = [handle for handle, read in self._reads.items() if read is not None]
+        self._agents.clear()
+        self._lists.clear()
+        self._reads_over.set()
+        if not self.is_dead:
+            self._world.announce_death(self)
+
+    def _drop_useless_connections(self) -> None:
+        """Those that neither an agent nor a READ stands on, so that churn does not pile up."""
+        busy = {id(read.connection) for read in self._reads.values() if read is not None}
+        self._connections = [each for each in self._connections if not each.is_removed or id(each) in busy]
+
+    def see_end(self, read: FlyingRead, error: str | None) -> None:
+        """The agent's thread finds that a READ has ended."""
+        if self.is_dead or self._is_closed:
+            return
+        self._reads[read.handle] = None
+        now_ns = self._now_ns()
+        if error is not None:
+            self._events.append(ReadErrored(read.handle, now_ns, error, transport_lost=True))
+        else:
+            if read.notification:
+                self._world.send(self._agent_name, read.connection.target, read.notification, in_order=False)
+            in_transport = trio.current_time() - read.posted_seconds
+            self._events.append(
+                ReadDone(
+                    handle=read.handle,
+                    completed_ns=now_ns,
+                    bytes=read.length_bytes,
+                    descriptors=len(read.pieces),
+                    seconds_in_transport=in_transport,
+                    seconds_to_post=in_transport if self._reads_inline else 0.0,
+                )
+            )
+        self._announce()
+        if not self._is_reading:
+            self._reads_over.set()
+
+    def take_in(self, sender: AgentName, message: bytes) -> None:
+        """A notification has arrived; it is seen when somebody looks."""
+        if not self.is_gone:
+            self._arrived.append(NotificationReceived(sender, message))
+            self._look_later(self._look_seconds)
+
+    def _look_later(self, seconds: float) -> None:
+        if not self._is_looking and self._arrived:
+            self._is_looking = True
+            self._world.agenda.after(seconds, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        if not self.is_paused and not self.is_gone:
+            self._events.extend(self._arrived)
+            self._arrived.clear()
+            self._announce()
+
+    def _announce(self) -> None:
+        while self._events and self._on_event is not None and not self.is_paused and not self.is_dead:
+            self._on_event(self._events.popleft())
+
+
+def _is_within(run: MemoryRun, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether all blocks of a run lie in one registered range."""
+    if run.count < 1 or run.length_bytes < 1 or run.stride_bytes < run.length_bytes:
+        return False
+    end = run.address + (run.count - 1) * run.stride_bytes + run.length_bytes
+    return any(address <= run.address and end <= address + length for address, length in ranges)
+
+
+def _fits(ids: DescriptorIds, prepared: _PreparedList) -> bool:
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind != "i":
+        return False
+    return bool(ids.min() >= 0) and bool(ids.max() < len(prepared.addresses))

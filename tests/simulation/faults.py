@@ -1,0 +1,271 @@
+"""Faults as data: what goes wrong in a simulated cluster, where, when and for how long.
+
+A `Plan` is a seed and a list of faults. The seed decides everything else (the cluster's shape, the requests, every
+delay), so a plan in a file replays exactly. `draw_plan` draws the faults from the seed too, by a swarm: each seed
+allows some kinds only, so that rare combinations of few kinds occur besides the soup of all of them.
+
+A fault ends with the safety phase at the latest. `ActiveFaults` is what the fakes ask: it is their rules.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import trio
+
+from tests.simulation.fake_network import LATENCY_SECONDS, NetworkRules
+from tests.simulation.fake_nixl import NixlRules
+
+
+class Kind(enum.Enum):
+    """What goes wrong. The target of the first two groups is a link "from>to", of the others an engine."""
+
+    MESSAGE_LOSS = "message_loss"
+    MESSAGE_DUPLICATE = "message_duplicate"
+    MESSAGE_DELAY = "message_delay"
+    MESSAGE_REORDER = "message_reorder"
+    CLOG = "clog"
+    PARTITION = "partition"
+
+    READ_ERROR = "read_error"
+    READ_STALL = "read_stall"
+    READ_SLOW = "read_slow"
+    NOTIFICATION_LOSS = "notification_loss"
+    NOTIFICATION_DUPLICATE = "notification_duplicate"
+    NOTIFICATION_DELAY = "notification_delay"
+
+    CRASH_NEW_ID = "crash_new_id"
+    CRASH_SAME_ID = "crash_same_id"
+    PAUSE = "pause"
+    STOP_POLLING = "stop_polling"
+    WALL_CLOCK_JUMP = "wall_clock_jump"
+    GARBAGE = "garbage"
+
+    ABORT = "abort"
+    ACTOR_CRASH = "actor_crash"
+
+
+MESSAGE_KINDS = (
+    Kind.MESSAGE_LOSS,
+    Kind.MESSAGE_DUPLICATE,
+    Kind.MESSAGE_DELAY,
+    Kind.MESSAGE_REORDER,
+    Kind.CLOG,
+    Kind.PARTITION,
+)
+"""Links in both directions between decode and prefill."""
+DECODE_LINK_KINDS = (
+    Kind.READ_ERROR,
+    Kind.READ_STALL,
+    Kind.READ_SLOW,
+    Kind.NOTIFICATION_LOSS,
+    Kind.NOTIFICATION_DUPLICATE,
+    Kind.NOTIFICATION_DELAY,
+)
+"""Links from a decode engine to a prefill engine."""
+PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID)
+DECODE_KINDS = (Kind.ABORT, Kind.ACTOR_CRASH)
+
+READ_SLOWDOWN = 50
+FAULTS_MAX = 16
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """`probability`: how likely each single message, READ or request is hit while the fault lasts."""
+
+    kind: Kind
+    target: str
+    at_seconds: float
+    duration_seconds: float
+    probability: float = 1.0
+
+    @property
+    def end_seconds(self) -> float:
+        return self.at_seconds + self.duration_seconds
+
+    def touches(self, decode: str, prefill: str) -> bool:
+        """Whether requests of this pair may feel it."""
+        source, arrow, target = self.target.partition(">")
+        if arrow:
+            return {source, target} == {decode, prefill}
+        return source in (decode, prefill)
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster of a seed."""
+
+    prefills: int
+    decodes: int
+    safety_seconds: float
+    requests_per_second: float
+    reads_inline: bool
+    peer_limit: int
+
+    @property
+    def prefill_names(self) -> list[str]:
+        return [f"p{number}" for number in range(self.prefills)]
+
+    @property
+    def decode_names(self) -> list[str]:
+        return [f"d{number}" for number in range(self.decodes)]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a run depends on. `comment` is for people."""
+
+    seed: int
+    faults: list[Fault]
+    comment: str = ""
+
+
+def generator(seed: int, concern: str) -> random.Random:
+    """A generator of its own for each concern, so that a draw more in one moves nothing in another."""
+    return random.Random(f"{seed}/{concern}")
+
+
+def draw_shape(seed: int) -> Shape:
+    chance = generator(seed, "shape")
+    return Shape(
+        prefills=chance.randint(1, 3),
+        decodes=chance.randint(1, 3),
+        safety_seconds=chance.uniform(4.0, 12.0),
+        requests_per_second=chance.uniform(10.0, 50.0),
+        reads_inline=chance.random() < 0.3,
+        peer_limit=1024 if chance.random() < 0.85 else chance.randint(1, 2),
+    )
+
+
+def draw_plan(seed: int) -> Plan:
+    """The faults of a seed; one seed in ten has none."""
+    chance = generator(seed, "faults")
+    shape = draw_shape(seed)
+    if chance.random() < 0.1:
+        return Plan(seed=seed, faults=[])
+    allowed = [kind for kind in Kind if chance.random() < 0.3] or [chance.choice(list(Kind))]
+    weights = [chance.uniform(0.1, 1.0) for _ in allowed]
+    count = chance.randint(1, FAULTS_MAX)
+    faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
+    return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
+
+
+def _draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
+    at_seconds = chance.uniform(0.0, shape.safety_seconds * 0.8)
+    if kind in MESSAGE_KINDS and chance.random() < 0.6:
+        at_seconds = 0.0  # engines speak on the side channel when they meet, and rarely afterwards
+    longest = shape.safety_seconds - at_seconds
+    duration_seconds = min(longest, chance.choice([0.05, 0.3, 1.0, 4.0, longest]))
+    probability = chance.choice([0.1, 0.5, 1.0])
+    return Fault(
+        kind=kind,
+        target=_draw_target(kind, shape, chance),
+        at_seconds=round(at_seconds, 3),
+        duration_seconds=round(duration_seconds, 3),
+        probability=probability,
+    )
+
+
+def _draw_target(kind: Kind, shape: Shape, chance: random.Random) -> str:
+    decode, prefill = chance.choice(shape.decode_names), chance.choice(shape.prefill_names)
+    if kind in DECODE_LINK_KINDS:
+        return f"{decode}>{prefill}"
+    if kind in MESSAGE_KINDS:
+        return chance.choice([f"{decode}>{prefill}", f"{prefill}>{decode}"])
+    if kind in PREFILL_KINDS:
+        return prefill
+    if kind in DECODE_KINDS:
+        return decode
+    return chance.choice([decode, prefill])
+
+
+def engine_of(name: str) -> str:
+    """The engine that a host ("p0.sim") or an agent ("p0.2") belongs to."""
+    return name.partition(".")[0]
+
+
+class ActiveFaults(NetworkRules, NixlRules):
+    """What the faults of a plan do to messages, notifications and READs at the current moment.
+
+    `fired` counts how often each kind did something.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._faults: dict[tuple[Kind, str], list[Fault]] = {}
+        for fault in plan.faults:
+            self._faults.setdefault((fault.kind, fault.target), []).append(fault)
+        self._chance = generator(plan.seed, "transport")
+        self.fired: Counter[Kind] = Counter()
+
+    def find(self, kind: Kind, target: str) -> Fault | None:
+        """The fault that is on, whatever its probability."""
+        faults = self._faults.get((kind, target))
+        if not faults:
+            return None
+        now = trio.current_time()
+        return next((each for each in faults if each.at_seconds <= now < each.end_seconds), None)
+
+    def hits(self, kind: Kind, target: str) -> Fault | None:
+        """The fault that is on, if it strikes this time."""
+        fault = self.find(kind, target)
+        if fault is None or self._chance.random() >= fault.probability:
+            return None
+        self.fired[kind] += 1
+        return fault
+
+    # --- the side channel -------------------------------------------------------------------------------------------
+
+    def delays(self, source: str, target: str) -> Sequence[float]:
+        link = f"{engine_of(source)}>{engine_of(target)}"
+        if self.hits(Kind.MESSAGE_LOSS, link) or self.hits(Kind.PARTITION, link):
+            return ()
+        delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
+        if self.hits(Kind.MESSAGE_DELAY, link):
+            delay_seconds += self._chance.uniform(0.1, 2.0)
+        if self.hits(Kind.MESSAGE_REORDER, link):
+            delay_seconds += self._chance.uniform(0.0, 0.05)
+        now = trio.current_time()
+        for held_up in (
+            self.hits(Kind.CLOG, link),
+            self.find(Kind.PAUSE, engine_of(source)),
+            self.find(Kind.PAUSE, engine_of(target)),
+        ):
+            if held_up is not None:
+                delay_seconds = max(delay_seconds, held_up.end_seconds - now)
+        if self.hits(Kind.MESSAGE_DUPLICATE, link):
+            return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 0.5))
+        return (delay_seconds,)
+
+    # --- NIXL -------------------------------------------------------------------------------------------------------
+
+    def read_seconds(self, initiator: str, target: str, length_bytes: int) -> float:
+        seconds = self._chance.uniform(0.5, 2.0) * super().read_seconds(initiator, target, length_bytes)
+        if self.hits(Kind.READ_SLOW, f"{engine_of(initiator)}>{engine_of(target)}"):
+            seconds *= READ_SLOWDOWN
+        return seconds
+
+    def read_error(self, initiator: str, target: str) -> bool:
+        return self.hits(Kind.READ_ERROR, f"{engine_of(initiator)}>{engine_of(target)}") is not None
+
+    def read_stalls_until(self, initiator: str, target: str) -> float:
+        there, back = engine_of(initiator), engine_of(target)
+        # A READ needs both directions.
+        found = (
+            self.hits(Kind.READ_STALL, f"{there}>{back}"),
+            self.find(Kind.PARTITION, f"{there}>{back}"),
+            self.find(Kind.PARTITION, f"{back}>{there}"),
+        )
+        return max((fault.end_seconds for fault in found if fault is not None), default=0.0)
+
+    def notification_delays(self, sender: str, receiver: str) -> Sequence[float]:
+        link = f"{engine_of(sender)}>{engine_of(receiver)}"
+        if self.hits(Kind.NOTIFICATION_LOSS, link) or self.hits(Kind.PARTITION, link):
+            return ()
+        delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
+        if self.hits(Kind.NOTIFICATION_DELAY, link):
+            delay_seconds += self._chance.uniform(0.1, 3.0)
+        if self.hits(Kind.NOTIFICATION_DUPLICATE, link):
+            return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 1.0))
+        return (delay_seconds,)

@@ -1,0 +1,235 @@
+"""Oracles: what must hold in every run, judged from outside of the product.
+
+They see what a scheduler and a client see (commands, outcomes, memory) and what only the fake world knows (which READs
+may still write). They know nothing of the product's state. The cluster tells them what happens; each complaint is a
+`Violation` with the moment of virtual time.
+
+    report once     an awaited request has exactly one ReceiveEnded, another one has none
+    bytes           a request reported done holds its own prompt's KV, then and until its blocks are freed
+    block reuse     a block that is freed or handed out is named by no READ that may still write
+    free once       a lease that was granted ends exactly once, and one that was not never ends
+    bound           every awaited request ends in time, faults or not
+    isolation       a request between engines that no fault touches is done soon
+    recovery        with the faults off, every pair of engines works again
+    leaks           in the end nothing is in flight, lent, held or quarantined, and every actor has ended
+    health          no actor crashes but those that a fault made crash
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from connector.config import ConnectorOptions
+from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
+from statemachine.failures import Failure
+from tests.simulation.faults import Fault
+
+SCHEDULING_SLACK_SECONDS = 0.5
+"""What a request may take beyond its time limits; a crash of its actor comes on top, with the restart's delay."""
+SERVED_SOON_SECONDS = 0.5
+"""How long an undisturbed request may take: a handshake, its READ, and a queue."""
+AFTERMATH_SECONDS = 15.0
+"""How long after its end a fault may be felt: back-off, draining, the deadline of what it left hanging."""
+
+Words = npt.NDArray[np.uint64]
+"""KV of blocks, shape [layers, blocks, words of a block]."""
+
+
+class InjectedCrash(Exception):
+    """Raised inside an actor by a fault."""
+
+
+class Violation(msgspec.Struct, frozen=True, kw_only=True):
+    oracle: str
+    detail: str
+    at_seconds: float
+
+
+def expected_words(content: int, first_block: int, shape: tuple[int, int, int]) -> Words:
+    """What the blocks of a prompt hold: a pure function of `content`, number of the block in it, layer and place."""
+    layers, blocks, words = (np.arange(size, dtype=np.uint64) for size in shape)
+    with np.errstate(over="ignore"):
+        key = np.uint64(content) * np.uint64(0x9E3779B97F4A7C15) + (blocks + np.uint64(first_block + 1))
+        key = key * np.uint64(0xBF58476D1CE4E5B9)
+        values: Words = (
+            key[None, :, None]
+            + layers[:, None, None] * np.uint64(0x94D049BB133111EB)
+            + words[None, None, :] * np.uint64(0xD6E8FEB86659FD93)
+        )
+    return values
+
+
+@dataclass(kw_only=True)
+class Pull:
+    """One request on a decode engine, as the outside sees it."""
+
+    request_id: str
+    decode: str
+    prefill: str
+    content: int
+    first_block: int
+    blocks: list[int]
+    awaited: bool
+    started_seconds: float
+    lease_ends_seconds: float
+    is_aborted: bool = False
+    reports: int = 0
+    ended_seconds: float | None = None
+    failure: Failure | None = None
+
+
+@dataclass(kw_only=True)
+class Lent:
+    """One lease of one life of a prefill engine."""
+
+    request_id: str
+    owner: str
+    is_granted: bool = False
+    ends: int = 0
+
+
+@dataclass
+class Oracles:
+    """Collects what happens and what is wrong with it."""
+
+    options: ConnectorOptions
+    faults: list[Fault]
+    isolates: bool
+    """Whether undisturbed requests must succeed: not where the number of peers is limited below what is there."""
+    violations: list[Violation] = field(default_factory=list)
+    pulls: dict[str, Pull] = field(default_factory=dict)
+    leases: dict[tuple[str, str], Lent] = field(default_factory=dict)
+    _crashes: list[tuple[str, float]] = field(default_factory=list)
+
+    def complain(self, oracle: str, detail: str) -> None:
+        self.violations.append(Violation(oracle=oracle, detail=detail, at_seconds=trio.current_time()))
+
+    # --- decode -----------------------------------------------------------------------------------------------------
+
+    def start(self, pull: Pull) -> None:
+        self.pulls[pull.request_id] = pull
+
+    def report(self, request_id: str, failure: Failure | None) -> None:
+        """The connector emitted a ReceiveEnded."""
+        pull = self.pulls.get(request_id)
+        if pull is None or not pull.awaited:
+            self.complain("report once", f"{request_id} was reported, and nobody waits for it")
+            return
+        pull.reports += 1
+        if pull.reports > 1:
+            self.complain("report once", f"{request_id} was reported {pull.reports} times")
+            return
+        pull.ended_seconds, pull.failure = trio.current_time(), failure
+        self._check_cause(f"request {request_id}", failure)
+        self._check_isolation(pull)
+        self._check_bound(pull)
+
+    def check_bytes(self, pull: Pull, found: Words, expected: Words, when: str) -> None:
+        wrong = np.flatnonzero((found != expected).any(axis=(0, 2)))
+        if wrong.size:
+            blocks = [pull.blocks[number] for number in wrong]
+            self.complain("bytes", f"{pull.request_id} {when}: blocks {blocks} of {pull.decode} hold something else")
+
+    def check_unwritten(self, engine: str, blocks: Iterable[int], written: set[int], action: str) -> None:
+        """`written`: blocks of the engine that READs may still write into."""
+        bad = written.intersection(blocks)
+        if bad:
+            self.complain("block reuse", f"{engine} {action} blocks {sorted(bad)} while a READ may write into them")
+
+    def _check_bound(self, pull: Pull) -> None:
+        assert pull.ended_seconds is not None
+        took_seconds = pull.ended_seconds - pull.started_seconds
+        earliest = pull.started_seconds - RESTART_DELAY_SECONDS_MAX
+        crashes = sum(name == pull.decode and at >= earliest for name, at in self._crashes)
+        limit = self.options.request_timeout_seconds + self.options.quiesce_timeout_seconds
+        limit += SCHEDULING_SLACK_SECONDS + crashes * RESTART_DELAY_SECONDS_MAX
+        if took_seconds > limit:
+            self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
+
+    def _check_isolation(self, pull: Pull) -> None:
+        if not self.isolates or pull.is_aborted or self._is_touched(pull):
+            return
+        assert pull.ended_seconds is not None
+        took_seconds = pull.ended_seconds - pull.started_seconds
+        if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:
+            return
+        if pull.failure is not None:
+            self.complain(
+                "isolation",
+                f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches: {pull.failure}",
+            )
+        elif took_seconds > SERVED_SOON_SECONDS:
+            self.complain(
+                "isolation",
+                f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches, took "
+                f"{took_seconds:.3f} s",
+            )
+
+    def _is_touched(self, pull: Pull) -> bool:
+        assert pull.ended_seconds is not None
+        return any(
+            fault.touches(pull.decode, pull.prefill)
+            and fault.at_seconds <= pull.ended_seconds
+            and pull.started_seconds <= fault.end_seconds + AFTERMATH_SECONDS
+            for fault in self.faults
+        )
+
+    # --- prefill ----------------------------------------------------------------------------------------------------
+
+    def lend(self, lent: Lent) -> None:
+        self.leases[lent.owner, lent.request_id] = lent
+
+    def free(self, owner: str, request_id: str) -> bool:
+        """The connector emitted a SendEnded; returns whether it was due."""
+        lent = self.leases.get((owner, request_id))
+        if lent is None or not lent.is_granted:
+            self.complain("free once", f"{owner} freed {request_id}, which it does not lend")
+            return False
+        lent.ends += 1
+        if lent.ends > 1:
+            self.complain("free once", f"{owner} freed {request_id} {lent.ends} times")
+        return lent.ends == 1
+
+    def forget_leases(self, owner: str) -> None:
+        """A prefill engine has died."""
+        for key in [key for key in self.leases if key[0] == owner]:
+            del self.leases[key]
+
+    # --- health -----------------------------------------------------------------------------------------------------
+
+    def crash(self, engine: str, actor: str, error: BaseException) -> None:
+        self._crashes.append((engine, trio.current_time()))
+        if not _is_injected(error):
+            self.complain("health", f"{actor} of {engine} crashed: {error!r}")
+
+    def note_failure(self, engine: str, subject: str, failure: Failure) -> None:
+        self._check_cause(f"{engine}, {subject}", failure)
+
+    def _check_cause(self, subject: str, failure: Failure | None) -> None:
+        if failure is None or InjectedCrash.__name__ in str(failure):
+            return
+        if failure.kind == "ActorCrashed" or "internal error" in str(failure):
+            self.complain("health", f"{subject}: {failure}")
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def check_all_ended(self) -> None:
+        """After the liveness phase."""
+        for pull in self.pulls.values():
+            if pull.awaited and pull.reports == 0:
+                self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
+        for lent in self.leases.values():
+            if lent.is_granted and lent.ends == 0:
+                self.complain("free once", f"{lent.owner} never freed {lent.request_id}")
+
+
+def _is_injected(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_injected(each) for each in error.exceptions)
+    return isinstance(error, InjectedCrash)
