@@ -75,8 +75,12 @@ def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(mixed: BuiltinAn
     for prefill in (mixed.builtin, mixed.ours):
         with PrefillDecode(prefill, mixed.other_builtin) as service:
             asked, other = prompt(200, f"asked {prefill.name}"), prompt(200, f"other {prefill.name}")
-            params = service.prefill(other).kv_transfer_params
-            assert params is not None
-            wrong = service.decode(asked, params)
+            # The built-in D gives a handshake up after five seconds, which a starved machine can make of a millisecond.
+            for _ in range(3):
+                params = service.prefill(other).kv_transfer_params
+                assert params is not None
+                wrong = service.decode(asked, params)
+                if wrong.ok:
+                    break
             assert wrong.ok, wrong.error
             assert wrong.token_ids != service.alone(asked).token_ids
