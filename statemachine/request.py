@@ -244,16 +244,12 @@ def _on_peer_ready(request: Request, event: PeerReady) -> tuple[Request, Effects
     return reading, (PostReads(reads=event.reads),)
 
 
-def _fail_pending(request: Request, event: PeerFailed | PeerIncompatible) -> tuple[Request, Effects]:
+def _fail_pending(request: Request, event: PeerFailed | PeerIncompatible | ShellFailed) -> tuple[Request, Effects]:
     return _end(request, State.FAILED, event.failure), _report(request, event.failure)
 
 
 def _reject_pending(request: Request, event: ParamsRejected) -> tuple[Request, Effects]:
     return _end(request, State.FAILED, event.failure), (SendRelease(), *_report(request, event.failure))
-
-
-def _crash_pending(request: Request, event: ShellFailed) -> tuple[Request, Effects]:
-    return _end(request, State.FAILED, event.failure), _report(request, event.failure)
 
 
 def _lapse_pending(request: Request, event: LeaseLapsed) -> tuple[Request, Effects]:
@@ -407,7 +403,7 @@ MACHINE: Machine[Request] = Machine(
         (_PENDING, LeaseLapsed): to(_lapse_pending, _EXPIRED),
         (_PENDING, DeadlinePassed): to(_time_out_pending, _EXPIRED),
         (_PENDING, Aborted): to(_abort_pending, _FAILED),
-        (_PENDING, ShellFailed): to(_crash_pending, _FAILED),
+        (_PENDING, ShellFailed): to(_fail_pending, _FAILED),
         (_READING, ReadCompleted): to(_complete, _READING, _DONE, _EXPIRED),
         (_READING, ReadFailed): to(_fail_reading, _DRAINING, _PENDING, _FAILED),
         (_READING, PeerLost): to(_lose_peer, _DRAINING),

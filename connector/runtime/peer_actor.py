@@ -30,7 +30,7 @@ import msgspec
 import trio
 
 from connector.layout.geometry import BlockIdError
-from connector.ports.nixl import DescriptorIds, NixlCallFailed, PortClosed
+from connector.ports.nixl import NixlCallFailed, PortClosed
 from connector.runtime.clock import NS_PER_SECOND, ClockSample, to_ns
 from connector.runtime.context import ActorContext
 from connector.runtime.handshake import Connection, connect, disconnect, exchange
@@ -467,8 +467,7 @@ class PeerActor:
         if expected is not None and connection.incarnation is not None and expected != connection.incarnation:
             self._doubt(run, connection.incarnation)
             return
-        ids = self._descriptor_ids(run, connection)
-        if ids is None:
+        if not self._resolve_blocks(run, connection):
             return
         now_ns = self._context.clock.now_ns()
         proof = self._proof(run, connection)
@@ -480,14 +479,16 @@ class PeerActor:
             self._spawn(self._ask_again, self.address, None)
         self._apply(run, request.PeerReady(now_ns=now_ns, reads=reads, proof=proof))
 
-    def _descriptor_ids(self, run: RequestRun, connection: Connection) -> tuple[DescriptorIds, DescriptorIds] | None:
+    def _resolve_blocks(self, run: RequestRun, connection: Connection) -> bool:
+        """Look up the descriptors of the request's blocks. False when the peer does not have them: it has failed."""
         command = run.command
         try:
-            return connection.plan.descriptor_ids(command.local_block_ids, command.remote_block_ids)
+            run.descriptor_ids = connection.plan.descriptor_ids(command.local_block_ids, command.remote_block_ids)
         except BlockIdError as error:
             failure = BadParams(field="remote_block_ids", expected="blocks that the engine has", found=str(error))
             self._apply(run, request.ParamsRejected(failure=failure))
-            return None
+            return False
+        return True
 
     def _proof(self, run: RequestRun, connection: Connection) -> request.Proof:
         options = self._context.options
@@ -502,7 +503,7 @@ class PeerActor:
     def _post_reads(self, run: RequestRun) -> None:
         connection = self._connection
         assert connection is not None
-        ids = self._descriptor_ids(run, connection)
+        ids = run.descriptor_ids
         assert ids is not None
         command = run.command
         quarantine = Quarantine(local_block_ids=command.local_block_ids, open_reads=1)

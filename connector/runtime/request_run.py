@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from connector.ports.nixl import DescriptorIds
 from connector.runtime.messages import StartPull
 from connector.runtime.nixl_owner import Quarantine
 from connector.runtime.tracked import Recorder, Tracked
@@ -18,7 +19,7 @@ class RequestRun:
         heard_ns: local time at which this engine first heard of the request.
         probed, probing: the peer's incarnation was looked up anew for this request, or is being looked up.
         quarantine: the READs of the current attempt.
-        bytes, descriptors: what its completed reads moved.
+        descriptor_ids: local and remote descriptors of the current attempt, for the connection it was offered.
     """
 
     command: StartPull
@@ -27,8 +28,7 @@ class RequestRun:
     probed: bool = False
     probing: bool = False
     quarantine: Quarantine | None = None
-    bytes: int = 0
-    descriptors: int = 0
+    descriptor_ids: tuple[DescriptorIds, DescriptorIds] | None = None
 
     @property
     def request_id(self) -> str:

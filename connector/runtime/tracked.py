@@ -6,7 +6,6 @@ says it is. With no sink, a transition costs the table's step and one comparison
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from connector.runtime.clock import NS_PER_SECOND, Clock
@@ -121,7 +120,3 @@ class Tracked(Generic[V]):
         )
         if from_state != self.value.state.value:
             self._entered_ns = now_ns
-
-
-FailureLog = Callable[[str, Failure], None]
-"""Called with a subject and why it failed; writes one line for people."""
