@@ -7,6 +7,7 @@ built-in class of the same name.
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.config import parse_options
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
+from connector.runtime.clock import MonotonicClock
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
@@ -57,7 +59,9 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ConnectorScheduler(vllm_config, kv_cache_config, options)
+            self._scheduler = ConnectorScheduler(
+                vllm_config, kv_cache_config, options, clock=MonotonicClock(), incarnation=uuid.uuid4().hex
+            )
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config, options)
 
@@ -159,14 +163,14 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker_side.take_invalid_blocks()
+        return self._worker_side.ledger.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker_side.take_report()
+        return self._worker_side.ledger.take_report()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Worker: figures since the last step. The scheduler role has none of its own."""
-        return self._worker.take_stats() if self._worker is not None else None
+        return self._worker.ledger.take_stats() if self._worker is not None else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after all its layers are here."""

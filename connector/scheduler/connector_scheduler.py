@@ -28,8 +28,6 @@ list when vLLM frees the request, until the worker reports that the READ has end
 from __future__ import annotations
 
 import enum
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +39,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
+from connector.runtime.clock import NS_PER_SECOND, Clock
 from connector.runtime.messages import (
     AbortPull,
     Command,
@@ -87,22 +86,36 @@ class Pull:
 
     remote: RemotePrefill | None
     rejection: BadParams | None
-    heard_seconds: float
+    heard_ns: int
     phase: PullPhase = PullPhase.WAITING
     is_tracked: bool = False
 
 
 class ConnectorScheduler:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
+    Args:
+        clock: of this process.
+        incarnation: a fresh name for this life of the engine.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions,
+        *,
+        clock: Clock,
+        incarnation: str,
+    ) -> None:
         parallel = vllm_config.parallel_config
         self._options = options
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         self._tp_size: int = parallel.tensor_parallel_size
-        self._incarnation = uuid.uuid4().hex
+        self._clock = clock
+        self._incarnation = incarnation
         self._pulls: dict[str, Pull] = {}
         self._computing: set[str] = set()
         self._commands: list[Command] = []
@@ -224,8 +237,8 @@ class ConnectorScheduler:
                 groups = f"{len(remote.block_ids)} groups"
                 raise ParamsError(BadParams(field="remote_block_ids", expected="one KV cache group", found=groups))
         except ParamsError as error:
-            return Pull(remote=None, rejection=error.failure, heard_seconds=time.perf_counter())
-        return Pull(remote=remote, rejection=None, heard_seconds=time.perf_counter())
+            return Pull(remote=None, rejection=error.failure, heard_ns=self._clock.now_ns())
+        return Pull(remote=remote, rejection=None, heard_ns=self._clock.now_ns())
 
     def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
         local = [block.block_id for block in blocks.blocks[0] if block.block_hash is None and not block.is_null]
@@ -269,7 +282,7 @@ class ConnectorScheduler:
             local_block_ids=local_block_ids,
             remote_block_ids=remote_block_ids,
             awaited=awaited,
-            age_seconds=time.perf_counter() - pull.heard_seconds,
+            age_seconds=(self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND,
             lease_expires_at=remote.lease_expires_at,
             incarnation=remote.incarnation,
         )
@@ -299,7 +312,7 @@ class ConnectorScheduler:
             block_ids=block_ids,
             tp_size=self._tp_size,
             num_tokens=request.num_computed_tokens,
-            lease_expires_at=time.perf_counter() + lease_seconds,
+            lease_expires_at=self._clock.now_ns() / NS_PER_SECOND + lease_seconds,
             incarnation=self._incarnation,
         )
 

@@ -45,6 +45,9 @@ LEASE_SECONDS = 10.0
 HANDSHAKE_TIMEOUT_SECONDS = 5.0
 REQUEST_TIMEOUT_SECONDS = 10.0
 
+BUILTIN_CONFIG = {"num_threads": 0}
+"""By default the built-in connector's NIXL agent keeps four progress threads spinning, on the core of its engine."""
+
 T = TypeVar("T")
 
 
@@ -233,8 +236,8 @@ class BuiltinAndOurs:
         try:
             self.ours, self.builtin, self.other_builtin = self._engines.start(
                 _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
-                _options(directory, "builtin", core=1, connector="builtin"),
-                _options(directory, "other-builtin", core=0, connector="builtin"),
+                _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
+                _options(directory, "other-builtin", core=0, connector="builtin", extra_config=BUILTIN_CONFIG),
             )
         except BaseException:
             self._engines.stop()

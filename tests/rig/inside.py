@@ -54,8 +54,8 @@ class Inside:
             peer_actors=len(actors),
             pulls=len(lender._pulls),
             prefills=len(lender._computing),
-            receives=len(worker._open_receives),
-            sends=len(worker._open_sends),
+            receives=worker.ledger.open_receives,
+            sends=worker.ledger.open_sends,
             requests_of_actors=len(supervisor._peer_of_request) + sum(len(actor._runs) for actor in actors),
             leases=supervisor._lease_keeper.open_leases
             + sum(len(actor._holders) + len(actor._owed_releases) + len(actor._pending_releases) for actor in actors),

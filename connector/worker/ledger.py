@@ -1,0 +1,174 @@
+"""What vLLM waits for, and what it is told: the engine thread's book of open transfers.
+
+Commands pass through on their way to the actors (`enter`), outcomes on their way back (`hear`, called in the trio
+thread; `take_results`, on the engine thread). In between the ledger remembers only what must be given back when the
+actors are gone: the requests that wait for KV and the leases that vLLM holds blocks for.
+
+If the actors die, everything fails closed (`fail_closed`). Waiting requests are reported as failed with their blocks
+quarantined, because nobody watches their READs any more; leases are given back once they could have been renewed no
+longer; new requests are refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from connector.observe.log import get_logger
+from connector.observe.stats import ConnectorStats
+from connector.runtime.clock import Clock, to_ns
+from connector.runtime.messages import (
+    Command,
+    LeaseGranted,
+    Outcome,
+    QuarantineLifted,
+    ReceiveEnded,
+    RejectPull,
+    SendEnded,
+    StartPull,
+)
+from connector.runtime.supervisor import RENEWAL_FRACTION
+from connector.scheduler.metadata import WorkerReport
+from statemachine.failures import ConnectorStopped
+
+_log = get_logger()
+
+
+class TransferLedger:
+    """See the module's docstring.
+
+    Args:
+        clock: of this process.
+        lease_seconds: how long a lease lasts; a renewal extends it by a part of that.
+    """
+
+    def __init__(self, clock: Clock, lease_seconds: float) -> None:
+        self._clock = clock
+        self._longest_renewal_ns = to_ns(lease_seconds * RENEWAL_FRACTION)
+        self._outcomes: deque[Outcome] = deque()
+        self._stats = ConnectorStats()
+        self._invalid_blocks: set[int] = set()
+        self._report = WorkerReport()
+        self._open_receives: dict[str, list[int]] = {}
+        self._open_sends: dict[str, int] = {}
+        self._dead_since_ns: int | None = None
+
+    @property
+    def open_receives(self) -> int:
+        """Requests that vLLM has parked until their KV is here."""
+        return len(self._open_receives)
+
+    @property
+    def open_sends(self) -> int:
+        """Requests whose blocks vLLM keeps until it is told that they were read."""
+        return len(self._open_sends)
+
+    # --- on the way to the actors -------------------------------------------------------------------------------
+
+    def enter(self, command: Command) -> None:
+        """Remember what vLLM will wait for because of this command."""
+        match command:
+            case StartPull(awaited=True) | RejectPull():
+                self._open_receives[command.request_id] = command.local_block_ids
+            case LeaseGranted(request_id=request_id, lease_seconds=lease_seconds):
+                self._open_sends[request_id] = self._clock.now_ns() + to_ns(lease_seconds)
+            case _:
+                pass
+
+    def refuse(self, command: Command) -> None:
+        """The actors are dead and will not see this command: no READ of it exists, so its blocks are free."""
+        match command:
+            case StartPull(awaited=True) | RejectPull():
+                failure = ConnectorStopped(detail="its actors died earlier")
+                self._outcomes.append(
+                    ReceiveEnded(
+                        request_id=command.request_id,
+                        failure=failure,
+                        local_block_ids=command.local_block_ids,
+                        quarantined=False,
+                    )
+                )
+            case _:
+                pass
+
+    # --- on the way back ----------------------------------------------------------------------------------------
+
+    def hear(self, outcome: Outcome) -> None:
+        """Any thread: something has ended."""
+        self._outcomes.append(outcome)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """What has ended since the last call."""
+        results = KVConnectorTransferResults()
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if self._is_repeated(outcome):
+                continue
+            self._stats.add(outcome)
+            match outcome:
+                case ReceiveEnded():
+                    self._end_receive(outcome, results)
+                case SendEnded(request_id=request_id):
+                    results.finished_sending.add(request_id)
+                case QuarantineLifted(local_block_ids=block_ids):
+                    self._report.lifted.append(block_ids)
+                case _:
+                    pass
+        return results
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that were not loaded, of the requests reported as failed by the last `take_results`."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> WorkerReport | None:
+        """News about quarantined blocks for the scheduler process, if there are any."""
+        if not self._report.quarantined and not self._report.lifted:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Figures since the last call, or None when nothing happened."""
+        return None if self._stats.is_empty() else self._stats.clone_and_reset()
+
+    def fail_closed(self, death: BaseException | None) -> None:
+        """The actors have died: end on their behalf what can be ended now. Called again with every step."""
+        now_ns = self._clock.now_ns()
+        if self._dead_since_ns is None:
+            self._dead_since_ns = now_ns
+            _log.critical(
+                "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
+            )
+        failure = ConnectorStopped(detail=f"its actors died: {death!r}")
+        for request_id, block_ids in self._open_receives.items():
+            self._outcomes.append(
+                ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
+            )
+        # A consumer may have renewed a lease up to the moment of death; after this nobody can believe in it.
+        renewed_until_ns = self._dead_since_ns + self._longest_renewal_ns
+        for request_id, deadline_ns in self._open_sends.items():
+            if now_ns >= max(deadline_ns, renewed_until_ns):
+                self._outcomes.append(SendEnded(request_id=request_id, expired=True))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _is_repeated(self, outcome: Outcome) -> bool:
+        """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
+        match outcome:
+            case ReceiveEnded(request_id=request_id):
+                return self._open_receives.pop(request_id, None) is None
+            case SendEnded(request_id=request_id):
+                return self._open_sends.pop(request_id, None) is None
+            case _:
+                return False
+
+    def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
+        results.finished_recving.add(outcome.request_id)
+        if outcome.failure is None:
+            return
+        results.failed_recving.add(outcome.request_id)
+        self._invalid_blocks.update(outcome.local_block_ids)
+        if outcome.quarantined:
+            self._report.quarantined.append(outcome.local_block_ids)

@@ -1,0 +1,143 @@
+"""The engine thread's book: what vLLM waits for is told exactly once, also when the actors die."""
+
+from __future__ import annotations
+
+from connector.runtime.clock import to_ns
+from connector.runtime.messages import (
+    LeaseGranted,
+    Outcome,
+    PeerAddress,
+    QuarantineLifted,
+    ReceiveEnded,
+    RejectPull,
+    SendEnded,
+    StartPull,
+)
+from connector.worker.ledger import TransferLedger
+from statemachine.failures import AbortedByClient, BadParams
+
+LEASE_SECONDS = 9.0
+
+
+class SettableClock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now_ns(self) -> int:
+        return to_ns(self.seconds)
+
+    def wall(self) -> float:
+        return 0.0
+
+
+def ledger() -> tuple[TransferLedger, SettableClock]:
+    clock = SettableClock()
+    return TransferLedger(clock, LEASE_SECONDS), clock
+
+
+def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPull:
+    return StartPull(
+        request_id=request_id,
+        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
+        remote_request_id=f"remote-{request_id}",
+        local_block_ids=blocks,
+        remote_block_ids=blocks,
+        awaited=awaited,
+        age_seconds=0.0,
+        lease_expires_at=None,
+        incarnation=None,
+    )
+
+
+def ended(request_id: str, blocks: list[int], *, failed: bool = False, quarantined: bool = False) -> Outcome:
+    failure = AbortedByClient() if failed else None
+    return ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=blocks, quarantined=quarantined)
+
+
+def test_a_request_that_is_done_is_told_once() -> None:
+    book, _ = ledger()
+    book.enter(pull("a", [1, 2]))
+    assert book.open_receives == 1
+    book.hear(ended("a", [1, 2]))
+    book.hear(ended("a", [1, 2]))
+    results = book.take_results()
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
+    assert book.take_invalid_blocks() == set()
+    assert book.open_receives == 0
+    assert book.take_results().finished_recving == set()
+
+
+def test_a_failed_request_names_its_blocks_once() -> None:
+    book, _ = ledger()
+    book.enter(RejectPull(request_id="a", local_block_ids=[3], failure=BadParams(field="f", expected="e", found="g")))
+    book.hear(ended("a", [3], failed=True))
+    results = book.take_results()
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    assert book.take_invalid_blocks() == {3}
+    assert book.take_invalid_blocks() == set()
+    assert book.take_report() is None
+
+
+def test_what_nobody_waits_for_is_not_told() -> None:
+    book, _ = ledger()
+    book.enter(pull("a", [], awaited=False))
+    book.hear(ended("a", []))
+    book.hear(SendEnded(request_id="never lent", expired=False))
+    results = book.take_results()
+    assert not results.finished_recving
+    assert not results.finished_sending
+
+
+def test_quarantined_blocks_are_reported_and_lifted() -> None:
+    book, _ = ledger()
+    book.enter(pull("a", [4, 5]))
+    book.hear(ended("a", [4, 5], failed=True, quarantined=True))
+    book.hear(QuarantineLifted(local_block_ids=[4, 5]))
+    book.take_results()
+    report = book.take_report()
+    assert report is not None
+    assert (report.quarantined, report.lifted) == ([[4, 5]], [[4, 5]])
+    assert book.take_report() is None
+
+
+def test_when_the_actors_die_every_waiting_request_fails_with_its_blocks_quarantined() -> None:
+    book, _ = ledger()
+    book.enter(pull("a", [1]))
+    book.enter(pull("b", [2]))
+    book.hear(ended("a", [1]))  # it came through before the death was noticed
+    book.fail_closed(RuntimeError("dead"))
+    results = book.take_results()
+    assert results.finished_recving == {"a", "b"}
+    assert results.failed_recving == {"b"}
+    assert book.take_invalid_blocks() == {2}
+    report = book.take_report()
+    assert report is not None
+    assert report.quarantined == [[2]]
+
+
+def test_when_the_actors_are_dead_new_requests_are_refused_and_their_blocks_are_free() -> None:
+    book, _ = ledger()
+    command = pull("a", [1])
+    book.fail_closed(RuntimeError("dead"))
+    book.enter(command)
+    book.refuse(command)
+    book.fail_closed(RuntimeError("dead"))
+    assert book.take_results().failed_recving == {"a"}
+    assert book.take_report() is None
+
+
+def test_when_the_actors_are_dead_blocks_are_lent_until_no_consumer_can_believe_in_the_lease() -> None:
+    book, clock = ledger()
+    book.enter(LeaseGranted(request_id="a", lease_seconds=LEASE_SECONDS, blocks=1))
+    clock.seconds += LEASE_SECONDS - 1.0
+    book.fail_closed(None)  # a heartbeat may have renewed the lease just now, by two thirds of its length
+    assert book.take_results().finished_sending == set()
+    clock.seconds += 2.0
+    book.fail_closed(None)
+    assert book.take_results().finished_sending == set()
+    clock.seconds += LEASE_SECONDS * 2 / 3 - 2.0
+    book.fail_closed(None)
+    assert book.take_results().finished_sending == {"a"}
+    assert book.open_sends == 0
+    book.fail_closed(None)
+    assert book.take_results().finished_sending == set()
