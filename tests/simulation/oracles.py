@@ -72,13 +72,14 @@ class Pull:
     request_id: str
     decode: str
     prefill: str
-    content: int
-    first_block: int
     blocks: list[int]
     awaited: bool
     started_seconds: float
     lease_ends_seconds: float
     is_aborted: bool = False
+    has_bad_params: bool = False
+    is_lost: bool = False
+    """Its decode engine died over it."""
     reports: int = 0
     ended_seconds: float | None = None
     failure: Failure | None = None
@@ -126,9 +127,17 @@ class Oracles:
             self.complain("report once", f"{request_id} was reported {pull.reports} times")
             return
         pull.ended_seconds, pull.failure = trio.current_time(), failure
+        if pull.has_bad_params and failure is None:
+            self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
         self._check_cause(f"request {request_id}", failure)
         self._check_isolation(pull)
         self._check_bound(pull)
+
+    def forget_pulls(self, decode: str) -> None:
+        """A decode engine has died."""
+        for pull in self.pulls.values():
+            if pull.decode == decode and pull.reports == 0:
+                pull.is_lost = True
 
     def check_bytes(self, pull: Pull, found: Words, expected: Words, when: str) -> None:
         wrong = np.flatnonzero((found != expected).any(axis=(0, 2)))
@@ -153,7 +162,7 @@ class Oracles:
             self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
 
     def _check_isolation(self, pull: Pull) -> None:
-        if not self.isolates or pull.is_aborted or self._is_touched(pull):
+        if not self.isolates or pull.is_aborted or pull.has_bad_params or self._is_touched(pull):
             return
         assert pull.ended_seconds is not None
         took_seconds = pull.ended_seconds - pull.started_seconds
@@ -219,11 +228,15 @@ class Oracles:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
+    def check_all_reported(self, decode: str | None = None) -> None:
+        """Nobody waits any more: after the liveness phase on any engine, after the end of a process on that one."""
+        for pull in self.pulls.values():
+            if pull.awaited and pull.reports == 0 and not pull.is_lost and decode in (None, pull.decode):
+                self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
+
     def check_all_ended(self) -> None:
         """After the liveness phase."""
-        for pull in self.pulls.values():
-            if pull.awaited and pull.reports == 0:
-                self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
+        self.check_all_reported()
         for lent in self.leases.values():
             if lent.is_granted and lent.ends == 0:
                 self.complain("free once", f"{lent.owner} never freed {lent.request_id}")
