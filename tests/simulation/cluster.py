@@ -97,7 +97,7 @@ class Result:
 
 def simulate(plan: Plan) -> Result:
     """Run a plan. Whatever the product does wrong is in `violations`; what raises is a fault of the simulator."""
-    _make_trio_deterministic(plan.seed)
+    make_trio_deterministic(plan.seed)
     started = time.perf_counter()
     agenda, clock = Agenda(), MockClock(autojump_threshold=0)
     agenda.drive(clock)
@@ -107,7 +107,7 @@ def simulate(plan: Plan) -> Result:
     return cluster.result(time.perf_counter() - started, transitions)
 
 
-def _make_trio_deterministic(seed: int) -> None:
+def make_trio_deterministic(seed: int) -> None:
     internals: Any = trio._core._run
     assert hasattr(internals, "_ALLOW_DETERMINISTIC_SCHEDULING"), "trio has changed; find its successor"
     assert hasattr(internals, "_r"), "trio has changed; find its successor"

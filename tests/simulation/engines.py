@@ -247,9 +247,9 @@ def _layout(engine_id: str, address: int, variant: Variant) -> RankLayout:
 
 
 class Engine:
-    """A scheduler: a pool, and outcomes that are looked at once a step."""
+    """A scheduler: a pool, and outcomes that are looked at once a step. Its first life begins at once."""
 
-    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
+    def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
         self.around = around
         self.agenda = around.agenda
         self.name = name
@@ -260,7 +260,7 @@ class Engine:
         self._polls = False
         self._room = Signal(self.agenda)
         self._lives = 0
-        self.start(name)
+        self.start(name, variant)
 
     def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
         """A new life, with an empty cache."""
@@ -338,8 +338,8 @@ class Prefilled:
 class PrefillEngine(Engine):
     """Computes prompts and lends their blocks."""
 
-    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
-        super().__init__(around, name, chance)
+    def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
+        super().__init__(around, name, chance, variant)
         self._blocks: dict[str, list[int]] = {}
 
     @property
