@@ -213,16 +213,19 @@ def kill_while_eight_requests_run(cluster: OnePrefillTwoDecode, time: str) -> No
     services = {key: cluster.services[number % 2] for number, key in enumerate(keys)}
     params = {key: prefilled(services[key], key) for key in keys}
     early, late = keys[:4], keys[4:]
-    with ThreadPoolExecutor(len(keys)) as pool:
+    with ThreadPoolExecutor(len(keys)) as pool, ThreadPoolExecutor(len(cluster.services)) as checks:
         cluster.prefill.pause()
         answers = {key: start(pool, services[key], key, params[key]) for key in early}
         for key in early:
             cluster.traces.request_in(key, "reading", *REQUEST_STATES_TERMINAL)
         cluster.prefill.start_to_kill()
         answers |= {key: start(pool, services[key], key, params[key]) for key in late}
+        undisturbed = []
         for service in cluster.services:
             waiting = [answers[key] for key in late if services[key] is service]
-            assert_undisturbed(service, normal[id(service)], waiting)
+            undisturbed.append(checks.submit(assert_undisturbed, service, normal[id(service)], waiting))
+        for each in undisturbed:
+            each.result()
         for key in keys:
             assert_right_or_lost(cluster, services[key], key, answers[key].result())
         for key in keys:
