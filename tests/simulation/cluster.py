@@ -171,7 +171,7 @@ class Cluster:
         around = Surroundings(
             agenda=agenda,
             network=FakeNetwork(agenda, self._faults),
-            nixl=FakeNixlWorld(agenda, self._faults),
+            nixl=FakeNixlWorld(agenda, self._faults, self._note_misuse),
             faults=self._faults,
             oracles=self._oracles,
             options=self._oracles.options,
@@ -190,6 +190,7 @@ class Cluster:
             await self._safety_phase()
             await self._liveness_phase()
             await self._shut_down()
+            self._check_attempts()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
 
@@ -199,6 +200,9 @@ class Cluster:
 
     def _engine_chance(self, name: str) -> random.Random:
         return generator(self._plan.seed, f"engine {name}")
+
+    def _note_misuse(self, detail: str) -> None:
+        self._oracles.complain("agents", detail)
 
     # --- safety -----------------------------------------------------------------------------------------------------
 
@@ -341,8 +345,14 @@ class Cluster:
                 self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
             if len(engine.pool) != BLOCKS:
                 self._oracles.complain("leaks", f"{when} {engine.name} misses {BLOCKS - len(engine.pool)} blocks")
-            if engine.process.supervisor._lease_keeper.open_leases:
+            supervisor = engine.process.supervisor
+            if supervisor._lease_keeper.open_leases:
                 self._oracles.complain("leaks", f"{when} {engine.name} has open leases")
+            if len(supervisor._peers) > self._shape.peer_limit:
+                self._oracles.complain("leaks", f"{when} {engine.name} knows {len(supervisor._peers)} peers")
+            for engine_id, actor in supervisor._peers.items():
+                if not actor.is_unused:
+                    self._oracles.complain("leaks", f"{when} {engine.name} has something to do for {engine_id}")
         for read in self._around.nixl.reads_in_flight():
             self._oracles.complain("leaks", f"{when} READ {read.handle} of {read.initiator.agent_name} is in flight")
 
@@ -359,6 +369,17 @@ class Cluster:
                 self._oracles.complain("leaks", f"{engine.name} did not stop")
             elif engine.process.port.counts_at_close != PortCounts(0, 0, 0, 1):
                 self._oracles.complain("leaks", f"{engine.name} left {engine.process.port.counts_at_close}")
+
+    def _check_attempts(self) -> None:
+        readings = Counter(
+            record.subject
+            for record in self._trace
+            if record.machine == "request"
+            and record.event == request.PeerReady.__name__
+            and record.to_state == "reading"
+        )
+        for request_id, attempts in readings.items():
+            self._oracles.check_attempts(attempts, request_id)
 
 
 class _Poison:

@@ -21,7 +21,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout, Region
 from connector.ports.nixl import MemoryRange
-from connector.runtime.clock import NS_PER_SECOND
+from connector.runtime.clock import NS_PER_SECOND, to_ns
 from connector.runtime.context import LocalRank
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.messages import (
@@ -42,6 +42,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.runtime.tracked import Recorder
 from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
+from statemachine import request
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda
@@ -88,6 +89,10 @@ class ProcessClock:
     def now_ns(self) -> int:
         true_ns = round(trio.current_time() * NS_PER_SECOND)
         return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
+
+    def true_seconds(self, local_ns: int) -> float:
+        """When, in trio's time, this clock shows `local_ns`."""
+        return (local_ns - self._offset_ns) / (1 + self._drift_ppb / NS_PER_SECOND) / NS_PER_SECOND
 
     def wall(self) -> float:
         return 1.7e9 + trio.current_time() + self.wall_error_seconds
@@ -192,6 +197,15 @@ class Process:
     def write(self, record: TransitionRecord) -> None:
         if not self._is_dead:
             self._around.trace.append(record)
+            if record.event == request.PeerReady.__name__ and record.to_state == request.State.READING.value:
+                self._check_proof(record)
+
+    def _check_proof(self, record: TransitionRecord) -> None:
+        """The one look inside an actor: wrong by a clock's error, a proof would be caught by chance only."""
+        assert record.peer is not None
+        proof = self.supervisor._peers[record.peer]._runs[record.subject].machine.value.proof
+        assert proof is not None
+        self._around.oracles.check_proof(record.subject, self.clock.true_seconds(proof.proven_until_ns))
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""
@@ -317,6 +331,7 @@ class Prefilled:
 
     address: PeerAddress
     engine: str
+    owner: str
     request_id: str
     content: int
     blocks: list[int]
@@ -347,7 +362,7 @@ class PrefillEngine(Engine):
         if taken is None:
             return None
         oracles = self.around.oracles
-        oracles.lend(Lent(request_id=request_id, owner=self.owner))
+        oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
         process.supervisor.deliver(LeaseComputing(request_id=request_id))
         await trio.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
@@ -363,17 +378,21 @@ class PrefillEngine(Engine):
         """The worker hears of the grant with the next step, perhaps later than the client has its answer."""
         lease_seconds = self.around.options.kv_lease_duration
         self._blocks[request_id] = blocks
-        self.around.oracles.leases[self.owner, request_id].is_granted = True
+        granted_ns = process.clock.now_ns()
+        ends_seconds = process.clock.true_seconds(granted_ns + to_ns(lease_seconds))
+        lent = self.around.oracles.leases[self.owner, request_id]
+        lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
         granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
         self.around.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
         return Prefilled(
             address=process.address,
             engine=self.name,
+            owner=self.owner,
             request_id=request_id,
             content=content,
             blocks=blocks,
-            lease_expires_at=process.clock.now_ns() / NS_PER_SECOND + lease_seconds,
-            lease_ends_seconds=trio.current_time() + lease_seconds,
+            lease_expires_at=granted_ns / NS_PER_SECOND + lease_seconds,
+            lease_ends_seconds=ends_seconds,
             incarnation=process.incarnation,
         )
 
@@ -408,6 +427,7 @@ class DecodeEngine(Engine):
 
     def announce(self, request_id: str, source: Prefilled) -> None:
         """A request has arrived. Samples of one prompt arrive together, before one of them can let go of the blocks."""
+        self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
         self.process.supervisor.deliver(
             TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
         )
@@ -475,6 +495,8 @@ class DecodeEngine(Engine):
             awaited=awaited,
             started_seconds=now,
             lease_ends_seconds=source.lease_ends_seconds,
+            owner=source.owner,
+            remote_request_id=source.request_id,
         )
         self.around.oracles.start(pull)
         self.process.supervisor.deliver(

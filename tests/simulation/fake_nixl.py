@@ -161,9 +161,16 @@ class FlyingRead:
 class FakeNixlWorld:
     """All agents, and the READs between them. Its agenda must be running."""
 
-    def __init__(self, agenda: Agenda, rules: NixlRules | None = None) -> None:
+    def __init__(
+        self,
+        agenda: Agenda,
+        rules: NixlRules | None = None,
+        note_misuse: Callable[[str], None] = lambda detail: None,
+    ) -> None:
         self.agenda = agenda
         self.rules = rules or NixlRules()
+        self.note_misuse = note_misuse
+        """Told in words of what a real agent would not forgive."""
         self._ports: list[FakeNixlPort] = []
         self._reads: dict[FlyingRead, None] = {}
         self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
@@ -425,6 +432,9 @@ class FakeNixlPort:
         await self._turn()
         connection = self._agents.pop(name, None)
         if connection is not None:
+            reads = sum(read.connection is connection for read in self._world.reads_in_flight())
+            if reads:
+                self._world.note_misuse(f"{self._agent_name} removed {name} under {reads} READs")
             connection.is_removed = True
             self._drop_useless_connections()
 

@@ -49,6 +49,8 @@ class Kind(enum.Enum):
     ACTOR_CRASH = "actor_crash"
 
 
+WORKLOAD_KINDS: frozenset[Kind] = frozenset()
+"""No faults but unusual use: nothing may go wrong because of them."""
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
     Kind.MESSAGE_DUPLICATE,
