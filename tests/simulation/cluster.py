@@ -25,6 +25,7 @@ from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
 from connector.ports.nixl import PortCounts
+from connector.wire.notifications import encode_release
 from statemachine import lease, peer, request, transfer
 from statemachine.kernel import Machine
 from statemachine.trace import TransitionRecord
@@ -50,6 +51,8 @@ MACHINES = {machine.name: machine for machine in (request.MACHINE, lease.MACHINE
 LIVENESS_SECONDS = 120.0
 """Long enough for a backlog of prompts behind leases that nobody takes over."""
 PROBE_SECONDS = 5.0
+PROBE_INTERVAL_SECONDS = 0.1
+"""A peer of the probe before, which is unused since then, can be given up for this one."""
 SHUTDOWN_SECONDS = 10.0
 GARBAGE_SECONDS = 0.02
 """How often garbage comes while that fault lasts."""
@@ -236,12 +239,27 @@ class Cluster:
         if prefilled is None:
             return
         await trio.sleep(self._chance.uniform(0.0001, 0.006))
+        if self._faults.hits(Kind.TWO_RANKS, prefill.name):
+            await self._read_with_two_ranks(prefill, prefilled)
+            return
         request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
         for request_id in request_ids:
             decode.announce(request_id, prefilled)
         async with trio.open_nursery() as nursery:
             for request_id in request_ids:
                 nursery.start_soon(decode.serve, request_id, prefilled)
+        await decode.serve_again(f"{decode.name}-r{number}.again", prefilled)
+
+    async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
+        """A built-in engine whose two ranks both read from this one, and say so; the first one says it twice."""
+        port, oracles = prefill.process.port, self._oracles
+        ranks = ("tp2.rank0", "tp2.rank1")
+        for rank in ranks:
+            oracles.take_over(prefilled.owner, prefilled.request_id, "tp2", rank)
+        for rank in (ranks[0], *ranks):
+            await trio.sleep(self._chance.uniform(0.0, 0.2))
+            oracles.let_go(prefilled.owner, prefilled.request_id, rank)
+            self._around.nixl.send(rank, port, encode_release(prefilled.request_id, len(ranks)), in_order=True)
 
     async def _inflict(self, fault: Fault) -> None:
         """Faults that are events; the others are looked up by the fakes."""
@@ -316,11 +334,10 @@ class Cluster:
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)  # what nobody took over ends by itself
         self._oracles.check_all_ended()
         self._check_at_rest("after the liveness phase")
-        if not self._oracles.isolates:
-            return
         for prefill in self._prefills:
             for decode in self._decodes:
                 request_id = f"{decode.name}-probe-of-{prefill.name}"
+                await trio.sleep(PROBE_INTERVAL_SECONDS)
                 with trio.move_on_after(PROBE_SECONDS) as patience:
                     await self._probe(request_id, prefill, decode)
                 pull = self._oracles.pulls.get(request_id)

@@ -425,26 +425,38 @@ class DecodeEngine(Engine):
     def quarantined_blocks(self) -> int:
         return sum(len(blocks) for blocks in self._quarantined)
 
+    async def serve_again(self, request_id: str, source: Prefilled) -> None:
+        """A router repeats itself with parameters that were used; the blocks may be somebody else's by now."""
+        if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
+            await trio.sleep(self.chance.uniform(0.0, 0.3))
+            self._track(request_id, source)
+            await self.serve(request_id, source, is_repeated=True)
+
     def announce(self, request_id: str, source: Prefilled) -> None:
         """A request has arrived. Samples of one prompt arrive together, before one of them can let go of the blocks."""
         self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
+        self._track(request_id, source)
+
+    def _track(self, request_id: str, source: Prefilled) -> None:
         self.process.supervisor.deliver(
             TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
         )
 
-    async def serve(self, request_id: str, source: Prefilled) -> None:
+    async def serve(self, request_id: str, source: Prefilled, *, is_repeated: bool = False) -> None:
         """One announced request, until its blocks are free again."""
         heard_seconds = trio.current_time()
         if self.chance.random() < 0.2:
             await trio.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
+        if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
+            await trio.sleep_until(queue.end_seconds)
         kind = self.chance.random()
-        cached = self.chance.randrange(len(source.blocks)) if kind < 0.2 else 0
+        cached = self.chance.randint(0, len(source.blocks)) if kind < 0.2 else 0
         if kind > 0.92:
             self._settle_without_reading(request_id, source, heard_seconds)
         else:
             blocks = await self.take(len(source.blocks) - cached)
             assert blocks is not None, "decode engines do not die"
-            await self._load(request_id, source, cached, blocks, heard_seconds)
+            await self._load(request_id, source, cached, blocks, heard_seconds, is_repeated=is_repeated)
 
     def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
@@ -452,10 +464,17 @@ class DecodeEngine(Engine):
         self._untrack(request_id, source)
 
     async def _load(
-        self, request_id: str, source: Prefilled, cached: int, blocks: list[int], heard_seconds: float
+        self,
+        request_id: str,
+        source: Prefilled,
+        cached: int,
+        blocks: list[int],
+        heard_seconds: float,
+        *,
+        is_repeated: bool,
     ) -> None:
         ended = self._ended[request_id] = trio.Event()
-        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True)
+        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True, is_repeated=is_repeated)
         stormy = self.around.faults.hits(Kind.ABORT, self.name) is not None
         if stormy or self.chance.random() < 0.03:
             with trio.move_on_after(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random()):
@@ -483,6 +502,7 @@ class DecodeEngine(Engine):
         heard_seconds: float,
         *,
         awaited: bool,
+        is_repeated: bool = False,
     ) -> Pull:
         now = trio.current_time()
         pull = Pull(
@@ -497,6 +517,7 @@ class DecodeEngine(Engine):
             lease_ends_seconds=source.lease_ends_seconds,
             owner=source.owner,
             remote_request_id=source.request_id,
+            is_repeated=is_repeated,
         )
         self.around.oracles.start(pull)
         self.process.supervisor.deliver(

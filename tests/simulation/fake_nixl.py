@@ -87,6 +87,10 @@ class NixlRules:
         """The moment until which READs do not move on."""
         return 0.0
 
+    def prepare_refused(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether descriptors of a peer's memory cannot be prepared this time."""
+        return False
+
     def notification_delays(self, sender: AgentName, receiver: AgentName) -> Sequence[float]:
         """Seconds until each copy of a notification arrives: none, one or several."""
         return (30e-6,)
@@ -445,7 +449,7 @@ class FakeNixlPort:
     async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
         await self._turn()
         connection = self._agents.get(agent)
-        if connection is None:
+        if connection is None or self._world.rules.prepare_refused(self._agent_name, agent):
             raise NixlCallFailed("prepare_remote", NOT_FOUND)
         ranges = msgspec.msgpack.decode(connection.metadata, type=_Metadata).ranges
         return self._prepare("prepare_remote", connection, ranges, runs)
