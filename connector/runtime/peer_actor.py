@@ -32,6 +32,7 @@ import trio
 from connector.layout.geometry import BlockIdError
 from connector.ports.nixl import NixlCallFailed, PortClosed
 from connector.runtime.clock import NS_PER_SECOND, ClockSample, to_ns
+from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.context import ActorContext
 from connector.runtime.handshake import Connection, connect, disconnect, exchange
 from connector.runtime.mailbox import Mailbox
@@ -71,8 +72,6 @@ from statemachine.kernel import Effect, Effects, Event, ProtocolError
 HEARTBEATS_PER_LEASE = 6
 CLOCK_SAMPLE_AGE_SECONDS = 60.0
 """An older sample is renewed in the background when a request uses it."""
-CONSUMED_MAX = 1 << 16
-"""Released requests that are remembered, the latest ones. What is older than its lease is refused by its proof."""
 PENDING_RELEASES_MAX = 1024
 """Releases kept for a peer that is not connected; beyond that its leases end by themselves."""
 
@@ -129,6 +128,7 @@ class PeerActor:
     """See the module's docstring.
 
     Args:
+        consumed: what was released before, by this actor or by one before it; this one adds to it.
         on_request_ended: called with the id of every request that this actor is done with.
         on_connected: called with the address when a handshake has succeeded.
     """
@@ -138,11 +138,13 @@ class PeerActor:
         context: ActorContext,
         address: PeerAddress,
         *,
+        consumed: ConsumedBlocks,
         on_request_ended: Callable[[str], None],
         on_connected: Callable[[PeerAddress], None],
     ) -> None:
         self._context = context
         self.address = address
+        self._consumed = consumed
         self._on_request_ended = on_request_ended
         self._on_connected = on_connected
         self.inbox: Mailbox[PeerMessage] = Mailbox()
@@ -162,7 +164,6 @@ class PeerActor:
         self._holders: dict[str, set[str]] = {}
         self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
-        self._consumed: dict[str, None] = {}
         self._measuring_clock = False
         self._backoff_until_ns = 0
         self._nursery: trio.Nursery | None = None
@@ -276,7 +277,7 @@ class PeerActor:
             recorder=context.recorder,
         )
         self._runs[command.request_id] = run
-        if command.remote_request_id in self._consumed and command.awaited:
+        if command.awaited and (self.address.engine_id, command.remote_request_id) in self._consumed:
             consumed = BlocksConsumed(
                 peer=self.address.engine_id, address=str(self.address), remote_request_id=command.remote_request_id
             )
@@ -636,9 +637,7 @@ class PeerActor:
         if remote_request_id not in self._owed_releases:
             return
         self._owed_releases.discard(remote_request_id)
-        self._consumed[remote_request_id] = None
-        if len(self._consumed) > CONSUMED_MAX:
-            del self._consumed[next(iter(self._consumed))]
+        self._consumed.add(self.address.engine_id, remote_request_id)
         if len(self._pending_releases) < PENDING_RELEASES_MAX:
             self._pending_releases[remote_request_id] = None
         if self._peer.value.state is peer.State.READY:

@@ -22,6 +22,7 @@ from connector.config import ConnectorOptions
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import SideChannel
 from connector.runtime.clock import Clock, to_ns
+from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.context import ActorContext, LocalRank
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.messages import (
@@ -108,6 +109,7 @@ class Supervisor:
         )
         self._peers: dict[str, PeerActor] = {}
         self._peer_of_request: dict[str, str] = {}
+        self._consumed = ConsumedBlocks()
         self._stopped: ConnectorStopped | None = None
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -258,7 +260,11 @@ class Supervisor:
         if len(self._peers) >= self._context.options.peer_limit and not self._evict_one():
             return None
         actor = PeerActor(
-            self._context, address, on_request_ended=self._forget_request, on_connected=self._retire_others
+            self._context,
+            address,
+            consumed=self._consumed,
+            on_request_ended=self._forget_request,
+            on_connected=self._retire_others,
         )
         self._peers[address.engine_id] = actor
         self._nursery.start_soon(self._run_peer, actor)

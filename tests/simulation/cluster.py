@@ -28,8 +28,10 @@ from connector.config import ConnectorOptions
 from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
+from connector.wire.notifications import encode_release
+from statemachine import request
 from statemachine.trace import TransitionRecord
-from tests.simulation.agenda import Agenda
+from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.coverage import TransitionKey, counted_transitions
 from tests.simulation.engines import (
     BLOCKS,
@@ -51,6 +53,8 @@ from tests.simulation.oracles import InjectedCrash, Oracles, Violation
 LIVENESS_SECONDS = 120.0
 """Long enough for a backlog of prompts behind leases that nobody takes over."""
 PROBE_SECONDS = 5.0
+PROBE_INTERVAL_SECONDS = 0.1
+"""A peer of the probe before, which is unused since then, can be given up for this one."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_SECONDS_MIN = 0.01
 BURST_MEAN = 3
@@ -186,7 +190,7 @@ class Cluster:
         around = Surroundings(
             agenda=agenda,
             network=FakeNetwork(agenda, self._faults),
-            nixl=FakeNixlWorld(agenda, self._faults),
+            nixl=FakeNixlWorld(agenda, self._faults, self._note_misuse),
             faults=self._faults,
             oracles=self._oracles,
             options=self._oracles.options,
@@ -204,6 +208,7 @@ class Cluster:
             await self._safety_phase()
             await self._liveness_phase()
             await self._shut_down()
+            self._check_attempts()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
 
@@ -213,6 +218,9 @@ class Cluster:
 
     def _engine_chance(self, name: str) -> random.Random:
         return generator(self._plan.seed, f"engine {name}")
+
+    def _note_misuse(self, detail: str) -> None:
+        self._oracles.complain("agents", detail)
 
     # --- safety -----------------------------------------------------------------------------------------------------
 
@@ -233,13 +241,17 @@ class Cluster:
             for _ in range(chance.randint(1, 2 * BURST_MEAN - 1)):
                 self._begin(self._ask(chance.choice(self._prefills), chance.choice(self._decodes)))
 
-    def _begin(self, script: Coroutine[Any, Any, None]) -> None:
-        """Run a client's script, and count it as open until it ends."""
-        self._open_requests += 1
-        self._agenda.start(script, self._end_request)
+    def _begin(self, script: Coroutine[Any, Any, None]) -> Signal:
+        """Run a client's script, and count it as open until it ends, which the signal says."""
+        ended = Signal(self._agenda)
 
-    def _end_request(self) -> None:
-        self._open_requests -= 1
+        def end() -> None:
+            self._open_requests -= 1
+            ended.set()
+
+        self._open_requests += 1
+        self._agenda.start(script, end)
+        return ended
 
     async def _ask(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
         """One prompt through both engines; sometimes with two samples, which share P's blocks."""
@@ -251,13 +263,28 @@ class Cluster:
         if prefilled is None:
             return
         await self._agenda.sleep(self._chance.uniform(0.0001, 0.006))
+        if self._faults.hits(Kind.TWO_RANKS, prefill.name):
+            await self._read_with_two_ranks(prefill, prefilled)
+            return
         if decode.process.has_died():
             return
         request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
         for request_id in request_ids:
             decode.announce(request_id, prefilled)
-        for request_id in request_ids:
-            self._begin(decode.serve(request_id, prefilled))
+        for served in [self._begin(decode.serve(request_id, prefilled)) for request_id in request_ids]:
+            await served.wait()
+        await decode.serve_again(f"{decode.name}-r{number}.again", prefilled)
+
+    async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
+        """A built-in engine whose two ranks both read from this one, and say so; the first one says it twice."""
+        port, oracles = prefill.process.port, self._oracles
+        ranks = ("tp2.rank0", "tp2.rank1")
+        for rank in ranks:
+            oracles.take_over(prefilled.owner, prefilled.request_id, "tp2", rank)
+        for rank in (ranks[0], *ranks):
+            await self._agenda.sleep(self._chance.uniform(0.0, 0.2))
+            oracles.let_go(prefilled.owner, prefilled.request_id, rank)
+            self._around.nixl.send(rank, port, encode_release(prefilled.request_id, len(ranks)), in_order=True)
 
     async def _inflict(self, fault: Fault) -> None:
         """Faults that are events; the others are looked up by the fakes."""
@@ -382,11 +409,10 @@ class Cluster:
         await trio.sleep(2 * RESTART_DELAY_SECONDS_MAX + self._oracles.options.kv_lease_duration + 1.0)
         self._oracles.check_all_ended()
         self._check_at_rest("after the liveness phase")
-        if not self._oracles.isolates:
-            return
         for prefill in self._prefills:
             for decode in self._decodes:
                 request_id = f"{decode.name}-probe-of-{prefill.name}"
+                await trio.sleep(PROBE_INTERVAL_SECONDS)
                 probed = trio.Event()
                 self._agenda.start(self._probe(request_id, prefill, decode), probed.set)
                 with trio.move_on_after(PROBE_SECONDS):
@@ -413,8 +439,14 @@ class Cluster:
                 self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
             if len(engine.pool) != BLOCKS:
                 self._oracles.complain("leaks", f"{when} {engine.name} misses {BLOCKS - len(engine.pool)} blocks")
-            if engine.process.supervisor._lease_keeper.open_leases:
+            supervisor = engine.process.supervisor
+            if supervisor._lease_keeper.open_leases:
                 self._oracles.complain("leaks", f"{when} {engine.name} has open leases")
+            if len(supervisor._peers) > self._shape.peer_limit:
+                self._oracles.complain("leaks", f"{when} {engine.name} knows {len(supervisor._peers)} peers")
+            for engine_id, actor in supervisor._peers.items():
+                if not actor.is_unused:
+                    self._oracles.complain("leaks", f"{when} {engine.name} has something to do for {engine_id}")
         for read in self._around.nixl.reads_in_flight():
             self._oracles.complain("leaks", f"{when} READ {read.handle} of {read.initiator.agent_name} is in flight")
 
@@ -431,6 +463,17 @@ class Cluster:
                 self._oracles.complain("leaks", f"{engine.name} did not stop")
             elif engine.process.port.counts_at_close != PortCounts(0, 0, 0, 1):
                 self._oracles.complain("leaks", f"{engine.name} left {engine.process.port.counts_at_close}")
+
+    def _check_attempts(self) -> None:
+        readings = Counter(
+            record.subject
+            for record in self._trace
+            if record.machine == "request"
+            and record.event == request.PeerReady.__name__
+            and record.to_state == "reading"
+        )
+        for request_id, attempts in readings.items():
+            self._oracles.check_attempts(attempts, request_id)
 
 
 class _Poison:

@@ -24,7 +24,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout, Region
 from connector.ports.nixl import MemoryRange
-from connector.runtime.clock import NS_PER_SECOND
+from connector.runtime.clock import NS_PER_SECOND, to_ns
 from connector.runtime.context import LocalRank
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.messages import (
@@ -46,6 +46,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.runtime.tracked import Recorder
 from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
+from statemachine import request
 from statemachine.failures import BadParams, Failure
 from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda, Signal
@@ -92,6 +93,10 @@ class ProcessClock:
     def now_ns(self) -> int:
         true_ns = round(trio.current_time() * NS_PER_SECOND)
         return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
+
+    def true_seconds(self, local_ns: int) -> float:
+        """When, in trio's time, this clock shows `local_ns`."""
+        return (local_ns - self._offset_ns) / (1 + self._drift_ppb / NS_PER_SECOND) / NS_PER_SECOND
 
     def wall(self) -> float:
         return 1.7e9 + trio.current_time() + self.wall_error_seconds
@@ -207,6 +212,15 @@ class Process:
     def write(self, record: TransitionRecord) -> None:
         if not self._is_dead:
             self._around.trace.append(record)
+            if record.event == request.PeerReady.__name__ and record.to_state == request.State.READING.value:
+                self._check_proof(record)
+
+    def _check_proof(self, record: TransitionRecord) -> None:
+        """The one look inside an actor: wrong by a clock's error, a proof would be caught by chance only."""
+        assert record.peer is not None
+        proof = self.supervisor._peers[record.peer]._runs[record.subject].machine.value.proof
+        assert proof is not None
+        self._around.oracles.check_proof(record.subject, self.clock.true_seconds(proof.proven_until_ns))
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""
@@ -325,6 +339,7 @@ class Prefilled:
 
     address: PeerAddress
     engine: str
+    owner: str
     request_id: str
     content: int
     words: Words
@@ -355,7 +370,7 @@ class PrefillEngine(Engine):
         taken = await self.take(process, blocks)
         if taken is None:
             return None
-        self.around.oracles.lend(Lent(request_id=request_id, owner=self.owner))
+        self.around.oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
         process.supervisor.deliver(LeaseComputing(request_id=request_id))
         await self.agenda.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
@@ -372,18 +387,22 @@ class PrefillEngine(Engine):
         """The worker hears of the grant with the next step, perhaps later than the client has its answer."""
         lease_seconds = self.around.options.kv_lease_duration
         self._blocks[request_id] = blocks
-        self.around.oracles.leases[self.owner, request_id].is_granted = True
+        granted_ns = process.clock.now_ns()
+        ends_seconds = process.clock.true_seconds(granted_ns + to_ns(lease_seconds))
+        lent = self.around.oracles.leases[self.owner, request_id]
+        lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
         granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
         self.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
         return Prefilled(
             address=process.address,
             engine=self.name,
+            owner=self.owner,
             request_id=request_id,
             content=content,
             words=words,
             blocks=blocks,
-            lease_expires_at=process.clock.now_ns() / NS_PER_SECOND + lease_seconds,
-            lease_ends_seconds=trio.current_time() + lease_seconds,
+            lease_expires_at=granted_ns / NS_PER_SECOND + lease_seconds,
+            lease_ends_seconds=ends_seconds,
             incarnation=process.incarnation,
         )
 
@@ -424,28 +443,43 @@ class DecodeEngine(Engine):
         for signal in ended.values():
             signal.set()
 
+    async def serve_again(self, request_id: str, source: Prefilled) -> None:
+        """A router repeats itself with parameters that were used; the blocks may be somebody else's by now."""
+        if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
+            await self.agenda.sleep(self.chance.uniform(0.0, 0.3))
+            if self.process.has_died():
+                return
+            self._track(request_id, source)
+            await self.serve(request_id, source, is_repeated=True)
+
     def announce(self, request_id: str, source: Prefilled) -> None:
         """A request has arrived. Samples of one prompt arrive together, before one of them can let go of the blocks."""
+        self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
+        self._track(request_id, source)
+
+    def _track(self, request_id: str, source: Prefilled) -> None:
         self.process.supervisor.deliver(
             TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
         )
 
-    async def serve(self, request_id: str, source: Prefilled) -> None:
+    async def serve(self, request_id: str, source: Prefilled, *, is_repeated: bool = False) -> None:
         """One announced request, until its blocks are free again or its engine is dead."""
         process = self.process
         heard_seconds = trio.current_time()
         if self.chance.random() < 0.2:
             await self.agenda.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
-            if process.has_died():
-                return
+        if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
+            await self.agenda.sleep(max(0.0, queue.end_seconds - trio.current_time()))
+        if process.has_died():
+            return
         kind = self.chance.random()
-        cached = self.chance.randrange(len(source.blocks)) if kind < 0.2 else 0
+        cached = self.chance.randint(0, len(source.blocks)) if kind < 0.2 else 0
         if kind > 0.92:
             self._settle_without_reading(request_id, source, heard_seconds)
             return
         blocks = await self.take(process, len(source.blocks) - cached)
         if blocks is not None:
-            await self._load(process, request_id, source, cached, blocks, heard_seconds)
+            await self._load(process, request_id, source, cached, blocks, heard_seconds, is_repeated=is_repeated)
 
     def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
@@ -460,9 +494,11 @@ class DecodeEngine(Engine):
         cached: int,
         blocks: list[int],
         heard_seconds: float,
+        *,
+        is_repeated: bool,
     ) -> None:
         ended = self._ended[request_id] = Signal(self.agenda)
-        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True)
+        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True, is_repeated=is_repeated)
         stormy = self.around.faults.hits(Kind.ABORT, self.name) is not None
         if stormy or self.chance.random() < 0.03:
             await ended.wait_at_most(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random())
@@ -490,6 +526,7 @@ class DecodeEngine(Engine):
         heard_seconds: float,
         *,
         awaited: bool,
+        is_repeated: bool = False,
     ) -> Pull:
         now = trio.current_time()
         pull = Pull(
@@ -500,6 +537,9 @@ class DecodeEngine(Engine):
             awaited=awaited,
             started_seconds=now,
             lease_ends_seconds=source.lease_ends_seconds,
+            owner=source.owner,
+            remote_request_id=source.request_id,
+            is_repeated=is_repeated,
         )
         self.around.oracles.start(pull)
         remote_block_ids = source.blocks[cached : cached + len(blocks)]

@@ -87,6 +87,10 @@ class NixlRules:
         """The moment until which READs do not move on."""
         return 0.0
 
+    def prepare_refused(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether descriptors of a peer's memory cannot be prepared this time."""
+        return False
+
     def notification_delays(self, sender: AgentName, receiver: AgentName) -> Sequence[float]:
         """Seconds until each copy of a notification arrives: none, one or several."""
         return (30e-6,)
@@ -161,9 +165,16 @@ class FlyingRead:
 class FakeNixlWorld:
     """All agents, and the READs between them. Its agenda must be running."""
 
-    def __init__(self, agenda: Agenda, rules: NixlRules | None = None) -> None:
+    def __init__(
+        self,
+        agenda: Agenda,
+        rules: NixlRules | None = None,
+        note_misuse: Callable[[str], None] = lambda detail: None,
+    ) -> None:
         self.agenda = agenda
         self.rules = rules or NixlRules()
+        self.note_misuse = note_misuse
+        """Told in words of what a real agent would not forgive."""
         self._ports: list[FakeNixlPort] = []
         self._reads: dict[FlyingRead, None] = {}
         self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
@@ -425,6 +436,9 @@ class FakeNixlPort:
         await self._turn()
         connection = self._agents.pop(name, None)
         if connection is not None:
+            reads = sum(read.connection is connection for read in self._world.reads_in_flight())
+            if reads:
+                self._world.note_misuse(f"{self._agent_name} removed {name} under {reads} READs")
             connection.is_removed = True
             self._drop_useless_connections()
 
@@ -435,7 +449,7 @@ class FakeNixlPort:
     async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
         await self._turn()
         connection = self._agents.get(agent)
-        if connection is None:
+        if connection is None or self._world.rules.prepare_refused(self._agent_name, agent):
             raise NixlCallFailed("prepare_remote", NOT_FOUND)
         ranges = msgspec.msgpack.decode(connection.metadata, type=_Metadata).ranges
         return self._prepare("prepare_remote", connection, ranges, runs)

@@ -54,7 +54,17 @@ class Kind(enum.Enum):
     OWNER_CRASH = "owner_crash"
     KEEPER_CRASH = "keeper_crash"
 
+    PREPARE_REFUSED = "prepare_refused"
 
+    LONG_QUEUE = "long_queue"
+    ROUTER_RETRY = "router_retry"
+    TWO_RANKS = "two_ranks"
+
+
+WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS})
+"""No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
+that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
+takes over."""
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
     Kind.MESSAGE_DUPLICATE,
@@ -71,11 +81,19 @@ DECODE_LINK_KINDS = (
     Kind.NOTIFICATION_LOSS,
     Kind.NOTIFICATION_DUPLICATE,
     Kind.NOTIFICATION_DELAY,
+    Kind.PREPARE_REFUSED,
 )
 """Links from a decode engine to a prefill engine."""
-PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.KEEPER_CRASH)
+PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.KEEPER_CRASH, Kind.TWO_RANKS)
 """INCOMPATIBLE: it is replaced by an engine of another model for a while."""
-DECODE_KINDS = (Kind.CRASH_DECODE, Kind.ABORT, Kind.BAD_PARAMS, Kind.ACTOR_CRASH)
+DECODE_KINDS = (
+    Kind.CRASH_DECODE,
+    Kind.ABORT,
+    Kind.BAD_PARAMS,
+    Kind.ACTOR_CRASH,
+    Kind.LONG_QUEUE,
+    Kind.ROUTER_RETRY,
+)
 
 READ_SLOWDOWN = 50
 FAULTS_MAX = 16
@@ -271,6 +289,9 @@ class ActiveFaults(NetworkRules, NixlRules):
             self.find(Kind.PARTITION, f"{back}>{there}"),
         )
         return max((fault.end_seconds for fault in found if fault is not None), default=0.0)
+
+    def prepare_refused(self, initiator: str, target: str) -> bool:
+        return self.hits(Kind.PREPARE_REFUSED, f"{engine_of(initiator)}>{engine_of(target)}") is not None
 
     def notification_delays(self, sender: str, receiver: str) -> Sequence[float]:
         link = f"{engine_of(sender)}>{engine_of(receiver)}"

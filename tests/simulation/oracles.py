@@ -8,6 +8,12 @@ may still write). They know nothing of the product's state. The cluster tells th
     bytes           a request reported done holds its own prompt's KV, then and until its blocks are freed
     block reuse     a block that is freed or handed out is named by no READ that may still write
     free once       a lease that was granted ends exactly once, and one that was not never ends
+    held            a lease ends before its time only when every consumer of its blocks has let go
+    kept alive      where no fault is near, it does not end while a consumer waits
+    handed back     where no fault is near, it ends soon after the last consumer has let go
+    proof           what a request believes about its lease is true, with the margin to spare
+    retries         a request is tried again as often as the options say, no more
+    agents          an agent is removed only when no READ from it is in flight
     bound           every awaited request ends in time, faults or not
     isolation       a request between engines that no fault touches is done soon
     recovery        with the faults off, every pair of engines works again
@@ -27,8 +33,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
-from statemachine.failures import Failure
-from tests.simulation.faults import Fault
+from statemachine.failures import Failure, LeaseNotProven
+from tests.simulation.faults import WORKLOAD_KINDS, Fault
 
 SCHEDULING_SLACK_SECONDS = 0.5
 """What a request may take beyond its time limits; a crash of its actor comes on top, with the restart's delay."""
@@ -36,6 +42,11 @@ SERVED_SOON_SECONDS = 0.5
 """How long an undisturbed request may take: a handshake, its READ, and a queue."""
 AFTERMATH_SECONDS = 15.0
 """How long after its end a fault may be felt: back-off, draining, the deadline of what it left hanging."""
+
+HANDED_BACK_SECONDS = 1.0
+"""How long the news may take that nobody needs the blocks any more, where nothing holds it up."""
+CLOCK_RESOLUTION_SECONDS = 1e-6
+"""True time is a float; a millionth of a second is well above what rounding does to it."""
 
 Words = npt.NDArray[np.uint64]
 """KV of blocks, shape [layers, blocks, words of a block]."""
@@ -76,6 +87,10 @@ class Pull:
     awaited: bool
     started_seconds: float
     lease_ends_seconds: float
+    owner: str
+    remote_request_id: str
+    is_repeated: bool = False
+    """The same prompt was read before: its blocks may be gone."""
     is_aborted: bool = False
     has_bad_params: bool = False
     is_lost: bool = False
@@ -87,12 +102,27 @@ class Pull:
 
 @dataclass(kw_only=True)
 class Lent:
-    """One lease of one life of a prefill engine."""
+    """One lease of one life of a prefill engine.
+
+    Attributes:
+        ends_seconds: when it was promised to end, in true time.
+        decode: the engine that has taken the prompt over; None when nobody has.
+        waiting: the consumers there that have not let go of the blocks.
+        let_go_seconds: when the last of them did.
+        has_lapsed: a consumer gave up because the lease was over for it; it says nothing to the prefill engine.
+    """
 
     request_id: str
     owner: str
+    prefill: str
     is_granted: bool = False
+    granted_seconds: float = 0.0
+    ends_seconds: float = 0.0
     ends: int = 0
+    decode: str | None = None
+    waiting: set[str] = field(default_factory=set)
+    let_go_seconds: float = 0.0
+    has_lapsed: bool = False
 
 
 @dataclass
@@ -115,6 +145,8 @@ class Oracles:
 
     def start(self, pull: Pull) -> None:
         self.pulls[pull.request_id] = pull
+        if not pull.awaited:
+            self.let_go(pull.owner, pull.remote_request_id, pull.request_id)
 
     def report(self, request_id: str, failure: Failure | None) -> None:
         """The connector emitted a ReceiveEnded."""
@@ -129,6 +161,8 @@ class Oracles:
         pull.ended_seconds, pull.failure = trio.current_time(), failure
         if pull.has_bad_params and failure is None:
             self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
+        has_lapsed = failure is not None and failure.kind == LeaseNotProven.__name__
+        self.let_go(pull.owner, pull.remote_request_id, request_id, has_lapsed=has_lapsed)
         self._check_cause(f"request {request_id}", failure)
         self._check_isolation(pull)
         self._check_bound(pull)
@@ -144,6 +178,18 @@ class Oracles:
         if wrong.size:
             blocks = [pull.blocks[number] for number in wrong]
             self.complain("bytes", f"{pull.request_id} {when}: blocks {blocks} of {pull.decode} hold something else")
+
+    def check_proof(self, request_id: str, proven_until_seconds: float) -> None:
+        """A request believes in its lease until then, in true time."""
+        pull = self.pulls[request_id]
+        latest = pull.lease_ends_seconds - self.options.lease_margin_seconds
+        if proven_until_seconds > latest + CLOCK_RESOLUTION_SECONDS:
+            late_ms = (proven_until_seconds - latest) * 1e3
+            self.complain("proof", f"{request_id} believes in its lease {late_ms:.3f} ms longer than it may")
+
+    def check_attempts(self, attempts: int, request_id: str) -> None:
+        if attempts > self.options.transfer_retries + 1:
+            self.complain("retries", f"{request_id} was tried {attempts} times")
 
     def check_unwritten(self, engine: str, blocks: Iterable[int], written: set[int], action: str) -> None:
         """`written`: blocks of the engine that READs may still write into."""
@@ -162,9 +208,10 @@ class Oracles:
             self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
 
     def _check_isolation(self, pull: Pull) -> None:
-        if not self.isolates or pull.is_aborted or pull.has_bad_params or self._is_touched(pull):
-            return
         assert pull.ended_seconds is not None
+        touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, pull.ended_seconds)
+        if not self.isolates or pull.is_aborted or pull.has_bad_params or pull.is_repeated or touched:
+            return
         took_seconds = pull.ended_seconds - pull.started_seconds
         if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:
             return
@@ -180,12 +227,13 @@ class Oracles:
                 f"{took_seconds:.3f} s",
             )
 
-    def _is_touched(self, pull: Pull) -> bool:
-        assert pull.ended_seconds is not None
+    def _is_touched(self, decode: str, prefill: str, since: float, until: float) -> bool:
+        """Whether a fault may be felt between these two engines at that time."""
         return any(
-            fault.touches(pull.decode, pull.prefill)
-            and fault.at_seconds <= pull.ended_seconds
-            and pull.started_seconds <= fault.end_seconds + AFTERMATH_SECONDS
+            fault.kind not in WORKLOAD_KINDS
+            and fault.touches(decode, prefill)
+            and fault.at_seconds <= until
+            and since <= fault.end_seconds + AFTERMATH_SECONDS
             for fault in self.faults
         )
 
@@ -193,6 +241,21 @@ class Oracles:
 
     def lend(self, lent: Lent) -> None:
         self.leases[lent.owner, lent.request_id] = lent
+
+    def take_over(self, owner: str, request_id: str, decode: str, consumer: str) -> None:
+        """`consumer` on `decode` is going to read the blocks."""
+        lent = self.leases.get((owner, request_id))
+        if lent is not None and lent.ends == 0:
+            lent.decode = decode
+            lent.waiting.add(consumer)
+
+    def let_go(self, owner: str, request_id: str, consumer: str, *, has_lapsed: bool = False) -> None:
+        """`consumer` needs the blocks no more."""
+        lent = self.leases.get((owner, request_id))
+        if lent is not None:
+            lent.waiting.discard(consumer)
+            lent.let_go_seconds = trio.current_time()
+            lent.has_lapsed |= has_lapsed
 
     def free(self, owner: str, request_id: str) -> bool:
         """The connector emitted a SendEnded; returns whether it was due."""
@@ -203,7 +266,31 @@ class Oracles:
         lent.ends += 1
         if lent.ends > 1:
             self.complain("free once", f"{owner} freed {request_id} {lent.ends} times")
-        return lent.ends == 1
+            return False
+        self._check_moment(lent)
+        return True
+
+    def _check_moment(self, lent: Lent) -> None:
+        """A lease ends now: not too early, and not too late."""
+        now = trio.current_time()
+        wanted = lent.decode is None or bool(lent.waiting)
+        if now < lent.ends_seconds:
+            # A consumer that waits in the queue is not known to the actors where the table of peers is full.
+            if wanted and self.isolates:
+                who = sorted(lent.waiting) or "a decode engine that is to come"
+                self.complain("held", f"{lent.owner} freed {lent.request_id} early, and {who} wants it")
+            return
+        if lent.decode is None or not self.isolates:
+            return
+        if self._is_touched(lent.decode, lent.prefill, lent.granted_seconds, now):
+            return
+        if wanted:
+            self.complain("kept alive", f"{lent.owner} freed {lent.request_id}, and {sorted(lent.waiting)} wait for it")
+        elif not lent.has_lapsed and now - lent.let_go_seconds > HANDED_BACK_SECONDS:
+            late_seconds = now - lent.let_go_seconds
+            self.complain(
+                "handed back", f"{lent.owner} freed {lent.request_id} {late_seconds:.3f} s after its last use"
+            )
 
     def forget_leases(self, owner: str) -> None:
         """A prefill engine has died."""

@@ -37,7 +37,7 @@ SEEDS_OF_A_MUTANT = 12
 def test_seed(seed: int) -> None:
     result = simulate(draw_plan(seed))
     assert result.violations == []
-    assert result.requests > 20
+    assert result.requests > 10  # few, where the only prefill engine is dead for most of the time
     assert result.outcomes["done"] > 0
 
 
