@@ -6,8 +6,8 @@ in the order in which they were entered. Two ways to carry the entries out:
     run       a trio task that sleeps until the next entry; under any clock
     drive     a hook in a `MockClock`: whenever every task waits, the clock jumps to the next entry, and it is carried
               out there and then. No task is scheduled for it: a thousand entries in a row cost a thousand calls. An
-              hour of virtual time costs only what happens in it. The hook's name is private in trio, and asserted to
-              exist.
+              hour of virtual time costs only what happens in it. The names that this needs are private in trio, and
+              asserted to exist.
 
 A `Script` is a coroutine that waits for nothing but the agenda (`Agenda.sleep`) and for signals (`Signal.wait`). So the
 people and schedulers of a simulation can be written as straight code, and cost a fraction of what trio tasks do.
@@ -84,8 +84,11 @@ class Agenda:
     def drive(self, clock: MockClock) -> None:
         """From now on `clock`, which must jump on its own, jumps to the entries of this agenda too."""
         internals: Any = clock
-        assert hasattr(internals, "_autojump"), "trio has changed; find its successor"
+        for name in ("_autojump", "_virtual_base"):
+            assert hasattr(internals, name), f"trio has changed; find the successor of {name}"
+        assert clock.rate == 0.0, "the clock must stand still but for its jumps"
         internals._autojump = lambda: self._jump(clock)
+        internals.current_time = lambda: internals._virtual_base  # asked 200 times per request, and the rate is zero
 
     def _jump(self, clock: MockClock) -> None:
         """Every task waits: go on to what comes next, an entry or a deadline of a task; entries first."""

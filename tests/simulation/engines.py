@@ -260,6 +260,15 @@ def _layout(engine_id: str, address: int, variant: Variant) -> RankLayout:
     )
 
 
+@dataclass
+class _Entry:
+    """A request that waits for blocks."""
+
+    count: int
+    served: Signal
+    blocks: list[int] | None = None
+
+
 class Engine:
     """A scheduler: a pool, and outcomes that are looked at once a step. Its first life begins at once."""
 
@@ -272,7 +281,7 @@ class Engine:
         self.pool: Pool
         self._outcomes: deque[Outcome] = deque()
         self._polls = False
-        self._room = Signal(self.agenda)
+        self._queue: deque[_Entry] = deque()
         self._lives = 0
         self.start(name, variant)
 
@@ -286,31 +295,34 @@ class Engine:
         """The process is gone, and everybody who waits for it is told."""
         self.process.kill()
         self._outcomes.clear()
-        self._announce_room()
+        queue, self._queue = self._queue, deque()
+        for entry in queue:
+            entry.served.set()
 
     def step_seconds(self) -> float:
         """How long until the engine's next step."""
         return self.chance.uniform(0.0, STEP_SECONDS_MAX)
 
     async def take(self, process: Process, count: int) -> list[int] | None:
-        """Blocks for a request of this life, when there are enough. None: it has ended meanwhile."""
-        while len(self.pool) < count and not process.has_died():
-            await self._room.wait()
-        if process.has_died():
-            return None
-        blocks = self.pool.take(count)
-        self.around.oracles.check_unwritten(self.name, blocks, process.blocks_written_to(), "hands out")
-        return blocks
+        """Blocks for a request of this life, first come, first served. None: it has ended meanwhile."""
+        entry = _Entry(count, Signal(self.agenda))
+        self._queue.append(entry)
+        self._serve_queue()
+        await entry.served.wait()
+        return None if process.has_died() else entry.blocks
 
     def give(self, blocks: list[int]) -> None:
         self.around.oracles.check_unwritten(self.name, blocks, self.process.blocks_written_to(), "frees")
         self.process.memory[:, blocks, :] = JUNK
         self.pool.give(blocks)
-        self._announce_room()
+        self._serve_queue()
 
-    def _announce_room(self) -> None:
-        self._room.set()
-        self._room = Signal(self.agenda)
+    def _serve_queue(self) -> None:
+        while self._queue and self._queue[0].count <= len(self.pool):
+            entry = self._queue.popleft()
+            entry.blocks = self.pool.take(entry.count)
+            self.around.oracles.check_unwritten(self.name, entry.blocks, self.process.blocks_written_to(), "hands out")
+            entry.served.set()
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
