@@ -2,6 +2,7 @@
 # make test    everything that can be checked here: make check, then all tests, cheap ones first
 # make explore the model checker on three requests, which takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: production actors, faults, virtual time
+# make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
@@ -11,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEEDS ?= 100
 
-.PHONY: setup demo check test explore simulate diagrams clean
+.PHONY: setup demo check test explore simulate mutants diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -34,6 +35,9 @@ explore: setup
 
 simulate: setup
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+mutants: setup
+	$(BIN)/python -m tests.simulation.mutants
 
 diagrams: setup
 	$(BIN)/python -m statemachine.diagrams diagrams

@@ -456,6 +456,9 @@ class Cluster:
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)
         self._check_at_rest("before the shutdown")
         for engine in self._engines:
+            if dead := engine.process.port.agents_of_the_dead():
+                self._oracles.complain("leaks", f"{engine.name} holds on to {dead}, whose successors it has met")
+        for engine in self._engines:
             engine.process.stop()
         await trio.sleep(SHUTDOWN_SECONDS)
         for engine in self._engines:

@@ -396,6 +396,10 @@ class FakeNixlPort:
     def connections_to(self, target: FakeNixlPort) -> list[_Connection]:
         return [each for each in self._connections if each.target is target]
 
+    def agents_of_the_dead(self) -> list[AgentName]:
+        """Agents that are loaded, and whose process is gone."""
+        return [name for name, connection in self._agents.items() if connection.target.is_gone]
+
     # --- the port ---------------------------------------------------------------------------------------------------
 
     @property

@@ -11,6 +11,7 @@ may still write). They know nothing of the product's state. The cluster tells th
     held            a lease ends before its time only when every consumer of its blocks has let go
     kept alive      where no fault is near, it does not end while a consumer waits
     handed back     where no fault is near, it ends soon after the last consumer has let go
+    in time         a lease that nobody keeps alive any more ends at its deadline
     proof           what a request believes about its lease is true, with the margin to spare
     retries         a request is tried again as often as the options say, no more
     agents          an agent is removed only when no READ from it is in flight
@@ -32,9 +33,9 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
+from connector.runtime.supervisor import RENEWAL_FRACTION, RESTART_DELAY_SECONDS_MAX
 from statemachine.failures import Failure, LeaseNotProven
-from tests.simulation.faults import WORKLOAD_KINDS, Fault
+from tests.simulation.faults import WORKLOAD_KINDS, Fault, Kind
 
 SCHEDULING_SLACK_SECONDS = 0.5
 """What a request may take beyond its time limits; a crash of its actor comes on top, with the restart's delay."""
@@ -227,10 +228,11 @@ class Oracles:
                 f"{took_seconds:.3f} s",
             )
 
-    def _is_touched(self, decode: str, prefill: str, since: float, until: float) -> bool:
+    def _is_touched(self, decode: str, prefill: str, since: float, until: float, but_for: Kind | None = None) -> bool:
         """Whether a fault may be felt between these two engines at that time."""
         return any(
             fault.kind not in WORKLOAD_KINDS
+            and fault.kind is not but_for
             and fault.touches(decode, prefill)
             and fault.at_seconds <= until
             and since <= fault.end_seconds + AFTERMATH_SECONDS
@@ -282,6 +284,8 @@ class Oracles:
             return
         if lent.decode is None or not self.isolates:
             return
+        if not wanted:
+            self._check_deadline(lent)
         if self._is_touched(lent.decode, lent.prefill, lent.granted_seconds, now):
             return
         if wanted:
@@ -291,6 +295,17 @@ class Oracles:
             self.complain(
                 "handed back", f"{lent.owner} freed {lent.request_id} {late_seconds:.3f} s after its last use"
             )
+
+    def _check_deadline(self, lent: Lent) -> None:
+        """A lease that everybody has let go of ends now, and nobody but the clock has ended it."""
+        now = trio.current_time()
+        renewed_until = lent.let_go_seconds + RENEWAL_FRACTION * self.options.kv_lease_duration
+        late_seconds = now - max(lent.ends_seconds, renewed_until)
+        assert lent.decode is not None
+        if late_seconds > HANDED_BACK_SECONDS and not self._is_touched(
+            lent.decode, lent.prefill, lent.granted_seconds, now, but_for=Kind.NOTIFICATION_LOSS
+        ):
+            self.complain("in time", f"{lent.owner} freed {lent.request_id} {late_seconds:.3f} s after its deadline")
 
     def forget_leases(self, owner: str) -> None:
         """A prefill engine has died."""

@@ -27,10 +27,11 @@ def run_mutants(mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, Verdict]
     judged: list[tuple[Mutant, Verdict]] = []
     for mutant, answer in in_processes(mutants, judge, jobs):
         if not isinstance(answer, Verdict):
-            answer = Verdict(oracle=None, seed=0, seconds=0.0, detail=str(answer))
+            answer = Verdict(oracle=None, plans=[], seconds=0.0, detail=str(answer))
         judged.append((mutant, answer))
         row = "-" if mutant.row is None else str(mutant.row)
-        say(f"{mutant.name:45} {row:>4}  {answer.oracle or 'LIVES':12} {answer.seed:>4} {answer.seconds:>8.1f}")
+        seed = str(answer.plans[-1].seed) if answer.oracle else "-"
+        say(f"{mutant.name:45} {row:>4}  {answer.oracle or 'LIVES':12} {seed:>4} {answer.seconds:>8.1f}")
         if answer.oracle is None:
             say(f"    {mutant.broken}: {answer.detail}")
     return judged
@@ -38,7 +39,7 @@ def run_mutants(mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, Verdict]
 
 def run_unbroken(judged: list[tuple[Mutant, Verdict]], jobs: int) -> tuple[int, list[str]]:
     """How many runs there were, and what was wrong with them."""
-    used = list(plans_used(judged).values())
+    used = plans_used(verdict for _, verdict in judged)
     found: list[str] = []
     for plans, answer in in_processes(used, complaints, jobs):
         wrong = [str(answer)] if isinstance(answer, Exception) else answer

@@ -18,6 +18,8 @@ HELD, COMPUTING = lease.State.HELD, lease.State.COMPUTING
 STALLED_READS = (fault(Kind.READ_STALL, "d0>p0", 0.0, 6.0),)
 READS_STALLED_FOR_LONG = (fault(Kind.READ_STALL, "d0>p0", 0.0, 20.0),)
 READ_ERRORS = (fault(Kind.READ_ERROR, "d0>p0", 0.0, 4.0),)
+SOME_READ_ERRORS = (fault(Kind.READ_ERROR, "d0>p0", 0.5, 0.05),)
+CUT_OFF = (fault(Kind.PARTITION, "d0>p0", 1.0, 6.0),)
 UNREACHABLE = (fault(Kind.PARTITION, "d0>p0", 0.0, 4.0),)
 LOST_NOTIFICATIONS = (fault(Kind.NOTIFICATION_LOSS, "d0>p0", 0.0, 4.0, 0.5),)
 LOST_NOTIFICATIONS_AND_A_QUEUE = (
@@ -55,8 +57,10 @@ def without(handler: Handler, *unwanted: type[Effect]) -> Handler:
 def _end_now(ending: State) -> Handler:
     """End as draining would, without draining."""
 
+    drain = request.MACHINE.table[READING, request.Aborted].handler
+
     def end(value: request.Request, event: Event) -> tuple[request.Request, Effects]:
-        drained, _ = request.MACHINE.table[READING, request.Aborted].handler(value, request.Aborted())
+        drained, _ = drain(value, request.Aborted())
         ended = msgspec.structs.replace(drained, state=ending, in_flight=frozenset(), ending=None)
         return ended, (request.SendRelease(), request.Report(failure=drained.failure))
 
@@ -164,7 +168,7 @@ REQUEST = (
         row=1,
         broken="a READ that began under its lease is believed, however late it completes",
         apply=_believe_what_was_begun,
-        faults=STALLED_READS,
+        faults=CUT_OFF,
         oracle="bytes",
     ),
     Mutant(
@@ -248,7 +252,7 @@ REQUEST = (
         row=None,
         broken="a request is tried again for as long as its lease is proven",
         apply=_retry_without_budget,
-        faults=READ_ERRORS,
+        faults=SOME_READ_ERRORS,
         oracle="retries",
     ),
 )

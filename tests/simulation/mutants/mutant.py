@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,7 @@ class Mutant:
         apply: breaks the product.
         faults: what provokes it, the same for every seed; empty: it needs no fault; None: those that the seed draws.
         oracle: the one that has to complain; None: any.
-        seeds: how many it may live through.
+        first_seed, seeds: the first one, and how many it may live through.
     """
 
     name: str
@@ -62,10 +62,12 @@ class Mutant:
     apply: Callable[[Patch], None]
     faults: tuple[Fault, ...] | None = ()
     oracle: str | None = None
+    first_seed: int = 0
     seeds: int = SEEDS
 
-    def plan(self, seed: int) -> Plan:
-        return draw_plan(seed) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
+    def plans(self) -> Iterator[Plan]:
+        for seed in range(self.first_seed, self.first_seed + self.seeds):
+            yield draw_plan(seed) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
 
 
 def fault(kind: Kind, target: str, at_seconds: float, duration_seconds: float, probability: float = 1.0) -> Fault:

@@ -29,8 +29,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """How a mutant fared. `oracle` is None when it lived; `detail` is the complaint, or what happened instead."""
 
     oracle: str | None
-    seed: int
-    """The seed that killed it, or the number of seeds that it lived through."""
+    plans: list[Plan]
+    """Those that it went through; the last one killed it, if any did."""
     seconds: float
     detail: str
 
@@ -39,16 +39,18 @@ def judge(mutant: Mutant) -> Verdict:
     """Run one mutant in this process, until it is killed or its seeds are used up."""
     started = time.perf_counter()
     seen: set[str] = set()
+    plans: list[Plan] = []
     with Patch() as patch:
         mutant.apply(patch)
-        for seed in range(mutant.seeds):
-            for violation in simulate(mutant.plan(seed)).violations:
+        for plan in mutant.plans():
+            plans.append(plan)
+            for violation in simulate(plan).violations:
                 if mutant.oracle in (None, violation.oracle):
                     seconds = time.perf_counter() - started
-                    return Verdict(oracle=violation.oracle, seed=seed, seconds=seconds, detail=violation.detail)
+                    return Verdict(oracle=violation.oracle, plans=plans, seconds=seconds, detail=violation.detail)
                 seen.add(violation.oracle)
     detail = f"{mutant.oracle or 'no oracle'} was silent" + (f", not {', '.join(sorted(seen))}" if seen else "")
-    return Verdict(oracle=None, seed=mutant.seeds, seconds=time.perf_counter() - started, detail=detail)
+    return Verdict(oracle=None, plans=plans, seconds=time.perf_counter() - started, detail=detail)
 
 
 def complaints(plans: Iterable[Plan]) -> list[str]:
@@ -60,14 +62,13 @@ def complaints(plans: Iterable[Plan]) -> list[str]:
     ]
 
 
-def plans_used(judged: Iterable[tuple[Mutant, Verdict]]) -> dict[bytes, list[Plan]]:
-    """The plans of each sequence of seeds that mutants went through, once each."""
-    used: dict[bytes, list[Plan]] = {}
-    for mutant, verdict in judged:
-        plans = [mutant.plan(seed) for seed in range(min(verdict.seed + 1, mutant.seeds))]
-        key = msgspec.json.encode(mutant.faults)
-        used[key] = max(used.get(key, []), plans, key=len)
-    return used
+def plans_used(verdicts: Iterable[Verdict]) -> list[list[Plan]]:
+    """The plans that mutants went through, once each, those with the same faults together."""
+    used: dict[bytes, dict[int, Plan]] = {}
+    for verdict in verdicts:
+        for plan in verdict.plans:
+            used.setdefault(msgspec.json.encode(plan.faults), {})[plan.seed] = plan
+    return [list(plans.values()) for plans in used.values()]
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 import trio
 
 from connector.runtime import clock, handshake, lease_keeper, listener, peer_actor
@@ -95,6 +94,7 @@ WIRE = (
         broken="a handshake succeeds with whatever engine answers at the address",
         apply=_talk_to_anybody,
         faults=tuple(fault(Kind.CRASH_NEW_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0)),
+        oracle="recovery",
     ),
     Mutant(
         name="release by another name",
@@ -276,15 +276,15 @@ PLUMBING = (
         row=44,
         broken="a message that arrives before its actor waits does not wake it",
         apply=_miss_the_wake_up,
+        oracle="recovery",
     ),
     Mutant(
         name="messages lost",
         row=44,
         broken="every fiftieth message to an actor is lost",
         apply=_lose_messages,
+        oracle="bound",
     ),
 )
 
 MUTANTS = (*WIRE, *CLOCKS, *PLUMBING)
-
-_ = msgspec
