@@ -3,7 +3,7 @@
 # make explore the model checker on three requests, which takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: production actors, faults, virtual time
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
-# make diagrams draws the tables again, after a change
+# make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
 # make clean   removes what the targets above made, except .venv
@@ -41,6 +41,7 @@ mutants: setup
 
 diagrams: setup
 	$(BIN)/python -m statemachine.diagrams diagrams
+	$(BIN)/python -m tests.simulation.sequences diagrams/sequences
 
 clean:
 	rm -rf .state traces build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,6 +75,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_initial_seconds: _Seconds = 0.5
     """Pause before a failed prefill engine is tried again; doubles with each failure, with jitter."""
     backoff_max_seconds: _Seconds = 30.0
+    incompatible_backoff_seconds: _Seconds = 60.0
+    """Pause before a prefill engine that cannot exchange KV with this one is asked again: it may have been replaced."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""

@@ -14,6 +14,7 @@ wake-up of the trio loop, whatever the number of commands. Two rules make that s
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -52,6 +53,9 @@ class Mailbox(Generic[M]):
             await trio.lowlevel.checkpoint()
             return
         self._arrived = trio.Event()
+        if timeout_seconds == math.inf:
+            await self._arrived.wait()
+            return
         with trio.move_on_after(timeout_seconds):
             await self._arrived.wait()
 

@@ -13,6 +13,9 @@ Two rules keep the promise that memory is given back only when nothing writes in
 Orders are posted first come, first served, a few at a time: posting may copy a whole READ (CMA), so a burst from one
 peer must not fill the agent's queue in front of everything else, and an order that is given up early costs nothing.
 Posting runs in the owner's nursery, because an actor that dies must not take a half-posted READ with it.
+
+A bug that raises here costs the one event or order that it concerns: everything else that is posted needs the owner to
+see its end. What became of that READ is not known, so it is not answered for, and its blocks end in quarantine.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ class NixlOwner:
     Args:
         on_notification: called with sender and message (untrusted bytes) of each notification.
         on_broken: called once when the port is gone for good.
+        log_crash: writes a line with a traceback: which actor, what it raised.
     """
 
     def __init__(
@@ -109,12 +113,14 @@ class NixlOwner:
         emit: Callable[[Outcome], None],
         on_notification: Callable[[NotificationReceived], None],
         on_broken: Callable[[str], None],
+        log_crash: Callable[[str, BaseException], None],
     ) -> None:
         self.port = port
         self._recorder = recorder
         self._emit = emit
         self._on_notification = on_notification
         self._on_broken = on_broken
+        self._log_crash = log_crash
         self._inbox: Mailbox[NixlEvent] = Mailbox()
         self._nursery: trio.Nursery | None = None
         self._turns = trio.CapacityLimiter(POSTS_AT_ONCE)
@@ -132,7 +138,10 @@ class NixlOwner:
             while True:
                 await self._inbox.wait(float("inf"))
                 while (event := self._inbox.take_one()) is not None:
-                    self._handle(event)
+                    try:
+                        self._handle(event)
+                    except Exception as error:
+                        self._log_crash("NIXL owner", error)
 
     @property
     def open_reads(self) -> int:
@@ -193,6 +202,12 @@ class NixlOwner:
         self._inbox.put(event)
 
     async def _post(self, order: ReadOrder) -> None:
+        try:
+            await self._post_in_turn(order)
+        except Exception as error:
+            self._log_crash("NIXL owner", error)
+
+    async def _post_in_turn(self, order: ReadOrder) -> None:
         async with self._turns:
             if not order.is_wanted():
                 self._end_unposted(order, None)
@@ -272,6 +287,9 @@ class NixlOwner:
             await self.port.release_read(handle)
         except (NixlCallFailed, PortClosed):
             return  # The READ has ended; all that is lost is a little memory inside NIXL, counted by port.counts().
+        except Exception as error:
+            self._log_crash("NIXL owner", error)
+            return
         posted.machine.apply(transfer.HandleReleased())
         del self._posted[handle]
 

@@ -72,7 +72,6 @@ from statemachine.kernel import Effect, Effects, Event, ProtocolError
 HEARTBEATS_PER_LEASE = 6
 CLOCK_SAMPLE_AGE_SECONDS = 60.0
 """An older sample is renewed in the background when a request uses it."""
-INCOMPATIBLE_BACKOFF_SECONDS = 60.0
 PENDING_RELEASES_MAX = 1024
 """Releases kept for a peer that is not connected; beyond that its leases end by themselves."""
 
@@ -348,7 +347,7 @@ class PeerActor:
     def _start_backoff(self, failures: int) -> None:
         options = self._context.options
         if self._peer.value.state is peer.State.INCOMPATIBLE:
-            delay_seconds = INCOMPATIBLE_BACKOFF_SECONDS
+            delay_seconds = options.incompatible_backoff_seconds
         else:
             doublings = min(failures - 1, 30)
             delay_seconds = min(options.backoff_max_seconds, options.backoff_initial_seconds * math.pow(2, doublings))

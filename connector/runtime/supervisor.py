@@ -94,6 +94,7 @@ class Supervisor:
             emit=emit,
             on_notification=self._route_notification,
             on_broken=self._stop_everything,
+            log_crash=log_crash,
         )
         self._context = ActorContext(
             options=options,

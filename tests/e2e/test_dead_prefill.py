@@ -9,7 +9,7 @@ the next test that needs it, and the tests about restarts look at what the resta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -73,6 +73,10 @@ def assert_lost(cluster: OnePrefillTwoDecode, service: PrefillDecode, key: str, 
         assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
 
 
+class Disturbed(AssertionError):
+    """A request that needs no P did not take its normal time."""
+
+
 def normal_seconds(service: PrefillDecode) -> float:
     """How long D takes for a request that needs no P; the slowest of a few, the machine is shared."""
     answers = [service.alone(prompt(TOKENS, f"normal {number}")) for number in range(3)]
@@ -86,7 +90,8 @@ def assert_undisturbed(service: PrefillDecode, normal: float, waiting: Sequence[
     The machine may stand still for a second or two, and not through any fault of D, so there are several attempts, as
     long as the others wait. A D that waits with them has no second attempt.
     """
-    assert not any(each.done() for each in waiting), "the others were to wait, or nothing is shown"
+    if any(each.done() for each in waiting):
+        raise Disturbed("the others were to wait, or nothing is shown")
     needed_seconds: list[float] = []
     while len(needed_seconds) < ATTEMPTS and not (needed_seconds and any(each.done() for each in waiting)):
         answer = service.alone(prompt(TOKENS, "undisturbed"))
@@ -94,7 +99,21 @@ def assert_undisturbed(service: PrefillDecode, normal: float, waiting: Sequence[
         needed_seconds.append(answer.seconds)
         if answer.seconds < normal + NORMAL_TIME_MARGIN_SECONDS:
             return
-    raise AssertionError(f"D needed {needed_seconds} s, normally {normal:.3f} s")
+    raise Disturbed(f"D needed {needed_seconds} s, normally {normal:.3f} s")
+
+
+def played_again_if_disturbed(play: Callable[[OnePrefillTwoDecode, str], None], cluster: OnePrefillTwoDecode) -> None:
+    """`play` a scenario, and a second time when D was disturbed in the first. The text it gets is new each time.
+
+    On a busy machine the queue between vLLM's engine core and its worker loses a wake-up now and then, and looks again
+    after five seconds (SHM_READER_RECHECK_INTERVAL_MS in its shm_broadcast): longer than the others wait. A D that is
+    held up by a dead engine is so every time.
+    """
+    try:
+        play(cluster, "first")
+    except Disturbed:
+        cluster.need_prefill()
+        play(cluster, "second")
 
 
 def start(pool: ThreadPoolExecutor, service: PrefillDecode, key: str, params: dict[str, Any]) -> Future[Answer]:
@@ -155,8 +174,12 @@ def test_an_engine_that_does_not_exist(cluster: OnePrefillTwoDecode) -> None:
 
 def test_killed_between_handshake_and_read(cluster: OnePrefillTwoDecode) -> None:
     """D has a connection that has become a dead one. The other D does not notice. Scenarios 30 and 47."""
-    assert_serves(cluster, "before-the-kill")
-    service, key = cluster.fail, "killed-before-read"
+    played_again_if_disturbed(kill_between_handshake_and_read, cluster)
+
+
+def kill_between_handshake_and_read(cluster: OnePrefillTwoDecode, time: str) -> None:
+    assert_serves(cluster, f"before-the-kill-{time}")
+    service, key = cluster.fail, f"killed-before-read-{time}"
     normal = normal_seconds(service)
     params = prefilled(service, key)
     cluster.prefill.start_to_kill()
@@ -180,22 +203,29 @@ def test_restarted_with_the_same_engine_id(unmended: OnePrefillTwoDecode) -> Non
 def test_killed_while_eight_requests_run(cluster: OnePrefillTwoDecode) -> None:
     """Four on each D. Of each four, two are on their way when P dies: over TCP they hang in the middle of the READ,
     because P has been stopped before, otherwise they may be through. The other two come after. Scenarios 45 and 49."""
-    assert_serves(cluster, "before-the-eight")
+    played_again_if_disturbed(kill_while_eight_requests_run, cluster)
+
+
+def kill_while_eight_requests_run(cluster: OnePrefillTwoDecode, time: str) -> None:
+    assert_serves(cluster, f"before-the-eight-{time}")
     normal = {id(service): normal_seconds(service) for service in cluster.services}
-    keys = [f"eight-{number}" for number in range(8)]
+    keys = [f"eight-{time}-{number}" for number in range(8)]
     services = {key: cluster.services[number % 2] for number, key in enumerate(keys)}
     params = {key: prefilled(services[key], key) for key in keys}
     early, late = keys[:4], keys[4:]
-    with ThreadPoolExecutor(len(keys)) as pool:
+    with ThreadPoolExecutor(len(keys)) as pool, ThreadPoolExecutor(len(cluster.services)) as checks:
         cluster.prefill.pause()
         answers = {key: start(pool, services[key], key, params[key]) for key in early}
         for key in early:
             cluster.traces.request_in(key, "reading", *REQUEST_STATES_TERMINAL)
         cluster.prefill.start_to_kill()
         answers |= {key: start(pool, services[key], key, params[key]) for key in late}
+        undisturbed = []
         for service in cluster.services:
             waiting = [answers[key] for key in late if services[key] is service]
-            assert_undisturbed(service, normal[id(service)], waiting)
+            undisturbed.append(checks.submit(assert_undisturbed, service, normal[id(service)], waiting))
+        for each in undisturbed:
+            each.result()
         for key in keys:
             assert_right_or_lost(cluster, services[key], key, answers[key].result())
         for key in keys:

@@ -23,7 +23,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from tests.simulation.cluster import MACHINES, Result, simulate
+from tests.simulation.cluster import Result, simulate
+from tests.simulation.coverage import TransitionKey, coverage_lines
 from tests.simulation.faults import Kind, Plan, draw_plan
 from tests.simulation.shrink import shrink
 
@@ -42,7 +43,7 @@ class Totals:
     real_seconds: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[Kind] = field(default_factory=Counter)
-    transitions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    transitions: Counter[TransitionKey] = field(default_factory=Counter)
 
     def add(self, result: Result) -> None:
         self.seeds += 1
@@ -95,11 +96,8 @@ def summarize(totals: Totals) -> None:
     say(f"virtual time {totals.virtual_seconds:.0f} s in {totals.real_seconds:.1f} s")
     say("outcomes     " + ", ".join(f"{kind} {count}" for kind, count in totals.outcomes.most_common()))
     say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in Kind))
-    for name, machine in MACHINES.items():
-        pairs = [(state.value, event.__name__) for state, event in machine.table]
-        missing = [f"{state}+{event}" for state, event in pairs if not totals.transitions[name, state, event]]
-        never = f"; never {', '.join(missing)}" if missing else ""
-        say(f"{name:12} {len(pairs) - len(missing)} of {len(pairs)} transitions taken{never}")
+    for line in coverage_lines(totals.transitions):
+        say(line)
     say("verdict      " + (f"{totals.failed} of {totals.seeds} seeds FAILED" if totals.failed else "all passed"))
 
 

@@ -16,6 +16,7 @@ import hashlib
 import random
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
 from connector.ports.nixl import PortCounts
+from connector.runtime.mailbox import Mailbox
+from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
 from connector.wire.notifications import encode_release
-from statemachine import lease, peer, request, transfer
-from statemachine.kernel import Machine
+from statemachine import request
 from statemachine.trace import TransitionRecord
-from tests.simulation.agenda import Agenda
+from tests.simulation.agenda import Agenda, Signal
+from tests.simulation.coverage import TransitionKey, counted_transitions
 from tests.simulation.engines import (
     BLOCKS,
     PORT,
@@ -38,15 +41,14 @@ from tests.simulation.engines import (
     Engine,
     Prefilled,
     PrefillEngine,
+    Process,
     Surroundings,
+    Variant,
 )
 from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, Shape, draw_shape, generator
 from tests.simulation.oracles import InjectedCrash, Oracles, Violation
-
-MACHINES: dict[str, Machine[request.Request] | Machine[lease.Lease] | Machine[peer.Peer] | Machine[transfer.Transfer]]
-MACHINES = {machine.name: machine for machine in (request.MACHINE, lease.MACHINE, peer.MACHINE, transfer.MACHINE)}
 
 LIVENESS_SECONDS = 120.0
 """Long enough for a backlog of prompts behind leases that nobody takes over."""
@@ -54,6 +56,9 @@ PROBE_SECONDS = 5.0
 PROBE_INTERVAL_SECONDS = 0.1
 """A peer of the probe before, which is unused since then, can be given up for this one."""
 SHUTDOWN_SECONDS = 10.0
+RESTART_SECONDS_MIN = 0.01
+BURST_MEAN = 3
+"""Prompts that arrive together, on average."""
 GARBAGE_SECONDS = 0.02
 """How often garbage comes while that fault lasts."""
 GARBAGE = (
@@ -83,12 +88,8 @@ class Result:
     faults_fired: Counter[Kind]
     virtual_seconds: float
     real_seconds: float
+    transitions: Counter[TransitionKey]
     trace: list[TransitionRecord]
-
-    @property
-    def transitions(self) -> Counter[tuple[str, str, str]]:
-        """How often each (machine, state, event) was taken."""
-        return Counter((each.machine, each.from_state, each.event) for each in self.trace if each.from_state)
 
     def trace_lines(self) -> bytes:
         """The trace as JSON lines."""
@@ -100,14 +101,17 @@ class Result:
 
 def simulate(plan: Plan) -> Result:
     """Run a plan. Whatever the product does wrong is in `violations`; what raises is a fault of the simulator."""
-    _make_trio_deterministic(plan.seed)
+    make_trio_deterministic(plan.seed)
     started = time.perf_counter()
-    cluster = Cluster(plan)
-    trio.run(cluster.run, clock=MockClock(autojump_threshold=0))
-    return cluster.result(time.perf_counter() - started)
+    agenda, clock = Agenda(), MockClock(autojump_threshold=0)
+    agenda.drive(clock)
+    cluster = Cluster(plan, agenda)
+    with counted_transitions() as transitions:
+        trio.run(cluster.run, clock=clock)
+    return cluster.result(time.perf_counter() - started, transitions)
 
 
-def _make_trio_deterministic(seed: int) -> None:
+def make_trio_deterministic(seed: int) -> None:
     internals: Any = trio._core._run
     assert hasattr(internals, "_ALLOW_DETERMINISTIC_SCHEDULING"), "trio has changed; find its successor"
     assert hasattr(internals, "_r"), "trio has changed; find its successor"
@@ -118,12 +122,13 @@ def _make_trio_deterministic(seed: int) -> None:
 def options_of(shape: Shape) -> ConnectorOptions:
     """Short times, so that every limit is met within a run."""
     return ConnectorOptions(
-        kv_lease_duration=4.0,
-        request_timeout_seconds=6.0,
-        handshake_timeout_seconds=0.8,
+        kv_lease_duration=shape.lease_seconds,
+        request_timeout_seconds=shape.request_timeout_seconds,
+        handshake_timeout_seconds=shape.handshake_timeout_seconds,
         quiesce_timeout_seconds=1.5,
         backoff_initial_seconds=0.1,
         backoff_max_seconds=1.0,
+        incompatible_backoff_seconds=3.0,
         peer_limit=shape.peer_limit,
     )
 
@@ -131,8 +136,9 @@ def options_of(shape: Shape) -> ConnectorOptions:
 class Cluster:
     """See the module's docstring."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, agenda: Agenda) -> None:
         self._plan = plan
+        self._agenda = agenda
         self._shape = draw_shape(plan.seed)
         self._trace: list[TransitionRecord] = []
         self._chance = generator(plan.seed, "clients")
@@ -151,12 +157,21 @@ class Cluster:
 
     def _engine_ids(self) -> int:
         """How many prefill engines a decode engine gets to know."""
-        return self._shape.prefills + sum(fault.kind is Kind.CRASH_NEW_ID for fault in self._plan.faults)
+        return self._shape.prefills + sum(
+            2 * (fault.kind in (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE)) for fault in self._plan.faults
+        )
 
-    def result(self, real_seconds: float) -> Result:
+    def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
         pulls = self._oracles.pulls.values()
         outcomes = Counter(
-            ("done" if pull.failure is None else pull.failure.kind) if pull.awaited else "not awaited" for pull in pulls
+            "not awaited"
+            if not pull.awaited
+            else "lost"
+            if pull.is_lost
+            else "done"
+            if pull.failure is None
+            else pull.failure.kind
+            for pull in pulls
         )
         return Result(
             plan=self._plan,
@@ -166,11 +181,12 @@ class Cluster:
             faults_fired=self._faults.fired,
             virtual_seconds=self._seconds,
             real_seconds=real_seconds,
+            transitions=transitions,
             trace=self._trace,
         )
 
     async def run(self) -> None:
-        agenda = Agenda()
+        agenda = self._agenda
         around = Surroundings(
             agenda=agenda,
             network=FakeNetwork(agenda, self._faults),
@@ -186,7 +202,6 @@ class Cluster:
         self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(agenda.run)
             for engine in self._engines:
                 nursery.start_soon(engine.process.run)
             await trio.sleep(0.01)
@@ -213,24 +228,33 @@ class Cluster:
         async with trio.open_nursery() as nursery:
             for fault in self._plan.faults:
                 nursery.start_soon(self._inflict, fault)
-            end = self._shape.safety_seconds
-            while True:
-                await trio.sleep(self._chance.expovariate(self._shape.requests_per_second))
-                if trio.current_time() >= end:
-                    break
-                self._nursery.start_soon(
-                    self._client, self._chance.choice(self._prefills), self._chance.choice(self._decodes)
-                )
+            self._begin(self._arrivals())
+            await trio.sleep_until(self._shape.safety_seconds)
 
-    async def _client(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
-        """One prompt through both engines; sometimes with two samples, which share P's blocks."""
-        self._open_requests += 1
-        try:
-            await self._ask(prefill, decode)
-        finally:
+    async def _arrivals(self) -> None:
+        """Prompts at random, now and then several at once."""
+        chance, end = self._chance, self._shape.safety_seconds
+        while True:
+            await self._agenda.sleep(chance.expovariate(self._shape.requests_per_second / BURST_MEAN))
+            if trio.current_time() >= end:
+                return
+            for _ in range(chance.randint(1, 2 * BURST_MEAN - 1)):
+                self._begin(self._ask(chance.choice(self._prefills), chance.choice(self._decodes)))
+
+    def _begin(self, script: Coroutine[Any, Any, None]) -> Signal:
+        """Run a client's script, and count it as open until it ends, which the signal says."""
+        ended = Signal(self._agenda)
+
+        def end() -> None:
             self._open_requests -= 1
+            ended.set()
+
+        self._open_requests += 1
+        self._agenda.start(script, end)
+        return ended
 
     async def _ask(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
+        """One prompt through both engines; sometimes with two samples, which share P's blocks."""
         self._numbers += 1
         number = self._numbers
         samples = 2 if self._chance.random() < 0.08 else 1
@@ -238,16 +262,17 @@ class Cluster:
         prefilled = await prefill.prefill(f"{prefill.name}-r{number}", number, blocks)
         if prefilled is None:
             return
-        await trio.sleep(self._chance.uniform(0.0001, 0.006))
+        await self._agenda.sleep(self._chance.uniform(0.0001, 0.006))
         if self._faults.hits(Kind.TWO_RANKS, prefill.name):
             await self._read_with_two_ranks(prefill, prefilled)
+            return
+        if decode.process.has_died():
             return
         request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
         for request_id in request_ids:
             decode.announce(request_id, prefilled)
-        async with trio.open_nursery() as nursery:
-            for request_id in request_ids:
-                nursery.start_soon(decode.serve, request_id, prefilled)
+        for served in [self._begin(decode.serve(request_id, prefilled)) for request_id in request_ids]:
+            await served.wait()
         await decode.serve_again(f"{decode.name}-r{number}.again", prefilled)
 
     async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
@@ -257,7 +282,7 @@ class Cluster:
         for rank in ranks:
             oracles.take_over(prefilled.owner, prefilled.request_id, "tp2", rank)
         for rank in (ranks[0], *ranks):
-            await trio.sleep(self._chance.uniform(0.0, 0.2))
+            await self._agenda.sleep(self._chance.uniform(0.0, 0.2))
             oracles.let_go(prefilled.owner, prefilled.request_id, rank)
             self._around.nixl.send(rank, port, encode_release(prefilled.request_id, len(ranks)), in_order=True)
 
@@ -265,8 +290,12 @@ class Cluster:
         """Faults that are events; the others are looked up by the fakes."""
         await trio.sleep_until(fault.at_seconds)
         match fault.kind:
-            case Kind.CRASH_NEW_ID | Kind.CRASH_SAME_ID:
-                await self._crash(self._prefill(fault.target), fault)
+            case Kind.CRASH_NEW_ID | Kind.CRASH_SAME_ID | Kind.CRASH_DECODE:
+                await self._crash(self._engine(fault.target), fault)
+            case Kind.STOP:
+                await self._stop(self._engine(fault.target), fault)
+            case Kind.INCOMPATIBLE:
+                await self._replace_by_another_model(self._engine(fault.target), fault)
             case Kind.PAUSE:
                 self._strike(fault)
                 port = self._engine(fault.target).process.port
@@ -279,21 +308,59 @@ class Cluster:
                 self._engine(fault.target).process.clock.wall_error_seconds += jump
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
-            case Kind.ACTOR_CRASH:
+            case Kind.ACTOR_CRASH | Kind.OWNER_CRASH | Kind.KEEPER_CRASH:
                 await self._crash_actors(fault)
             case _:
                 pass
 
-    async def _crash(self, engine: PrefillEngine, fault: Fault) -> None:
+    async def _crash(self, engine: Engine, fault: Fault) -> None:
         if engine.process.has_died():
             return  # It lies dead already; who killed it brings it back.
         self._strike(fault)
         old = engine.process
         engine.crash()
-        await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + 0.01))
-        fresh = f"{engine.name}-life{old.life + 1}"
-        engine.start(old.engine_id if fault.kind is Kind.CRASH_SAME_ID else fresh)
+        await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + RESTART_SECONDS_MIN))
+        self._restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
+
+    async def _stop(self, engine: Engine, fault: Fault) -> None:
+        """An orderly shutdown in the middle of everything, and a restart."""
+        stopping = engine.process
+        if stopping.has_died():
+            return
+        self._strike(fault)
+        stopping.stop()
+        with trio.move_on_after(SHUTDOWN_SECONDS):
+            while not stopping.has_ended:
+                await trio.sleep(0.01)
+        if not stopping.has_ended:
+            self._oracles.complain("leaks", f"{engine.name} did not stop")
+        if stopping.has_died():
+            return
+        self._oracles.check_all_reported(engine.name)
+        engine.crash()
+        await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
+        self._restart(engine, None)
+
+    async def _replace_by_another_model(self, engine: Engine, fault: Fault) -> None:
+        """An operator's mistake, and its correction."""
+        if engine.process.has_died():
+            return
+        self._strike(fault)
+        engine.crash()
+        await trio.sleep(RESTART_SECONDS_MIN)
+        chance = generator(self._plan.seed, f"variant at {fault.at_seconds}")
+        wrong = self._restart(engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS]))
+        await trio.sleep_until(max(fault.end_seconds, trio.current_time()))
+        if engine.process is wrong and not wrong.has_died():
+            engine.crash()
+            await trio.sleep(RESTART_SECONDS_MIN)
+            self._restart(engine, None)
+
+    def _restart(self, engine: Engine, engine_id: str | None, variant: Variant = Variant.SAME) -> Process:
+        """A new life; without an engine id, a new one is drawn, as vLLM does."""
+        engine.start(engine_id or f"{engine.name}-life{engine.process.life + 1}", variant)
         self._nursery.start_soon(engine.process.run)
+        return engine.process
 
     async def _send_garbage(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"garbage at {fault.at_seconds}")
@@ -308,13 +375,23 @@ class Cluster:
     async def _crash_actors(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"crash at {fault.at_seconds}")
         while trio.current_time() < fault.end_seconds:
-            actors = list(self._engine(fault.target).process.supervisor._peers.values())
-            victim = chance.choice(actors) if actors else None
+            inbox = self._inbox_of_victim(fault, chance)
             # Not while it waits for its restart: crashes would pile up in front of everything else.
-            if victim is not None and len(victim.inbox) == 0:
+            if inbox is not None and len(inbox) == 0:
                 self._strike(fault)
-                victim.inbox.put(_Poison())  # type: ignore[arg-type]
+                inbox.put(_Poison())
             await trio.sleep(chance.uniform(0.05, 0.5))
+
+    def _inbox_of_victim(self, fault: Fault, chance: random.Random) -> Mailbox[Any] | None:
+        supervisor = self._engine(fault.target).process.supervisor
+        match fault.kind:
+            case Kind.OWNER_CRASH:
+                return supervisor._context.nixl._inbox
+            case Kind.KEEPER_CRASH:
+                return supervisor._lease_keeper.inbox
+            case _:
+                actors = list(supervisor._peers.values())
+                return chance.choice(actors).inbox if actors else None
 
     def _strike(self, fault: Fault) -> None:
         self._faults.fired[fault.kind] += 1
@@ -322,26 +399,26 @@ class Cluster:
     def _engine(self, name: str) -> Engine:
         return next(engine for engine in self._engines if engine.name == name)
 
-    def _prefill(self, name: str) -> PrefillEngine:
-        return next(engine for engine in self._prefills if engine.name == name)
-
     # --- liveness ---------------------------------------------------------------------------------------------------
 
     async def _liveness_phase(self) -> None:
         with trio.move_on_after(LIVENESS_SECONDS):
             while self._open_requests:
                 await trio.sleep(0.1)
-        await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)  # what nobody took over ends by itself
+        # What nobody took over ends by itself, from when the lease keeper heard of it; it may be about to crash again.
+        await trio.sleep(2 * RESTART_DELAY_SECONDS_MAX + self._oracles.options.kv_lease_duration + 1.0)
         self._oracles.check_all_ended()
         self._check_at_rest("after the liveness phase")
         for prefill in self._prefills:
             for decode in self._decodes:
                 request_id = f"{decode.name}-probe-of-{prefill.name}"
                 await trio.sleep(PROBE_INTERVAL_SECONDS)
-                with trio.move_on_after(PROBE_SECONDS) as patience:
-                    await self._probe(request_id, prefill, decode)
+                probed = trio.Event()
+                self._agenda.start(self._probe(request_id, prefill, decode), probed.set)
+                with trio.move_on_after(PROBE_SECONDS):
+                    await probed.wait()
                 pull = self._oracles.pulls.get(request_id)
-                if patience.cancelled_caught or pull is None:
+                if not probed.is_set() or pull is None:
                     self._oracles.complain("recovery", f"{request_id} did not end")
                 elif pull.failure is not None and not pull.is_aborted:
                     self._oracles.complain("recovery", f"{request_id}: {pull.failure}")

@@ -2,12 +2,15 @@
 
 `Process` is one life of one engine: memory, clock, actors, listener. `Engine` is what outlives it: the block pool of
 the scheduler and the poll of outcomes. `PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the
-connector meets. A block that is freed is overwritten at once and handed out again first, so that whoever still reads
-or writes it is caught.
+connector meets; what they do that takes time is a script on the agenda. A block that is freed is overwritten at once
+and handed out again first, so that whoever still reads or writes it is caught.
+
+Any engine may die: its clients get an error, and it comes back with an empty cache.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 import random
 from collections import deque
@@ -33,6 +36,7 @@ from connector.runtime.messages import (
     PeerAddress,
     QuarantineLifted,
     ReceiveEnded,
+    RejectPull,
     SendEnded,
     StartPull,
     TrackLease,
@@ -43,13 +47,13 @@ from connector.runtime.tracked import Recorder
 from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine import request
-from statemachine.failures import Failure
+from statemachine.failures import BadParams, Failure
 from statemachine.trace import TransitionRecord
-from tests.simulation.agenda import Agenda
+from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.faults import ActiveFaults, Kind
-from tests.simulation.oracles import Lent, Oracles, Pull, expected_words
+from tests.simulation.oracles import Lent, Oracles, Pull, Words, expected_words
 
 LAYERS = 3
 BLOCKS = 64
@@ -115,10 +119,20 @@ class Pool:
             heapq.heappush(self._free, block)
 
 
+class Variant(enum.Enum):
+    """What an engine serves: all that are to work together the same."""
+
+    SAME = "same"
+    OTHER_MODEL = "another model"
+    OTHER_BLOCKS = "blocks of another length"
+
+
 class Process:
     """One life of an engine. `emit` hears outcomes; it hears nothing after the death."""
 
-    def __init__(self, around: Surroundings, engine: Engine, engine_id: str, life: int, chance: random.Random) -> None:
+    def __init__(
+        self, around: Surroundings, engine: Engine, engine_id: str, life: int, chance: random.Random, variant: Variant
+    ) -> None:
         self.engine_id = engine_id
         self.life = life
         self.incarnation = f"{chance.getrandbits(128):032x}"
@@ -133,11 +147,12 @@ class Process:
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         name = f"{engine.name}.{life}"
         self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        layout = _layout(engine_id, self.memory.ctypes.data)
+        layout = _layout(engine_id, self.memory.ctypes.data, variant)
+        compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
         recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
         self.supervisor = Supervisor(
             options=around.options,
-            local=LocalRank(layout=layout, compatibility_hash="same-model"),
+            local=LocalRank(layout=layout, compatibility_hash=compatibility_hash),
             nixl_port=self.port,
             side_channel=FakeSideChannel(around.network, host),
             clock=self.clock,
@@ -152,7 +167,7 @@ class Process:
             side_channel=FakeSideChannel(around.network, host),
             host=host,
             port=PORT,
-            payloads={(0, 0): encode_payload("same-model", metadata, self.incarnation)},
+            payloads={(0, 0): encode_payload(compatibility_hash, metadata, self.incarnation)},
             clock=self.clock,
             log_bad_frame=lambda detail: None,
         )
@@ -219,7 +234,8 @@ class Process:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
 
 
-def _layout(engine_id: str, address: int) -> RankLayout:
+def _layout(engine_id: str, address: int, variant: Variant) -> RankLayout:
+    block_bytes = BLOCK_BYTES // 2 if variant is Variant.OTHER_BLOCKS else BLOCK_BYTES
     return RankLayout(
         engine_id=engine_id,
         tp_rank=0,
@@ -230,7 +246,7 @@ def _layout(engine_id: str, address: int) -> RankLayout:
             Region(
                 name=f"layers.{layer}",
                 base_address=address + layer * BLOCKS * BLOCK_BYTES,
-                block_length_bytes=BLOCK_BYTES,
+                block_length_bytes=block_bytes,
                 block_stride_bytes=BLOCK_BYTES,
                 num_blocks=BLOCKS,
                 memory_kind="DRAM",
@@ -244,62 +260,69 @@ def _layout(engine_id: str, address: int) -> RankLayout:
     )
 
 
-class Engine:
-    """A scheduler: a pool, and outcomes that are looked at once a step."""
+@dataclass
+class _Entry:
+    """A request that waits for blocks."""
 
-    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
+    count: int
+    served: Signal
+    blocks: list[int] | None = None
+
+
+class Engine:
+    """A scheduler: a pool, and outcomes that are looked at once a step. Its first life begins at once."""
+
+    def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
         self.around = around
+        self.agenda = around.agenda
         self.name = name
         self.chance = chance
         self.process: Process
         self.pool: Pool
         self._outcomes: deque[Outcome] = deque()
         self._polls = False
-        self._room = trio.Event()
+        self._queue: deque[_Entry] = deque()
         self._lives = 0
-        self.start(name)
+        self.start(name, variant)
 
-    def start(self, engine_id: str) -> None:
+    def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
         """A new life, with an empty cache."""
         self._lives += 1
-        self.process = Process(self.around, self, engine_id, self._lives, self.chance)
+        self.process = Process(self.around, self, engine_id, self._lives, self.chance, variant)
         self.pool = Pool()
+
+    def crash(self) -> None:
+        """The process is gone, and everybody who waits for it is told."""
+        self.process.kill()
         self._outcomes.clear()
-        self._announce_room()
+        queue, self._queue = self._queue, deque()
+        for entry in queue:
+            entry.served.set()
 
     def step_seconds(self) -> float:
         """How long until the engine's next step."""
         return self.chance.uniform(0.0, STEP_SECONDS_MAX)
 
-    async def take(self, count: int) -> list[int] | None:
-        """Blocks, when there are enough. None: the engine died meanwhile."""
-        process = self.process
-        while len(self.pool) < count and not process.has_died():
-            await self._room.wait()
-        if process.has_died():
-            return None
-        blocks = self.pool.take(count)
-        written = self.process.blocks_written_to()
-        self.around.oracles.check_unwritten(self.name, blocks, written, "hands out")
-        return blocks
+    async def take(self, process: Process, count: int) -> list[int] | None:
+        """Blocks for a request of this life, first come, first served. None: it has ended meanwhile."""
+        entry = _Entry(count, Signal(self.agenda))
+        self._queue.append(entry)
+        self._serve_queue()
+        await entry.served.wait()
+        return None if process.has_died() else entry.blocks
 
     def give(self, blocks: list[int]) -> None:
         self.around.oracles.check_unwritten(self.name, blocks, self.process.blocks_written_to(), "frees")
         self.process.memory[:, blocks, :] = JUNK
         self.pool.give(blocks)
-        self._announce_room()
+        self._serve_queue()
 
-    def _announce_room(self) -> None:
-        self._room.set()
-        self._room = trio.Event()
-
-    def fill(self, blocks: list[int], content: int, first_block: int) -> None:
-        """Compute the KV of these blocks."""
-        self.process.memory[:, blocks, :] = self.expected(content, first_block, len(blocks))
-
-    @staticmethod
-    def expected(content: int, first_block: int, blocks: int) -> npt.NDArray[np.uint64]:
-        return expected_words(content, first_block, (LAYERS, blocks, BLOCK_WORDS))
+    def _serve_queue(self) -> None:
+        while self._queue and self._queue[0].count <= len(self.pool):
+            entry = self._queue.popleft()
+            entry.blocks = self.pool.take(entry.count)
+            self.around.oracles.check_unwritten(self.name, entry.blocks, self.process.blocks_written_to(), "hands out")
+            entry.served.set()
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
@@ -311,13 +334,10 @@ class Engine:
             stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
             next_step = trio.current_time() + self.step_seconds()
             at = max(next_step, stopped.end_seconds) if stopped is not None else next_step
-            life = self._lives
-            self.around.agenda.at(at, lambda: self._poll(life))
+            self.agenda.at(at, self._poll)
 
-    def _poll(self, life: int) -> None:
+    def _poll(self) -> None:
         self._polls = False
-        if life != self._lives or self.process.has_died():
-            return
         while self._outcomes:
             self.act_on(self._outcomes.popleft())
 
@@ -327,13 +347,14 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """What P's answer carries to the client."""
+    """What P's answer carries to the client. `words` is the KV of the prompt, [layers, blocks, words of a block]."""
 
     address: PeerAddress
     engine: str
     owner: str
     request_id: str
     content: int
+    words: Words
     blocks: list[int]
     lease_expires_at: float
     lease_ends_seconds: float
@@ -344,8 +365,8 @@ class Prefilled:
 class PrefillEngine(Engine):
     """Computes prompts and lends their blocks."""
 
-    def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
-        super().__init__(around, name, chance)
+    def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
+        super().__init__(around, name, chance, variant)
         self._blocks: dict[str, list[int]] = {}
 
     @property
@@ -358,23 +379,23 @@ class PrefillEngine(Engine):
         process = self.process
         if process.has_died():
             return None
-        taken = await self.take(blocks)
+        taken = await self.take(process, blocks)
         if taken is None:
             return None
-        oracles = self.around.oracles
-        oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
+        self.around.oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
         process.supervisor.deliver(LeaseComputing(request_id=request_id))
-        await trio.sleep(self.chance.uniform(0.001, 0.04))
+        await self.agenda.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
             return None
         if self.chance.random() < 0.03:
             process.supervisor.deliver(LeaseWithdrawn(request_id=request_id))
             self.give(taken)
             return None
-        self.fill(taken, content, 0)
-        return self._grant(process, request_id, content, taken)
+        words = expected_words(content, 0, (LAYERS, blocks, BLOCK_WORDS))
+        process.memory[:, taken, :] = words
+        return self._grant(process, request_id, content, words, taken)
 
-    def _grant(self, process: Process, request_id: str, content: int, blocks: list[int]) -> Prefilled:
+    def _grant(self, process: Process, request_id: str, content: int, words: Words, blocks: list[int]) -> Prefilled:
         """The worker hears of the grant with the next step, perhaps later than the client has its answer."""
         lease_seconds = self.around.options.kv_lease_duration
         self._blocks[request_id] = blocks
@@ -383,13 +404,14 @@ class PrefillEngine(Engine):
         lent = self.around.oracles.leases[self.owner, request_id]
         lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
         granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
-        self.around.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
+        self.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
         return Prefilled(
             address=process.address,
             engine=self.name,
             owner=self.owner,
             request_id=request_id,
             content=content,
+            words=words,
             blocks=blocks,
             lease_expires_at=granted_ns / NS_PER_SECOND + lease_seconds,
             lease_ends_seconds=ends_seconds,
@@ -406,29 +428,39 @@ class PrefillEngine(Engine):
             self.give(self._blocks.pop(outcome.request_id))
 
     def crash(self) -> None:
-        self.process.kill()
-        self._announce_room()
         self.around.oracles.forget_leases(self.owner)
         self._blocks.clear()
+        super().crash()
 
 
 class DecodeEngine(Engine):
     """Pulls KV and decodes from it."""
 
     def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
-        super().__init__(around, name, chance)
-        self._ended: dict[str, trio.Event] = {}
+        self._ended: dict[str, Signal] = {}
         self._outcome_of: dict[str, ReceiveEnded] = {}
         self._quarantined: list[list[int]] = []
+        super().__init__(around, name, chance)
 
     @property
     def quarantined_blocks(self) -> int:
         return sum(len(blocks) for blocks in self._quarantined)
 
+    def crash(self) -> None:
+        self.around.oracles.forget_pulls(self.name)
+        ended, self._ended = self._ended, {}
+        self._outcome_of.clear()
+        self._quarantined.clear()
+        super().crash()
+        for signal in ended.values():
+            signal.set()
+
     async def serve_again(self, request_id: str, source: Prefilled) -> None:
         """A router repeats itself with parameters that were used; the blocks may be somebody else's by now."""
         if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
-            await trio.sleep(self.chance.uniform(0.0, 0.3))
+            await self.agenda.sleep(self.chance.uniform(0.0, 0.3))
+            if self.process.has_died():
+                return
             self._track(request_id, source)
             await self.serve(request_id, source, is_repeated=True)
 
@@ -443,20 +475,23 @@ class DecodeEngine(Engine):
         )
 
     async def serve(self, request_id: str, source: Prefilled, *, is_repeated: bool = False) -> None:
-        """One announced request, until its blocks are free again."""
+        """One announced request, until its blocks are free again or its engine is dead."""
+        process = self.process
         heard_seconds = trio.current_time()
         if self.chance.random() < 0.2:
-            await trio.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
+            await self.agenda.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
         if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
-            await trio.sleep_until(queue.end_seconds)
+            await self.agenda.sleep(max(0.0, queue.end_seconds - trio.current_time()))
+        if process.has_died():
+            return
         kind = self.chance.random()
         cached = self.chance.randint(0, len(source.blocks)) if kind < 0.2 else 0
         if kind > 0.92:
             self._settle_without_reading(request_id, source, heard_seconds)
-        else:
-            blocks = await self.take(len(source.blocks) - cached)
-            assert blocks is not None, "decode engines do not die"
-            await self._load(request_id, source, cached, blocks, heard_seconds, is_repeated=is_repeated)
+            return
+        blocks = await self.take(process, len(source.blocks) - cached)
+        if blocks is not None:
+            await self._load(process, request_id, source, cached, blocks, heard_seconds, is_repeated=is_repeated)
 
     def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
@@ -465,6 +500,7 @@ class DecodeEngine(Engine):
 
     async def _load(
         self,
+        process: Process,
         request_id: str,
         source: Prefilled,
         cached: int,
@@ -473,25 +509,25 @@ class DecodeEngine(Engine):
         *,
         is_repeated: bool,
     ) -> None:
-        ended = self._ended[request_id] = trio.Event()
+        ended = self._ended[request_id] = Signal(self.agenda)
         pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True, is_repeated=is_repeated)
         stormy = self.around.faults.hits(Kind.ABORT, self.name) is not None
         if stormy or self.chance.random() < 0.03:
-            with trio.move_on_after(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random()):
-                await ended.wait()
-            self._abort(pull)
+            await ended.wait_at_most(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random())
+            self._abort(process, pull)
         await ended.wait()
+        if process.has_died():
+            return
         self._untrack(request_id, source)
         outcome = self._outcome_of.pop(request_id)
         if outcome.quarantined:
             self._quarantined.append(blocks)
             return
-        content = source.content
-        if outcome.failure is not None:
-            content, cached = ~source.content & 0xFFFFFFFF, 0  # recomputed here, or another request's
-            self.fill(blocks, content, cached)
-        await self._decode(pull, content, cached)
-        self.give(blocks)
+        words = source.words[:, cached:, :]
+        if outcome.failure is not None:  # recomputed here, or another request's
+            words = expected_words(~source.content & 0xFFFFFFFF, 0, (LAYERS, len(blocks), BLOCK_WORDS))
+            process.memory[:, blocks, :] = words
+        await self._decode(process, pull, words)
 
     def _start(
         self,
@@ -509,8 +545,6 @@ class DecodeEngine(Engine):
             request_id=request_id,
             decode=self.name,
             prefill=source.engine,
-            content=source.content,
-            first_block=cached,
             blocks=blocks,
             awaited=awaited,
             started_seconds=now,
@@ -520,13 +554,23 @@ class DecodeEngine(Engine):
             is_repeated=is_repeated,
         )
         self.around.oracles.start(pull)
+        remote_block_ids = source.blocks[cached : cached + len(blocks)]
+        if awaited and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
+            pull.has_bad_params = True
+            if self.chance.random() < 0.5:
+                failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
+                self.process.supervisor.deliver(
+                    RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure)
+                )
+                return pull
+            remote_block_ids = [*remote_block_ids[:-1], BLOCKS + self.chance.randrange(BLOCKS)]
         self.process.supervisor.deliver(
             StartPull(
                 request_id=request_id,
                 peer=source.address,
                 remote_request_id=source.request_id,
                 local_block_ids=blocks,
-                remote_block_ids=source.blocks[cached : cached + len(blocks)],
+                remote_block_ids=remote_block_ids,
                 awaited=awaited,
                 age_seconds=now - heard_seconds,
                 lease_expires_at=source.lease_expires_at,
@@ -535,22 +579,24 @@ class DecodeEngine(Engine):
         )
         return pull
 
-    def _abort(self, pull: Pull) -> None:
-        pull.is_aborted = True
-        self.process.supervisor.deliver(AbortPull(request_id=pull.request_id))
+    def _abort(self, process: Process, pull: Pull) -> None:
+        if not process.has_died():
+            pull.is_aborted = True
+            process.supervisor.deliver(AbortPull(request_id=pull.request_id))
 
     def _untrack(self, request_id: str, source: Prefilled) -> None:
         self.process.supervisor.deliver(
             UntrackLease(request_id=request_id, engine_id=source.address.engine_id, remote_request_id=source.request_id)
         )
 
-    async def _decode(self, pull: Pull, content: int, first_block: int) -> None:
+    async def _decode(self, process: Process, pull: Pull, words: Words) -> None:
         """Decode for a while; the KV must be right from the beginning to the end."""
-        expected = self.expected(content, first_block, len(pull.blocks))
         for when in ("at the start of decoding", "when decoding ended"):
-            found = self.process.memory[:, pull.blocks, :]
-            self.around.oracles.check_bytes(pull, found, expected, when)
-            await trio.sleep(self.chance.uniform(0.0, 0.15))
+            self.around.oracles.check_bytes(pull, process.memory[:, pull.blocks, :], words, when)
+            await self.agenda.sleep(self.chance.uniform(0.0, 0.15))
+            if process.has_died():
+                return
+        self.give(pull.blocks)
 
     def hear(self, outcome: Outcome) -> None:
         if isinstance(outcome, ReceiveEnded):
@@ -569,12 +615,15 @@ class DecodeEngine(Engine):
                     self._quarantined.remove(blocks)
                     self.give(list(blocks))
                 else:
-                    self.around.agenda.after(STEP_SECONDS_MAX, lambda: self._lift_later(blocks))
+                    process = self.process
+                    self.agenda.after(STEP_SECONDS_MAX, lambda: self._lift_later(process, blocks))
             case _:
                 pass
 
-    def _lift_later(self, blocks: list[int]) -> None:
-        """The request's task has not seen its end yet."""
+    def _lift_later(self, process: Process, blocks: list[int]) -> None:
+        """The request's script has not seen its end yet."""
+        if process.has_died():
+            return
         if blocks in self._quarantined:
             self._quarantined.remove(blocks)
             self.give(list(blocks))

@@ -40,13 +40,19 @@ class Kind(enum.Enum):
 
     CRASH_NEW_ID = "crash_new_id"
     CRASH_SAME_ID = "crash_same_id"
+    INCOMPATIBLE = "incompatible"
+    CRASH_DECODE = "crash_decode"
+    STOP = "stop"
     PAUSE = "pause"
     STOP_POLLING = "stop_polling"
     WALL_CLOCK_JUMP = "wall_clock_jump"
     GARBAGE = "garbage"
 
     ABORT = "abort"
+    BAD_PARAMS = "bad_params"
     ACTOR_CRASH = "actor_crash"
+    OWNER_CRASH = "owner_crash"
+    KEEPER_CRASH = "keeper_crash"
 
     PREPARE_REFUSED = "prepare_refused"
 
@@ -78,8 +84,16 @@ DECODE_LINK_KINDS = (
     Kind.PREPARE_REFUSED,
 )
 """Links from a decode engine to a prefill engine."""
-PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.TWO_RANKS)
-DECODE_KINDS = (Kind.ABORT, Kind.ACTOR_CRASH, Kind.LONG_QUEUE, Kind.ROUTER_RETRY)
+PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.KEEPER_CRASH, Kind.TWO_RANKS)
+"""INCOMPATIBLE: it is replaced by an engine of another model for a while."""
+DECODE_KINDS = (
+    Kind.CRASH_DECODE,
+    Kind.ABORT,
+    Kind.BAD_PARAMS,
+    Kind.ACTOR_CRASH,
+    Kind.LONG_QUEUE,
+    Kind.ROUTER_RETRY,
+)
 
 READ_SLOWDOWN = 50
 FAULTS_MAX = 16
@@ -115,6 +129,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     reads_inline: bool
     peer_limit: int
+    lease_seconds: float
+    request_timeout_seconds: float
+    handshake_timeout_seconds: float
 
     @property
     def prefill_names(self) -> list[str]:
@@ -147,6 +164,9 @@ def draw_shape(seed: int) -> Shape:
         requests_per_second=chance.uniform(10.0, 50.0),
         reads_inline=chance.random() < 0.3,
         peer_limit=1024 if chance.random() < 0.85 else chance.randint(1, 2),
+        lease_seconds=chance.choice([4.0, 4.0, 10.0]),
+        request_timeout_seconds=chance.choice([6.0, 6.0, 1.0]),
+        handshake_timeout_seconds=chance.choice([0.8, 0.8, 3.0]),
     )
 
 

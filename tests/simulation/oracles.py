@@ -84,8 +84,6 @@ class Pull:
     request_id: str
     decode: str
     prefill: str
-    content: int
-    first_block: int
     blocks: list[int]
     awaited: bool
     started_seconds: float
@@ -95,6 +93,9 @@ class Pull:
     is_repeated: bool = False
     """The same prompt was read before: its blocks may be gone."""
     is_aborted: bool = False
+    has_bad_params: bool = False
+    is_lost: bool = False
+    """Its decode engine died over it."""
     reports: int = 0
     ended_seconds: float | None = None
     failure: Failure | None = None
@@ -159,11 +160,19 @@ class Oracles:
             self.complain("report once", f"{request_id} was reported {pull.reports} times")
             return
         pull.ended_seconds, pull.failure = trio.current_time(), failure
+        if pull.has_bad_params and failure is None:
+            self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
         has_lapsed = failure is not None and failure.kind == LeaseNotProven.__name__
         self.let_go(pull.owner, pull.remote_request_id, request_id, has_lapsed=has_lapsed)
         self._check_cause(f"request {request_id}", failure)
         self._check_isolation(pull)
         self._check_bound(pull)
+
+    def forget_pulls(self, decode: str) -> None:
+        """A decode engine has died."""
+        for pull in self.pulls.values():
+            if pull.decode == decode and pull.reports == 0:
+                pull.is_lost = True
 
     def check_bytes(self, pull: Pull, found: Words, expected: Words, when: str) -> None:
         wrong = np.flatnonzero((found != expected).any(axis=(0, 2)))
@@ -202,7 +211,7 @@ class Oracles:
     def _check_isolation(self, pull: Pull) -> None:
         assert pull.ended_seconds is not None
         touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, pull.ended_seconds)
-        if not self.isolates or pull.is_aborted or pull.is_repeated or touched:
+        if not self.isolates or pull.is_aborted or pull.has_bad_params or pull.is_repeated or touched:
             return
         took_seconds = pull.ended_seconds - pull.started_seconds
         if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:
@@ -321,11 +330,15 @@ class Oracles:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
+    def check_all_reported(self, decode: str | None = None) -> None:
+        """Nobody waits any more: after the liveness phase on any engine, after the end of a process on that one."""
+        for pull in self.pulls.values():
+            if pull.awaited and pull.reports == 0 and not pull.is_lost and decode in (None, pull.decode):
+                self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
+
     def check_all_ended(self) -> None:
         """After the liveness phase."""
-        for pull in self.pulls.values():
-            if pull.awaited and pull.reports == 0:
-                self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
+        self.check_all_reported()
         for lent in self.leases.values():
             if lent.is_granted and lent.ends == 0:
                 self.complain("free once", f"{lent.owner} never freed {lent.request_id}")

@@ -6,9 +6,6 @@ a bug are in regressions/ and run as well. That the oracles do complain is shown
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,12 +13,12 @@ import pytest
 
 from tests.simulation.__main__ import read_plan
 from tests.simulation.cluster import simulate
+from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan
 from tests.simulation.mutants.catalogue import CATALOGUE
 from tests.simulation.mutants.mutant import Patch
 from tests.simulation.shrink import shrink
 
-ROOT = Path(__file__).parents[2]
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 SEEDS = 30
 SEEDS_OF_A_MUTANT = 12
@@ -49,16 +46,23 @@ def test_without_faults_every_request_is_served() -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 7])
-def test_a_seed_gives_the_same_trace_in_every_process(seed: int, tmp_path: Path) -> None:
-    traces = []
-    for hash_seed in ("1", "4711"):
-        path = tmp_path / f"trace-{hash_seed}"
-        command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--trace", str(path)]
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, capture_output=True)
-        traces.append(path.read_bytes())
-    assert traces[0].count(b"\n") > 500
-    assert traces[0] == traces[1]
+def test_a_seed_gives_the_same_trace_in_every_process(seed: int) -> None:
+    one, other = (trace_in_a_process_of_its_own(["--seed", str(seed)], hash_seed) for hash_seed in HASH_SEEDS)
+    assert one.count(b"\n") > 500
+    assert first_divergence(one, other) is None
+
+
+def test_a_divergence_is_found_where_it_begins() -> None:
+    one = b"".join(b"record %d\n" % number for number in range(20))
+    found = first_divergence(one, one.replace(b"record 12", b"record twelve"))
+    assert found is not None
+    assert (found.line, found.first, found.second) == (13, b"record 12", b"record twelve")
+    assert found.before == [b"record %d" % number for number in range(7, 12)]
+    shorter = first_divergence(one, one[: one.index(b"record 19")])
+    assert shorter is not None
+    assert (shorter.line, shorter.first, shorter.second) == (20, b"record 19", None)
+    assert "the trace has ended" in str(shorter)
+    assert first_divergence(one, one) is None
 
 
 def test_different_seeds_give_different_traces() -> None:
