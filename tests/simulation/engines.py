@@ -135,6 +135,7 @@ class Process:
     ) -> None:
         self.engine_id = engine_id
         self.life = life
+        self.variant = variant
         self.incarnation = f"{chance.getrandbits(128):032x}"
         self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, BLOCKS, BLOCK_WORDS), JUNK, np.uint64)
         self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
@@ -392,7 +393,8 @@ class PrefillEngine(Engine):
             self.give(taken)
             return None
         words = expected_words(content, 0, (LAYERS, blocks, BLOCK_WORDS))
-        process.memory[:, taken, :] = words
+        # Another model computes something else from the same prompt.
+        process.memory[:, taken, :] = words if process.variant is Variant.SAME else ~words
         return self._grant(process, request_id, content, words, taken)
 
     def _grant(self, process: Process, request_id: str, content: int, words: Words, blocks: list[int]) -> Prefilled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from connector.runtime.peer_actor import PeerActor, ReadMoved
 from connector.runtime.request_run import RequestRun
 from connector.runtime.supervisor import Supervisor
 from statemachine import request
+from statemachine.failures import TransferError
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.machines import QUICK_REPLACEMENTS, READ_ERRORS, STALLED_READS
 from tests.simulation.mutants.mutant import Mutant, Patch, fault
@@ -29,6 +31,12 @@ NOT_AN_ERROR_OF_THE_PRODUCT = type("NeverRaised", (Exception,), {})
 
 LONG_QUEUE = (fault(Kind.LONG_QUEUE, "d0", 0.0, 6.0),)
 ROUTER_RETRIES = (fault(Kind.ROUTER_RETRY, "d0", 0.0, 12.0),)
+ABORTS_OF_A_CROWD = (
+    fault(Kind.ABORT, "d0", 0.0, 8.0),
+    fault(Kind.READ_SLOW, "d0>p0", 0.0, 8.0),
+    *(fault(Kind.LONG_QUEUE, "d0", float(at), 0.95) for at in range(8)),
+)
+"""So many requests start at once that their READs wait for their turn, and some are aborted meanwhile."""
 ACTOR_CRASHES = (fault(Kind.ACTOR_CRASH, "d0", 0.0, 4.0),)
 
 
@@ -129,7 +137,7 @@ PROOF = (
         apply=_remember_in_the_actor,
         faults=(*ROUTER_RETRIES, fault(Kind.MESSAGE_DELAY, "d0>p0", 0.0, 12.0)),
         oracle="bytes",
-        first_seed=32,
+        seeds=30,
     ),
 )
 
@@ -364,7 +372,6 @@ PEERS = (
         apply=_one_handshake_at_a_time,
         faults=(fault(Kind.PARTITION, "d0>p0", 0.0, 4.0),),
         oracle="isolation",
-        first_seed=9,
     ),
     Mutant(
         name="table without limit",
@@ -428,18 +435,24 @@ PEERS = (
 # --- READs ----------------------------------------------------------------------------------------------------------
 
 
+def _trust_block_ids(patch: Patch) -> None:
+    patch.attribute(peer_actor, "BlockIdError", NOT_AN_ERROR_OF_THE_PRODUCT)
+
+
 def _post_after_failure(patch: Patch) -> None:
-    post = NixlOwner._post
+    end_unposted = NixlOwner._end_unposted
 
-    async def post_anyway(self: NixlOwner, order: ReadOrder) -> None:
-        await trio.lowlevel.checkpoint()
-        if order.is_wanted():
-            await post(self, order)
-            return
-        self._end_unposted(order, None)
-        await self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids, b"")
+    async def post(self: NixlOwner, order: ReadOrder) -> None:
+        with contextlib.suppress(NixlCallFailed):
+            await self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids, b"")
 
-    patch.attribute(NixlOwner, "_post", post_anyway)
+    def end_and_post(self: NixlOwner, order: ReadOrder, failure: TransferError | None) -> None:
+        end_unposted(self, order, failure)
+        if failure is None:
+            assert self._nursery is not None
+            self._nursery.start_soon(post, self, order)
+
+    patch.attribute(NixlOwner, "_end_unposted", end_and_post)
 
 
 def _let_errors_of_nixl_through(patch: Patch) -> None:
@@ -470,7 +483,7 @@ READS = (
         row=4,
         broken="a READ whose request was given up before its turn is posted all the same",
         apply=_post_after_failure,
-        faults=(fault(Kind.ABORT, "d0", 0.0, 12.0),),
+        faults=ABORTS_OF_A_CROWD,
         oracle="bytes",
     ),
     Mutant(
@@ -479,6 +492,14 @@ READS = (
         broken="an error of a NIXL call is not caught where a READ is posted",
         apply=_let_errors_of_nixl_through,
         faults=READ_ERRORS,
+        oracle="health",
+    ),
+    Mutant(
+        name="block ids trusted",
+        row=32,
+        broken="block ids that no engine has raise in the actor that looks them up",
+        apply=_trust_block_ids,
+        faults=(fault(Kind.BAD_PARAMS, "d0", 0.0, 4.0),),
         oracle="health",
     ),
     Mutant(
@@ -534,6 +555,29 @@ def _lose_commands(patch: Patch) -> None:
     patch.attribute(Supervisor, "_start_pull", start_some)
 
 
+def _owner_ends_with_its_first_bug(patch: Patch) -> None:
+    async def run(self: NixlOwner) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            while True:
+                await self._inbox.wait(float("inf"))
+                while (event := self._inbox.take_one()) is not None:
+                    self._handle(event)
+
+    patch.attribute(NixlOwner, "run", run)
+
+
+def _stop_without_a_word(patch: Patch) -> None:
+    handle = PeerActor._handle
+
+    def handle_most(self: PeerActor, message: Any) -> None:
+        if isinstance(message, peer_actor.StopPeer):
+            self._runs.clear()
+        handle(self, message)
+
+    patch.attribute(PeerActor, "_handle", handle_most)
+
+
 CRASHES = (
     Mutant(
         name="nothing recovered",
@@ -548,7 +592,7 @@ CRASHES = (
         row=None,
         broken="an actor that crashed is not started again, and its requests are lost",
         apply=_restart_nobody,
-        faults=ACTOR_CRASHES,
+        faults=(*ACTOR_CRASHES, *STALLED_READS),
         oracle="bound",
     ),
     Mutant(
@@ -557,6 +601,22 @@ CRASHES = (
         broken="an exception in one actor ends all of them",
         apply=_take_the_engine_along,
         faults=ACTOR_CRASHES,
+        oracle="bound",
+    ),
+    Mutant(
+        name="NIXL owner ends with its first bug",
+        row=30,
+        broken="an exception in the NIXL owner ends the posting of every READ",
+        apply=_owner_ends_with_its_first_bug,
+        faults=(fault(Kind.OWNER_CRASH, "d0", 0.0, 4.0), fault(Kind.READ_SLOW, "d0>p0", 0.0, 4.0)),
+        oracle="health",
+    ),
+    Mutant(
+        name="stop without a word",
+        row=None,
+        broken="requests that are open when the connector stops are not reported",
+        apply=_stop_without_a_word,
+        faults=(fault(Kind.STOP, "d0", 3.0, 0.1), *STALLED_READS),
         oracle="bound",
     ),
     Mutant(

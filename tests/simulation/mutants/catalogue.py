@@ -11,6 +11,8 @@ Dropped, because nothing that anybody outside can see depends on them:
   hears only of the last deadline.
 * a failed handshake that is not announced: the requests are tried again after the back-off and end by their deadline.
 * releases that wait for a connection and go to a restarted engine: it does not know the names and ignores them.
+* lengths of blocks that are not compared in the handshake: NIXL refuses descriptors of different lengths, and requests
+  fail one by one with what it says.
 * READs posted although nobody wants them (without "post after failure"): they are drained like any other, so that
   is_wanted saves work and nothing else.
 """
@@ -31,6 +33,7 @@ FIELD_FAILURES = {
     10: "a lease is read up to its very end",
     13: "a restarted engine's endpoint is replaced while READs from it are in flight",
     14: "an engine is evicted while it is being read from",
+    16: "engines whose KV means different things are paired",
     19: "any peer may free any request",
     24: "a failed transfer is cleaned up twice",
     25: "a request that only notifies is reported as received",
@@ -38,6 +41,7 @@ FIELD_FAILURES = {
     28: "the completion of a READ comes twice",
     29: "a lease frees what was freed already",
     30: "a fabric error raised by a call takes the engine down",
+    32: "block ids that came with the request drive an assertion",
     38: "one bad frame ends the side channel",
     40: "an engine in back-off is never tried again",
     41: "a full local hit is never reported",

@@ -27,16 +27,15 @@ LOST_NOTIFICATIONS_AND_A_QUEUE = (
     fault(Kind.LONG_QUEUE, "d0", 0.0, 5.0, 0.5),
 )
 TWO_RANKS = (fault(Kind.TWO_RANKS, "p0", 0.0, 4.0),)
-QUICK_RESTARTS = tuple(
-    each
-    for at in (1.0, 1.5, 2.0, 2.5, 3.0)
-    for each in (fault(Kind.CRASH_SAME_ID, "p0", at, 0.01), fault(Kind.READ_SLOW, "d0>p0", at - 0.1, 0.2))
+QUICK_RESTARTS, QUICK_REPLACEMENTS = (
+    tuple(
+        each
+        for at in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5)
+        for each in (fault(Kind.READ_STALL, "d0>p0", at - 0.4, 0.45), fault(kind, "p0", at, 0.01))
+    )
+    for kind in (Kind.CRASH_SAME_ID, Kind.CRASH_NEW_ID)
 )
-QUICK_REPLACEMENTS = tuple(
-    each
-    for at in (1.0, 1.5, 2.0, 2.5, 3.0)
-    for each in (fault(Kind.CRASH_NEW_ID, "p0", at, 0.01), fault(Kind.READ_SLOW, "d0>p0", at - 0.1, 0.2))
-)
+"""The next life begins before anybody has noticed that READs from the one before hang."""
 
 
 def stay(value: Any, event: Event) -> tuple[Any, Effects]:
@@ -89,6 +88,10 @@ def _abort_without_draining(patch: Patch) -> None:
 
 def _no_deadline(patch: Patch) -> None:
     patch.handler(request.MACHINE, (READING, request.LeaseLapsed), stay)
+    patch.handler(request.MACHINE, (READING, request.DeadlinePassed), stay)
+
+
+def _deadline_ignored(patch: Patch) -> None:
     patch.handler(request.MACHINE, (READING, request.DeadlinePassed), stay)
 
 
@@ -193,6 +196,14 @@ REQUEST = (
         broken="no timer ends a request whose READ hangs",
         apply=_no_deadline,
         faults=READS_STALLED_FOR_LONG,
+        oracle="bound",
+    ),
+    Mutant(
+        name="deadline ignored",
+        row=45,
+        broken="a request that reads outlives its own deadline for as long as its lease is proven",
+        apply=_deadline_ignored,
+        faults=STALLED_READS,
         oracle="bound",
     ),
     Mutant(

@@ -19,6 +19,8 @@ from tests.simulation.faults import Kind
 from tests.simulation.mutants.actors import LONG_QUEUE, NOT_AN_ERROR_OF_THE_PRODUCT
 from tests.simulation.mutants.mutant import Mutant, Patch, fault
 
+REPLACEMENTS = tuple(fault(Kind.CRASH_NEW_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0))
+ANOTHER_MODEL = (fault(Kind.INCOMPATIBLE, "p0", 0.5, 3.0),)
 GARBAGE = (fault(Kind.GARBAGE, "p0", 0.5, 1.0),)
 
 # --- frames and notifications ---------------------------------------------------------------------------------------
@@ -47,6 +49,13 @@ def _talk_to_anybody(patch: Patch) -> None:
             if not isinstance(error.failure, WrongEngine):
                 raise
             return decode_reply(frames, peer=error.failure.found, address=address, expected_hash=expected_hash)
+
+    patch.attribute(handshake, "decode_reply", decode)
+
+
+def _any_hash_will_do(patch: Patch) -> None:
+    def decode(frames: Sequence[bytes], *, peer: str, address: str, expected_hash: str | None) -> HandshakeReply:
+        return decode_reply(frames, peer=peer, address=address, expected_hash=None)
 
     patch.attribute(handshake, "decode_reply", decode)
 
@@ -93,8 +102,16 @@ WIRE = (
         row=66,
         broken="a handshake succeeds with whatever engine answers at the address",
         apply=_talk_to_anybody,
-        faults=tuple(fault(Kind.CRASH_NEW_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0)),
+        faults=(*REPLACEMENTS, fault(Kind.LONG_QUEUE, "d0", 0.5, 3.0)),
         oracle="recovery",
+    ),
+    Mutant(
+        name="any hash will do",
+        row=16,
+        broken="the hash of what two engines must have in common is not compared",
+        apply=_any_hash_will_do,
+        faults=ANOTHER_MODEL,
+        oracle="bytes",
     ),
     Mutant(
         name="release by another name",
