@@ -48,6 +48,19 @@ class Kind(enum.Enum):
     ABORT = "abort"
     ACTOR_CRASH = "actor_crash"
 
+    READ_LATE = "read_late"
+    INCOMPATIBLE = "incompatible"
+    DECODE_CRASH = "decode_crash"
+    BAD_PARAMS = "bad_params"
+    CLOCK_DRIFT = "clock_drift"
+
+
+LEVEL1_ONLY = (Kind.READ_LATE, Kind.INCOMPATIBLE, Kind.DECODE_CRASH, Kind.BAD_PARAMS, Kind.CLOCK_DRIFT)
+"""What only the level of pure machines does: a READ that nothing ends and that writes much later, a prefill engine that
+answers as another model's, a decode engine that dies, parameters that name no blocks, clocks whose rate changes."""
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
+LEVEL1_KINDS = tuple(kind for kind in Kind if kind is not Kind.GARBAGE)
+"""Machines read no bytes, so garbage cannot reach them."""
 
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
@@ -65,10 +78,11 @@ DECODE_LINK_KINDS = (
     Kind.NOTIFICATION_LOSS,
     Kind.NOTIFICATION_DUPLICATE,
     Kind.NOTIFICATION_DELAY,
+    Kind.READ_LATE,
 )
 """Links from a decode engine to a prefill engine."""
-PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID)
-DECODE_KINDS = (Kind.ABORT, Kind.ACTOR_CRASH)
+PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE)
+DECODE_KINDS = (Kind.ABORT, Kind.ACTOR_CRASH, Kind.DECODE_CRASH, Kind.BAD_PARAMS)
 
 READ_SLOWDOWN = 50
 FAULTS_MAX = 16
@@ -139,13 +153,13 @@ def draw_shape(seed: int) -> Shape:
     )
 
 
-def draw_plan(seed: int) -> Plan:
-    """The faults of a seed; one seed in ten has none."""
+def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
+    """The faults of a seed; one seed in ten has none. `kinds`: those that the level of the simulator knows."""
     chance = generator(seed, "faults")
     shape = draw_shape(seed)
     if chance.random() < 0.1:
         return Plan(seed=seed, faults=[])
-    allowed = [kind for kind in Kind if chance.random() < 0.3] or [chance.choice(list(Kind))]
+    allowed = [kind for kind in kinds if chance.random() < 0.3] or [chance.choice(kinds)]
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
