@@ -67,10 +67,9 @@ _BAD_PARAMS = BadParams(field="remote_block_ids", expected="blocks that the engi
 class Attempt:
     """The READs of one attempt of one request. `is_quarantined`: nobody waits for them any more."""
 
-    __slots__ = ("is_quarantined", "open_reads", "posted", "run")
+    __slots__ = ("is_quarantined", "open_reads", "posted")
 
-    def __init__(self, run: Run, reads: int) -> None:
-        self.run = run
+    def __init__(self, reads: int) -> None:
         self.open_reads = reads
         self.posted: list[Read] = []
         self.is_quarantined = False
@@ -160,7 +159,7 @@ class PeerActor:
         self._world = world
         self._heap = world.heap
         self._clock = rank.life.engine.clock
-        self._log = world.log.append
+        self._log = world.log.extend
         self._step_peer_machine = world.step_peer
         self._step_request = world.step_request
         self._runs: dict[Pull, Run] = {}
@@ -213,7 +212,7 @@ class PeerActor:
             self._apply(run, request.PeerFailed(failure=consumed))
         else:
             self._hold(remote_id, pull)
-            heap.after(self._world.limits.request_ns, self._pass_deadline, run)
+            heap.unless_over(heap.now_ns + self._world.limits.request_ns, self._pass_deadline, run, run)
             self._step_peer(_WANTED)
         if self.value.state is not _READY or self._lingering:
             self._settle()
@@ -414,7 +413,8 @@ class PeerActor:
         question.sent_ns = self._clock.local_ns(self._heap.now_ns)
         link = self._world.links[self.rank.life.engine.name, self.engine.name]
         link.send(self.engine.answer, question)
-        self._heap.after(self._world.limits.handshake_ns, self._give_up_asking, question)
+        timeout_ns = self._heap.now_ns + self._world.limits.handshake_ns
+        self._heap.unless_over(timeout_ns, self._give_up_asking, question, question)
 
     def hear(self, reply: tuple[Question, PrefillLife, bool, int]) -> None:
         """An answer, perhaps one that comes twice or too late."""
@@ -514,7 +514,8 @@ class PeerActor:
             elif kind is request.PostReads:
                 self._post_reads(run, effect.reads)  # type: ignore[attr-defined]
             elif kind is request.StartQuiesceTimer:
-                self._heap.after(self._world.limits.quiesce_ns, self._end_quiescing, (run, run.attempt))
+                timeout_ns = self._heap.now_ns + self._world.limits.quiesce_ns
+                self._heap.unless_over(timeout_ns, self._end_quiescing, (run, run.attempt), run)
             elif kind is request.AwaitPeer:
                 self._step_peer(_WANTED)
 
@@ -552,7 +553,8 @@ class PeerActor:
         sample = connection.clock_sample
         proven_ns = sample.earliest_local_ns(pull.prompt.expires_at_ns) - self._world.limits.margin_ns
         run.lease_until_ns = proven_ns
-        self._heap.at(max(now_ns, self._clock.true_ns(proven_ns)), self._pass_lease, (run, proven_ns))
+        at_ns = max(now_ns, self._clock.true_ns(proven_ns))
+        self._heap.unless_over(at_ns, self._pass_lease, (run, proven_ns), run)
         if local_ns - sample.measured_ns > _SAMPLE_AGE_NS and not self._measuring_clock:
             self._measuring_clock = True
             self._ask(Question(self, None, is_handshake=False))
@@ -573,7 +575,7 @@ class PeerActor:
     def _post_reads(self, run: Run, reads: int) -> None:
         connection = self._connection
         assert connection is not None
-        run.attempt = attempt = Attempt(run, reads)
+        run.attempt = attempt = Attempt(reads)
         connection.open_reads += reads
         for piece in range(reads):
             self.rank.order(Read(run, attempt, connection, piece))

@@ -270,6 +270,7 @@ class DecodeLife:
         pull.awaited = False
         self._start(pull)
         self._untrack(pull)
+        pull.runs.clear()
 
     def _begin(self, pull: Pull) -> None:
         if pull.wanted_blocks:
@@ -390,6 +391,7 @@ class DecodeLife:
             rank.erase(blocks)
         self._give(free, blocks)
         del self.open_pulls[pull]
+        pull.runs.clear()
         while waiting and len(free) >= waiting[0].wanted_blocks:
             self._clients -= 1
             self._begin(waiting.popleft())
@@ -408,7 +410,7 @@ class DecodeLife:
         expected = tags(pull.content, pull.cached, len(blocks))
         for rank in self.ranks:
             for memory in rank.memory:
-                if [memory[block] for block in blocks] != expected:
+                if list(map(memory.__getitem__, blocks)) != expected:
                     self.world.oracles.complain(
                         "bytes", f"{pull.request_id} {when}: blocks {blocks} of rank {rank.number} hold something else"
                     )
@@ -455,7 +457,7 @@ class DecodeRank:
         self._agent_free_ns = 0
         self._heap = world.heap
         self._clock = life.engine.clock
-        self._log = world.log.append
+        self._log = world.log.extend
         self._step = world.step_transfer
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -636,8 +638,10 @@ class DecodeRank:
         read.ended_ns = self._clock.local_ns(self._heap.now_ns)
         attempt = read.attempt
         attempt.open_reads -= 1
-        if attempt.is_quarantined and attempt.open_reads == 0:
-            self.life.hear_lift(read.run.pull)
+        if attempt.open_reads == 0:
+            attempt.posted.clear()
+            if attempt.is_quarantined:
+                self.life.hear_lift(read.run.pull)
         actor = read.run.actor
         assert actor is not None
         actor.end_read(read)

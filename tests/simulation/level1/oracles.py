@@ -141,6 +141,11 @@ class Oracles:
         elif prompt.freed & (1 << rank):
             self.complain("free once", f"rank {rank} freed {prompt.request_id} twice")
 
+    def forget(self) -> None:
+        """The run is over, and what it did is counted."""
+        self.pulls.clear()
+        self.leases.clear()
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def check_all_ended(self, decode_ranks: int, prefill_ranks: int) -> None:

@@ -268,13 +268,14 @@ class PrefillLife:
 class Lent:
     """One lease on one rank. `timer_ns`: the local time for which its timer is set."""
 
-    __slots__ = ("prompt", "rank", "timer_ns", "value")
+    __slots__ = ("is_over", "prompt", "rank", "timer_ns", "value")
 
     def __init__(self, rank: PrefillRank, prompt: Prompt) -> None:
         self.rank = rank
         self.prompt = prompt
         self.value = lease.Lease(request_id=prompt.request_id)
         self.timer_ns = 0
+        self.is_over = False
 
     def names(self) -> tuple[str, int, str]:
         return self.rank.life.engine_id, self.rank.number, self.prompt.request_id
@@ -294,7 +295,7 @@ class PrefillRank:
         self._heap = world.heap
         self._clock = life.engine.clock
         self._step = world.step_lease
-        self._log = world.log.append
+        self._log = world.log.extend
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 
@@ -365,16 +366,17 @@ class PrefillRank:
             elif kind is lease.CountEarlyNotifications:
                 self._apply(lent, _EARLY_COUNTED)
         if value.state in _ENDED:
+            lent.is_over = True
             self.leases.pop(lent.prompt.request_id, None)
 
     def _start_timer(self, lent: Lent, deadline_ns: int) -> None:
         lent.timer_ns = deadline_ns
-        at_ns = self._clock.true_ns(deadline_ns)
-        self._heap.at(max(at_ns, self._heap.now_ns), self._expire, (lent, deadline_ns))
+        at_ns = max(self._clock.true_ns(deadline_ns), self._heap.now_ns)
+        self._heap.unless_over(at_ns, self._expire, (lent, deadline_ns), lent)
 
     def _expire(self, timer: tuple[Lent, int]) -> None:
         lent, deadline_ns = timer
-        if lent.timer_ns != deadline_ns or lent.value.state in _ENDED:
+        if lent.timer_ns != deadline_ns or lent.is_over:
             return  # It was moved, or what it was for has ended.
         life = self.life
         if life.frozen_until_ns > self._heap.now_ns:

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
+from typing import Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ from tests.simulation.level1.oracles import BLOCKS_OF_A_PROMPT_MAX, Oracles
 from tests.simulation.level1.prefill import RATE_PPB_MAX, PrefillEngine, PrefillLife, Prompt
 from tests.simulation.level1.shape import draw_cluster
 from tests.simulation.level1.transport import LATE_SECONDS_MAX, Transport
-from tests.simulation.level1.world import Entry, World
+from tests.simulation.level1.world import World, entries
 from tests.simulation.oracles import Violation
 
 LIVENESS_NS = 120 * SECOND
@@ -67,13 +67,13 @@ class Result:
     virtual_seconds: float
     real_seconds: float
     machines: Machines = field(repr=False)
-    log: list[Entry] = field(repr=False)
+    log: list[Any] = field(repr=False)
     walls: dict[str, DecodeEngine | PrefillEngine] = field(repr=False)
 
     @property
     def transitions(self) -> Counter[tuple[str, str, str]]:
         """How often each (machine, state, event) of the tables was taken."""
-        counted = Counter(map(itemgetter(2, 3), self.log))
+        counted = Counter(zip(self.log[2::4], self.log[3::4], strict=True))
         machines = (self.machines.request, self.machines.lease, self.machines.peer, self.machines.transfer)
         names = {pair: machine.name for machine in machines for pair in machine.table}
         return Counter(
@@ -87,7 +87,7 @@ class Result:
     def fingerprint(self) -> str:
         """Of everything that was stepped, when, on what, and of how the requests ended."""
         digest = hashlib.sha256()
-        for at_ns, subject, state, event in self.log:
+        for at_ns, subject, state, event in entries(self.log):
             digest.update(f"{at_ns} {subject.names()} {state.value} {event.__name__}\n".encode())
         digest.update(repr(sorted(self.outcomes.items())).encode())
         return digest.hexdigest()
@@ -98,10 +98,12 @@ class Result:
         machine_of = {event: machine.name for machine in machines for event in machine.events}
         following: dict[int, str] = {}
         after: list[str] = []
-        for _, subject, state, _ in reversed(self.log):
+        for _, subject, state, _ in reversed(list(entries(self.log))):
             after.append(following.get(id(subject), subject.value.state.value))
             following[id(subject)] = state.value
-        for seq, ((at_ns, subject, state, event), to_state) in enumerate(zip(self.log, reversed(after), strict=True)):
+        for seq, ((at_ns, subject, state, event), to_state) in enumerate(
+            zip(entries(self.log), reversed(after), strict=True)
+        ):
             engine, rank, name = subject.names()
             home = self.walls.get(engine) or self.walls[engine.partition("-")[0]]
             yield TransitionRecord(
@@ -178,16 +180,20 @@ class Level1Run:
                 outcomes["not awaited"] += 1
             else:
                 outcomes["done" if pull.failure is None else pull.failure.kind] += 1
+        requests, log = len(pulls), list(self._world.log)
+        # What holds on to the log and to the requests in circles would wait for the collector.
+        self._oracles.forget()
+        self._world.log.clear()
         return Result(
             plan=self._plan,
             violations=self._oracles.violations,
-            requests=len(pulls),
+            requests=requests,
             outcomes=outcomes,
             faults_fired=self._world.fired,
             virtual_seconds=self._heap.now_ns / SECOND,
             real_seconds=real_seconds,
             machines=self._world.machines,
-            log=self._world.log,
+            log=log,
             walls=self._engines,
         )
 

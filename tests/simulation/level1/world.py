@@ -1,7 +1,7 @@
 """What everything in a run shares: time, limits, chance, links, the steps of the machines, and the log.
 
-The log is the list of everything that was stepped: (true time, subject, state before, type of the event). Nothing more
-is kept while the run goes on; the fingerprint, the coverage of the tables and the trace are made from it afterwards,
+The log is the list of everything that was stepped: true time, subject, state before, type of the event, one after the
+other in one flat list, which costs nothing to keep. Nothing more is noted while the run goes on; the fingerprint, the coverage of the tables and the trace are made from it afterwards,
 and only when somebody asks.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 from connector.config import ConnectorOptions
@@ -35,6 +35,11 @@ class Subject(Protocol):
 
 
 Entry: TypeAlias = tuple[int, Subject, MachineState, type[Event]]
+
+
+def entries(log: list[Any]) -> Iterator[Entry]:
+    """What lies flat in the log."""
+    return zip(log[0::4], log[1::4], log[2::4], log[3::4], strict=True)
 
 
 class Limits:
@@ -97,7 +102,7 @@ class World:
         self.step_transfer = machines.transfer.step
         self.step_peer = machines.peer.step
         self.step_lease = machines.lease.step
-        self.log: list[Entry] = []
+        self.log: list[Any] = []
         self.fired: Counter[Kind] = Counter()
         self.transport_chance = self.chance("transport")
         names = [
