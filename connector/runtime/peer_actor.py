@@ -119,6 +119,24 @@ class StopPeer(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure
 
 
+class ConsumedRequests:
+    """Requests of remote engines whose blocks this engine has let go of, the latest ones.
+
+    It outlives the actors: a peer that was evicted may be met again while leases of before are still proven.
+    """
+
+    def __init__(self) -> None:
+        self._consumed: dict[tuple[str, str], None] = {}
+
+    def add(self, engine_id: str, remote_request_id: str) -> None:
+        self._consumed[engine_id, remote_request_id] = None
+        if len(self._consumed) > CONSUMED_MAX:
+            del self._consumed[next(iter(self._consumed))]
+
+    def __contains__(self, engine_and_request: tuple[str, str]) -> bool:
+        return engine_and_request in self._consumed
+
+
 PeerMessage: TypeAlias = PullCommand | HandshakeEnded | ReadMoved | ProbeEnded | SendFailed | RetirePeer | StopPeer
 
 TimerKey: TypeAlias = tuple[Literal["deadline", "lease", "quiesce"], str] | Literal["backoff", "drain", "heartbeat"]
@@ -130,6 +148,7 @@ class PeerActor:
     """See the module's docstring.
 
     Args:
+        consumed: shared by all actors of the process, and kept when this one ends.
         on_request_ended: called with the id of every request that this actor is done with.
         on_connected: called with the address when a handshake has succeeded.
     """
@@ -139,6 +158,7 @@ class PeerActor:
         context: ActorContext,
         address: PeerAddress,
         *,
+        consumed: ConsumedRequests,
         on_request_ended: Callable[[str], None],
         on_connected: Callable[[PeerAddress], None],
     ) -> None:
@@ -163,7 +183,7 @@ class PeerActor:
         self._holders: dict[str, set[str]] = {}
         self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
-        self._consumed: dict[str, None] = {}
+        self._consumed = consumed
         self._measuring_clock = False
         self._backoff_until_ns = 0
         self._nursery: trio.Nursery | None = None
@@ -277,7 +297,7 @@ class PeerActor:
             recorder=context.recorder,
         )
         self._runs[command.request_id] = run
-        if command.remote_request_id in self._consumed and command.awaited:
+        if command.awaited and (self.address.engine_id, command.remote_request_id) in self._consumed:
             consumed = BlocksConsumed(
                 peer=self.address.engine_id, address=str(self.address), remote_request_id=command.remote_request_id
             )
@@ -637,9 +657,7 @@ class PeerActor:
         if remote_request_id not in self._owed_releases:
             return
         self._owed_releases.discard(remote_request_id)
-        self._consumed[remote_request_id] = None
-        if len(self._consumed) > CONSUMED_MAX:
-            del self._consumed[next(iter(self._consumed))]
+        self._consumed.add(self.address.engine_id, remote_request_id)
         if len(self._pending_releases) < PENDING_RELEASES_MAX:
             self._pending_releases[remote_request_id] = None
         if self._peer.value.state is peer.State.READY:

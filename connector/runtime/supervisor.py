@@ -39,7 +39,7 @@ from connector.runtime.messages import (
     UntrackLease,
 )
 from connector.runtime.nixl_owner import NixlOwner
-from connector.runtime.peer_actor import PeerActor, RetirePeer, StopPeer
+from connector.runtime.peer_actor import ConsumedRequests, PeerActor, RetirePeer, StopPeer
 from connector.runtime.tracked import Recorder, Tracked
 from statemachine import request
 from statemachine.failures import ConnectorStopped, Failure, TooManyPeers
@@ -107,6 +107,7 @@ class Supervisor:
         )
         self._peers: dict[str, PeerActor] = {}
         self._peer_of_request: dict[str, str] = {}
+        self._consumed = ConsumedRequests()
         self._stopped: ConnectorStopped | None = None
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -257,7 +258,11 @@ class Supervisor:
         if len(self._peers) >= self._context.options.peer_limit and not self._evict_one():
             return None
         actor = PeerActor(
-            self._context, address, on_request_ended=self._forget_request, on_connected=self._retire_others
+            self._context,
+            address,
+            consumed=self._consumed,
+            on_request_ended=self._forget_request,
+            on_connected=self._retire_others,
         )
         self._peers[address.engine_id] = actor
         self._nursery.start_soon(self._run_peer, actor)

@@ -262,6 +262,23 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
     run(test)
 
 
+def test_released_blocks_are_refused_after_their_peer_was_evicted_too() -> None:
+    async def test() -> None:
+        async with engine("d", options=ConnectorOptions(peer_limit=1)) as d, engine("p", serves=True) as p:
+            ends = p.lend("remote-shared")
+            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await until(lambda: d.received("first"))).failure is None
+            await until(lambda: p.sent("remote-shared"))
+            async with engine("other", serves=True) as other:
+                await reads(d, other, "between")
+                await until(lambda: d.trace.path("peer", "p")[-1] == "gone")
+            p.memory[:] = 99  # The next request's KV lies there now.
+            d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await failure_of(d, "second")).kind == "BlocksConsumed"
+
+    run(test)
+
+
 def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:

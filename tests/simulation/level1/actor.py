@@ -123,7 +123,6 @@ class PeerActor:
         "_beats",
         "_clock",
         "_connection",
-        "_consumed",
         "_crashes",
         "_drain_at_ns",
         "_heap",
@@ -167,7 +166,6 @@ class PeerActor:
         self._lingering: list[Connection] = []
         self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
-        self._consumed: set[str] = set()
         self._questions: dict[Question, None] = {}
         self._measuring_clock = False
         self._beats = False
@@ -207,7 +205,7 @@ class PeerActor:
         run.actor = self
         self._runs[pull] = run
         remote_id = pull.prompt.request_id
-        if remote_id in self._consumed and pull.awaited:
+        if pull.awaited and remote_id in self.rank.consumed:
             consumed = BlocksConsumed(peer=self.engine_id, remote_request_id=remote_id)
             self._apply(run, request.PeerFailed(failure=consumed))
         else:
@@ -450,9 +448,7 @@ class PeerActor:
             return
         question.is_over = True
         del self._questions[question]
-        timeout = HandshakeTimeout(
-            peer=self.engine_id, timeout_seconds=self._world.options.handshake_timeout_seconds
-        )
+        timeout = HandshakeTimeout(peer=self.engine_id, timeout_seconds=self._world.options.handshake_timeout_seconds)
         if question.is_handshake:
             self._end_handshake(timeout)
         else:
@@ -682,7 +678,7 @@ class PeerActor:
         if remote_id not in self._owed_releases:
             return
         self._owed_releases.discard(remote_id)
-        self._consumed.add(remote_id)
+        self.rank.consumed.add(remote_id)
         self._pending_releases[remote_id] = None
         if self.value.state is _READY:
             self._flush_releases()

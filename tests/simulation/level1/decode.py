@@ -109,7 +109,18 @@ class Pull:
 class DecodeEngine:
     """What outlives a crash. `abort` and `bad_params`: the faults that are on."""
 
-    __slots__ = ("abort", "bad_params", "chance", "clock", "life", "lives", "name", "polls_from_ns", "transport", "world")
+    __slots__ = (
+        "abort",
+        "bad_params",
+        "chance",
+        "clock",
+        "life",
+        "lives",
+        "name",
+        "polls_from_ns",
+        "transport",
+        "world",
+    )
 
     def __init__(self, world: World, transport: Transport, name: str) -> None:
         self.world = world
@@ -420,7 +431,8 @@ class DecodeRank:
     """One worker: peer actors by engine id, and an agent.
 
     `memory` and `writing` have a part per READ that a block takes: its tag, and whether a READ may still write it.
-    `agents` are the connections that are loaded, `open_handles` counts those of READs that are not released.
+    `agents` are the connections that are loaded, `consumed` the prompts whose blocks were released,
+    `open_handles` counts those of READs that are not released.
     """
 
     __slots__ = (
@@ -430,6 +442,7 @@ class DecodeRank:
         "_log",
         "_step",
         "agents",
+        "consumed",
         "life",
         "memory",
         "name",
@@ -450,6 +463,7 @@ class DecodeRank:
         self.random = life.engine.chance.random
         self.peers: dict[str, PeerActor] = {}
         self.agents: dict[PrefillLife, Connection] = {}
+        self.consumed: set[str] = set()
         self.open_handles = 0
         pieces = max(1, world.cluster.prefill_ranks // world.cluster.decode_ranks)
         self.memory = [[JUNK] * blocks for _ in range(pieces)]

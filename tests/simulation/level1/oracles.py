@@ -107,9 +107,7 @@ class Oracles:
     def _stopped_ns(self, pull: Pull) -> int:
         now_ns = self._heap.now_ns
         stops = self._stops.get(pull.decode, ())
-        return sum(
-            end_ns - begin_ns for begin_ns, end_ns in stops if begin_ns < now_ns and end_ns > pull.started_ns
-        )
+        return sum(end_ns - begin_ns for begin_ns, end_ns in stops if begin_ns < now_ns and end_ns > pull.started_ns)
 
     def ended(self, pull: Pull, failure: Failure | None) -> None:
         """All ranks have reported."""

@@ -105,9 +105,7 @@ class World:
         self.log: list[Any] = []
         self.fired: Counter[Kind] = Counter()
         self.transport_chance = self.chance("transport")
-        names = [
-            (decode, prefill) for decode in cluster.base.decode_names for prefill in cluster.base.prefill_names
-        ]
+        names = [(decode, prefill) for decode in cluster.base.decode_names for prefill in cluster.base.prefill_names]
         self.links = {
             pair: Link(heap, self.transport_chance, self.fired)
             for decode, prefill in names
