@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.runtime.clock import NS_PER_SECOND
 from connector.runtime.messages import PeerAddress, TrackLease
 from connector.runtime.peer_actor import PeerActor
 from statemachine.failures import Failure
@@ -275,6 +277,22 @@ def test_released_blocks_are_refused_after_their_peer_was_evicted_too() -> None:
             p.memory[:] = 99  # The next request's KV lies there now.
             d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
             assert (await failure_of(d, "second")).kind == "BlocksConsumed"
+
+    run(test)
+
+
+def test_clock_that_was_measured_badly_is_measured_again_before_a_lease_is_called_unproven() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "before")
+            connection = d.supervisor._peers["p"]._connection
+            assert connection is not None
+            slow = msgspec.structs.replace(connection.clock_sample, error_ns=60 * NS_PER_SECOND)
+            connection.clock_sample = slow
+            await reads(d, p, "after")
+            assert connection.clock_sample.error_ns < slow.error_ns
+            d.pull("late", p, [1], [1], lease_expires_at=p.lend("remote-late") - 60.0)
+            assert (await failure_of(d, "late", 1.0)).kind == "LeaseNotProven"
 
     run(test)
 

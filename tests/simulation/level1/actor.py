@@ -78,7 +78,19 @@ class Attempt:
 class Run:
     """One request on one rank."""
 
-    __slots__ = ("actor", "attempt", "is_over", "lease_until_ns", "probed", "probing", "pull", "rank", "value")
+    __slots__ = (
+        "actor",
+        "attempt",
+        "clock_asked",
+        "clock_awaited",
+        "is_over",
+        "lease_until_ns",
+        "probed",
+        "probing",
+        "pull",
+        "rank",
+        "value",
+    )
 
     def __init__(self, rank: DecodeRank, pull: Pull, retries: int) -> None:
         prompt = pull.prompt
@@ -96,6 +108,8 @@ class Run:
         self.is_over = False
         self.probed = False
         self.probing = False
+        self.clock_asked = False
+        self.clock_awaited = False
         self.lease_until_ns = 0
 
     def names(self) -> tuple[str, int, str]:
@@ -463,6 +477,13 @@ class PeerActor:
             self._measuring_clock = False
             if connection is not None and life is connection.life and sample is not None:
                 connection.clock_sample = sample
+            unproven = [each for each in self._waiting() if each.clock_awaited]
+            for each in unproven:
+                each.clock_awaited = False
+            if connection is not None:
+                for each in unproven:
+                    self._offer(each)
+                self._settle()
             return
         run.probing = False
         if connection is None or run.is_over or run.value.state is not _PENDING:
@@ -548,15 +569,31 @@ class PeerActor:
         local_ns = self._clock.local_ns(now_ns)
         sample = connection.clock_sample
         proven_ns = sample.earliest_local_ns(pull.prompt.expires_at_ns) - self._world.limits.margin_ns
+        if proven_ns <= local_ns and self._is_clock_to_blame(run, proven_ns + 2 * sample.error_ns, local_ns):
+            self._measure_clock()
+            return
         run.lease_until_ns = proven_ns
         at_ns = max(now_ns, self._clock.true_ns(proven_ns))
         self._heap.unless_over(at_ns, self._pass_lease, (run, proven_ns), run)
-        if local_ns - sample.measured_ns > _SAMPLE_AGE_NS and not self._measuring_clock:
-            self._measuring_clock = True
-            self._ask(Question(self, None, is_handshake=False))
+        if local_ns - sample.measured_ns > _SAMPLE_AGE_NS:
+            self._measure_clock()
         reads = len(connection.sources) if pull.blocks else 0
         proof = request.Proof(proven_until_ns=proven_ns, basis="granted")
         self._apply(run, request.PeerReady(now_ns=local_ns, reads=reads, proof=proof))
+
+    def _is_clock_to_blame(self, run: Run, latest_ns: int, now_ns: int) -> bool:
+        """Whether a request that nothing is proven for should wait until the clock is measured anew, once."""
+        if run.clock_asked:
+            return run.clock_awaited
+        if not run.pull.awaited or now_ns >= latest_ns:
+            return False
+        run.clock_asked = run.clock_awaited = True
+        return True
+
+    def _measure_clock(self) -> None:
+        if not self._measuring_clock:
+            self._measuring_clock = True
+            self._ask(Question(self, None, is_handshake=False))
 
     def _doubt(self, run: Run, connected: PrefillLife) -> None:
         """The request was granted by another incarnation than the one we are connected to: which is the newer?"""

@@ -1,7 +1,8 @@
 """Decode engines: requests come with the blocks of a prompt on P, are pulled by every rank, decoded and freed.
 
-`DecodeEngine` outlives crashes; `DecodeLife` is one process: the block pool and the script of its scheduler; `DecodeRank`
-is what one worker has: memory, peer actors, and the agent with its READs (as `connector.runtime.nixl_owner` runs them).
+`DecodeEngine` outlives crashes; `DecodeLife` is one process: the block pool and the script of its scheduler.
+`DecodeRank` is what one worker has: memory, peer actors, and the agent with its READs (as
+`connector.runtime.nixl_owner` runs them).
 
 A request has ended when all ranks have reported. Its blocks return to the pool when it is through with decoding, and
 blocks that a rank reported as quarantined when that rank has lifted it. A request that failed is computed anew in the
@@ -25,7 +26,7 @@ from tests.simulation.level1.transport import Connection, Read
 from tests.simulation.level1.world import Give, block_pool, give_last, give_lowest, take
 
 if TYPE_CHECKING:
-    from tests.simulation.level1.prefill import Prompt, PrefillLife
+    from tests.simulation.level1.prefill import PrefillLife, Prompt
     from tests.simulation.level1.transport import Transport
     from tests.simulation.level1.world import World
 
@@ -68,6 +69,7 @@ class Pull:
         "cached",
         "content",
         "decode",
+        "ended_ns",
         "failure",
         "has_bad_params",
         "is_aborted",
@@ -88,6 +90,7 @@ class Pull:
         self.decode = decode
         self.prompt = prompt
         self.request_id = f"{decode}-r{prompt.content}.{sample}"
+        prompt.pulls.append(self)
         self.awaited = True
         self.cached = 0
         self.wanted_blocks = 0
@@ -100,6 +103,7 @@ class Pull:
         self.is_ended = False
         self.is_lost = False
         self.started_ns = 0
+        self.ended_ns = FOREVER
         self.reported = 0
         self.failure: Failure | None = None
         self.quarantines = 0
@@ -280,6 +284,7 @@ class DecodeLife:
         """Everything is cached, or the client left before the request was scheduled."""
         pull.awaited = False
         self._start(pull)
+        pull.ended_ns = self.heap.now_ns
         self._untrack(pull)
         pull.runs.clear()
 
@@ -343,6 +348,7 @@ class DecodeLife:
             pull.failure = failure
         pull.quarantines += is_quarantined
         if pull.reported != before and pull.reported == self._all_ranks:
+            pull.ended_ns = self.heap.now_ns
             oracles.ended(pull, pull.failure)
             self._tell(pull)
 

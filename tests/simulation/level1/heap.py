@@ -71,7 +71,7 @@ class EventHeap:
         aside = self._aside
         since_ns = self.now_ns - LOOK_NS
         while aside and aside[0][0] <= since_ns:
-            _, at_ns, call, argument, subject = aside.popleft()
+            _since_ns, at_ns, call, argument, subject = aside.popleft()
             if not subject.is_over:
                 self.at(at_ns, call, argument)
         if aside:
@@ -81,6 +81,6 @@ class EventHeap:
         """Let happen what is due until `end_ns`, and move time there."""
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= end_ns:
-            self.now_ns, _, call, argument = pop(events)
+            self.now_ns, _entered, call, argument = pop(events)
             call(argument)
         self.now_ns = end_ns

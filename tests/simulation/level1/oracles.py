@@ -7,6 +7,7 @@
     free once       each rank frees a lease that was granted exactly once, and one that was not never
     bound           every awaited request ends in time, faults or not
     isolation       a request between engines that no fault touches is done soon
+    give back       a lease between such engines does not run out long after its last request has ended
     recovery        with the faults off, every pair of engines works again
     leaks           in the end nothing is in flight, lent, held or quarantined
     health          no event arrives that a table declares impossible
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
-from statemachine.failures import Failure
+from statemachine.failures import AbortedByClient, Failure
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.level1.heap import SECOND, EventHeap
 from tests.simulation.oracles import (
@@ -132,12 +133,25 @@ class Oracles:
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
-    def freed(self, prompt: Prompt, rank: int) -> None:
+    def freed(self, prompt: Prompt, rank: int, *, is_expired: bool) -> None:
         """A rank has freed a lease, for the first time or not."""
         if not prompt.is_granted:
             self.complain("free once", f"rank {rank} freed {prompt.request_id}, which is not lent")
         elif prompt.freed & (1 << rank):
             self.complain("free once", f"rank {rank} freed {prompt.request_id} twice")
+        elif is_expired and self._isolates and prompt.pulls:
+            self._check_given_back(prompt)
+
+    def _check_given_back(self, prompt: Prompt) -> None:
+        """Requests that are served, aborted or not awaited say that they need the blocks no more."""
+        latest_ns = self._heap.now_ns - _SOON_NS
+        first = prompt.pulls[0]
+        for pull in prompt.pulls:
+            failed = pull.failure is not None and not isinstance(pull.failure, AbortedByClient)
+            if failed or pull.ended_ns > latest_ns:
+                return
+        if not self._is_touched(first, self._heap.now_ns):
+            self.complain("give back", f"{prompt.request_id} ran out; {first.request_id} has ended long before")
 
     def forget(self) -> None:
         """The run is over, and what it did is counted."""

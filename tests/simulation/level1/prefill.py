@@ -1,8 +1,8 @@
 """Prefill engines: prompts come in, are computed, and are lent; one lease machine per rank and prompt.
 
-`PrefillEngine` outlives crashes; `PrefillLife` is one process: its pool, its ranks and their leases. The scheduler of an
-engine is a script, and a rank does with effects what `connector.runtime.lease_keeper` does. What reaches a life while
-it is paused waits until it goes on; what reaches a dead one is lost (`frozen_until_ns` says which).
+`PrefillEngine` outlives crashes; `PrefillLife` is one process: its pool, its ranks and their leases. The scheduler of
+an engine is a script, and a rank does with effects what `connector.runtime.lease_keeper` does. What reaches a life
+while it is paused waits until it goes on; what reaches a dead one is lost (`frozen_until_ns` says which).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulation.level1.world import Give, block_pool, give_last, give_lowe
 
 if TYPE_CHECKING:
     from tests.simulation.level1.actor import Question
-    from tests.simulation.level1.decode import DecodeEngine
+    from tests.simulation.level1.decode import DecodeEngine, Pull
     from tests.simulation.level1.transport import Connection
     from tests.simulation.level1.world import World
 
@@ -40,7 +40,10 @@ _WITHDRAWN = lease.Withdrawn()
 
 
 class Prompt:
-    """One prefill and what P says about it. `freed`: bits of the ranks that have freed their lease."""
+    """One prefill and what P says about it.
+
+    `freed`: bits of the ranks that have freed their lease; `pulls`: the requests that came of it.
+    """
 
     __slots__ = (
         "block_count",
@@ -54,6 +57,7 @@ class Prompt:
         "is_probe",
         "lease_ends_ns",
         "life",
+        "pulls",
         "request_id",
     )
 
@@ -73,6 +77,7 @@ class Prompt:
         self.lease_ends_ns = 0
         self.is_granted = False
         self.freed = 0
+        self.pulls: list[Pull] = []
 
 
 class PrefillEngine:
@@ -241,9 +246,9 @@ class PrefillLife:
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
-    def hear_end(self, prompt: Prompt, rank: int) -> None:
+    def hear_end(self, prompt: Prompt, rank: int, *, is_expired: bool) -> None:
         """A rank has freed its lease; the scheduler learns of it with the next step."""
-        self.world.oracles.freed(prompt, rank)
+        self.world.oracles.freed(prompt, rank, is_expired=is_expired)
         before = prompt.freed
         prompt.freed = before | 1 << rank
         if prompt.freed == before or prompt.freed + 1 != 1 << len(self.ranks):
@@ -362,7 +367,7 @@ class PrefillRank:
             if kind is lease.StartLeaseTimer:
                 self._start_timer(lent, effect.deadline_ns)  # type: ignore[attr-defined]
             elif kind is lease.FreeBlocks:
-                self.life.hear_end(lent.prompt, self.number)
+                self.life.hear_end(lent.prompt, self.number, is_expired=value.state is lease.State.EXPIRED)
             elif kind is lease.CountEarlyNotifications:
                 self._apply(lent, _EARLY_COUNTED)
         if value.state in _ENDED:

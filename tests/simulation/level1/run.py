@@ -155,9 +155,9 @@ class Level1Run:
         self._transport = Transport(self._world)
         self._prefills = [PrefillEngine(self._world, name) for name in cluster.base.prefill_names]
         self._decodes = [DecodeEngine(self._world, self._transport, name) for name in cluster.base.decode_names]
-        self._engines: dict[str, DecodeEngine | PrefillEngine] = {
-            engine.name: engine for engine in (*self._prefills, *self._decodes)
-        }
+        self._engines: dict[str, DecodeEngine | PrefillEngine] = {}
+        self._engines |= {engine.name: engine for engine in self._prefills}
+        self._engines |= {engine.name: engine for engine in self._decodes}
         self._chance = self._world.chance("clients")
         self._lengths = [
             max(1, min(PROMPT_BLOCKS_MAX, round(self._chance.lognormvariate(math.log(median), cluster.spread))))

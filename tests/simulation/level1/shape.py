@@ -57,7 +57,7 @@ def draw_cluster(seed: int) -> Cluster:
         options=ConnectorOptions(
             kv_lease_duration=chance.choice([1.0, 2.0, 4.0, 8.0]),
             request_timeout_seconds=chance.choice([1.5, 3.0, 6.0]),
-            handshake_timeout_seconds=chance.choice([0.2, 0.8]),
+            handshake_timeout_seconds=chance.choice([0.2, 0.8, 2.0]),
             quiesce_timeout_seconds=chance.choice([0.3, 1.5]),
             lease_margin_seconds=chance.choice([0.0, 0.001, 0.05]),
             transfer_retries=chance.choice([0, 1, 1, 2]),

@@ -1,8 +1,8 @@
 """What everything in a run shares: time, limits, chance, links, the steps of the machines, and the log.
 
 The log is the list of everything that was stepped: true time, subject, state before, type of the event, one after the
-other in one flat list, which costs nothing to keep. Nothing more is noted while the run goes on; the fingerprint, the coverage of the tables and the trace are made from it afterwards,
-and only when somebody asks.
+other in one flat list, which costs nothing to keep. Nothing more is noted while the run goes on; the fingerprint, the
+coverage of the tables and the trace are made from it afterwards, and only when somebody asks.
 """
 
 from __future__ import annotations
