@@ -17,8 +17,10 @@ a request that comes later is refused, because what it names may be somebody els
 Proof of the lease. The prefill engine says when the lease ends, on its own clock; the handshake measured that clock.
 `_proof` converts the deadline to the earliest local time it can mean (half a round trip, drift since then), and takes
 off the configured margin. A handshake that was slow measures badly, which may cost a short lease all of its proof;
-then the clock is measured anew, once per request, before a request is told that nothing is proven. A built-in prefill engine says nothing: then the lease is assumed to have begun when this
-engine first heard of the request, which is what its default settings make likely, not certain (basis `assumed`).
+then the clock is measured anew, once per request, before a request is told that nothing is proven.
+
+A built-in prefill engine says nothing: then the lease is assumed to have begun when this engine first heard of the
+request, which is what its default settings make likely, not certain (basis `assumed`).
 """
 
 from __future__ import annotations

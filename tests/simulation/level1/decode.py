@@ -45,6 +45,9 @@ CACHED = 0.2
 ABORTED = 0.03
 NOT_AWAITED = 0.06
 NOTHING_TO_READ = 0.02
+USED_AGAIN = 0.01
+"""How often a client that was served comes again with the same parameters, which is an error of its own."""
+USED_AGAIN_NS_MAX = SECOND // 2
 POST_REFUSED = 0.2
 """Part of the READ errors that are refusals to post."""
 RECOMPUTED = 1 << 40
@@ -60,7 +63,8 @@ _REJECTED = BadParams(field="remote_block_ids", expected="a list of block ids", 
 class Pull:
     """One request on a decode engine. `reported`: bits of the ranks that have; `blocks` are the same on all ranks.
 
-    `quarantines` and `lifts` count ranks. `is_ended`: the scheduler has acted on the reports.
+    `quarantines` and `lifts` count ranks. `is_ended`: the scheduler has acted on the reports. `is_repeated`: another
+    request has used its parameters before.
     """
 
     __slots__ = (
@@ -75,6 +79,7 @@ class Pull:
         "is_aborted",
         "is_ended",
         "is_lost",
+        "is_repeated",
         "is_tracked",
         "lifts",
         "prompt",
@@ -98,6 +103,7 @@ class Pull:
         self.blocks: list[int] = []
         self.runs: list[Run] = []
         self.has_bad_params = False
+        self.is_repeated = False
         self.is_tracked = False
         self.is_aborted = False
         self.is_ended = False
@@ -400,6 +406,15 @@ class DecodeLife:
             return
         self._check_bytes(pull, "when decoding ended")
         self._free(pull)
+        if pull.failure is None and not pull.prompt.is_probe and self._random() < USED_AGAIN:
+            self._repeat(pull)
+
+    def _repeat(self, pull: Pull) -> None:
+        """The client comes again with the same parameters."""
+        again = Pull(self.engine.name, pull.prompt, len(pull.prompt.pulls))
+        again.is_repeated = True
+        self._clients += 1
+        self.heap.after(int(self._random() * USED_AGAIN_NS_MAX), self._schedule_later, again)
 
     def _free(self, pull: Pull) -> None:
         blocks, free, waiting = pull.blocks, self.free, self._waiting

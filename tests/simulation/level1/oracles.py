@@ -120,6 +120,7 @@ class Oracles:
         if (
             not self._isolates
             or pull.is_aborted
+            or pull.is_repeated
             or prompt.lease_ends_ns - pull.started_ns < _SOON_NS
             or self._is_touched(pull, now_ns)
         ):

@@ -25,7 +25,7 @@ import msgspec
 from statemachine.explore import Machines
 from statemachine.failures import ConnectorStopped
 from statemachine.trace import TransitionRecord
-from tests.simulation.faults import LEVEL1_KINDS, Fault, Kind, Plan, draw_plan
+from tests.simulation.faults import Fault, Kind, Plan
 from tests.simulation.level1.decode import DecodeEngine
 from tests.simulation.level1.faults import LINK_KINDS, end_ns
 from tests.simulation.level1.heap import MILLISECOND, SECOND, EventHeap
@@ -123,10 +123,6 @@ class Result:
     def trace_lines(self) -> bytes:
         """The trace as JSON lines."""
         return b"".join(msgspec.json.encode(record) + b"\n" for record in self.trace())
-
-
-def draw_level1_plan(seed: int) -> Plan:
-    return draw_plan(seed, LEVEL1_KINDS)
 
 
 def simulate(plan: Plan, machines: Machines | None = None) -> Result:
@@ -291,6 +287,7 @@ class Level1Run:
 
     def _disturb_either(self, engine: DecodeEngine | PrefillEngine, fault: Fault, until_ns: int) -> None:
         now_ns = self._heap.now_ns
+        chance = self._world.chance(f"{fault.kind.value} at {fault.at_seconds}")
         match fault.kind:
             case Kind.PAUSE:
                 life = engine.life
@@ -303,10 +300,10 @@ class Level1Run:
                 engine.polls_from_ns = max(engine.polls_from_ns, until_ns)
             case Kind.CLOCK_DRIFT:
                 self._strike(fault)
-                engine.clock.change_rate(now_ns, engine.chance.randint(-RATE_PPB_MAX, RATE_PPB_MAX))
+                engine.clock.change_rate(now_ns, chance.randint(-RATE_PPB_MAX, RATE_PPB_MAX))
             case Kind.WALL_CLOCK_JUMP:
                 self._strike(fault)
-                engine.clock.jump_wall(now_ns, engine.chance.uniform(-1e5, 1e5))
+                engine.clock.jump_wall(now_ns, chance.uniform(-1e5, 1e5))
             case _:
                 pass
 
