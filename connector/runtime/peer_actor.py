@@ -463,14 +463,17 @@ class PeerActor:
     def _report(self, run: RequestRun, effect: request.Report) -> None:
         if effect.failure is not None:
             self._context.log_failure(run.request_id, effect.failure)
-        if effect.quarantined and run.quarantine is not None:
+        # An actor that crashed on the end of a READ never saw it; the owner did, and would lift no quarantine any more.
+        quarantined = effect.quarantined and run.quarantine is not None and run.quarantine.open_reads > 0
+        if quarantined:
+            assert run.quarantine is not None
             self._context.nixl.quarantine(run.quarantine)
         self._context.emit(
             ReceiveEnded(
                 request_id=run.request_id,
                 failure=effect.failure,
                 local_block_ids=run.command.local_block_ids,
-                quarantined=effect.quarantined,
+                quarantined=quarantined,
             )
         )
 

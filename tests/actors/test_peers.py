@@ -213,6 +213,25 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
     run(test)
 
 
+def test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(quiesce_timeout_seconds=0.2)
+        async with engine("p", serves=True) as p, engine("d", options=options) as d:
+            await reads(d, p, "before")
+
+            def broken(self: PeerActor, *arguments: object) -> None:
+                raise RuntimeError("injected")
+
+            monkeypatch.setattr(PeerActor, "_end_read", broken)
+            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            assert (await failure_of(d, "a")).kind == "Quarantined"
+            ended = d.received("a")
+            assert ended is not None
+            assert not ended.quarantined, "the READ has ended, so nothing would ever lift the quarantine"
+
+    run(test)
+
+
 def test_too_many_peers() -> None:
     async def test() -> None:
         options = ConnectorOptions(peer_limit=2)

@@ -537,9 +537,13 @@ class PeerActor:
                 self._step_peer(_WANTED)
 
     def _report(self, run: Run, effect: request.Report) -> None:
-        if effect.quarantined and run.attempt is not None:
-            self.rank.quarantine(run.attempt)
-        self.rank.life.hear_report(run.pull, self.rank.number, effect.failure, is_quarantined=effect.quarantined)
+        attempt = run.attempt
+        # The end of a READ may wait for an actor that is down, while timers that waited longer come first.
+        is_quarantined = effect.quarantined and attempt is not None and attempt.open_reads > 0
+        if is_quarantined:
+            assert attempt is not None
+            self.rank.quarantine(attempt)
+        self.rank.life.hear_report(run.pull, self.rank.number, effect.failure, is_quarantined=is_quarantined)
 
     def _forget(self, run: Run) -> None:
         run.is_over = True
