@@ -8,7 +8,7 @@ the shell does. Everything else is a choice that the search makes both ways:
     the shell       a command reaches a rank, a READ is posted or its end is noticed, a timer fires, in any order
     NIXL            a READ completes, fails, or never ends; a handshake succeeds or fails
     the channel     a notification is delivered, lost, or delivered and kept (so that it comes again)
-    the engines     the client aborts; P crashes and restarts with the same engine id
+    the engines     the client aborts; P crashes and restarts with the same engine id; D crashes, and its clients leave
     time            each lease passes through three phases: proven on D, no longer proven on D, over on P
 
 Time has no numbers. What is true of every execution is only the order: D stops believing in a lease before P ends it,
@@ -302,6 +302,8 @@ class _Search:
                 if found:
                     return found
         found.append(Choice("P crashes and restarts with the same engine id", 1, _Execution.crash))
+        if any(world[at.waiting_ranks : at.waiting_ranks + bounds.requests]):
+            found.append(Choice("D crashes", 1, _Execution.crash_decode))
         for r in range(bounds.requests):
             phase = world[at.phase + r]
             if phase < _OVER:
@@ -480,6 +482,29 @@ class _Execution:
             for k in self._ranks():
                 world[self._base(k) + at.lease + r] = _NOBODY
                 world[self._base(k) + at.notification + r] = 0
+
+    def crash_decode(self) -> None:
+        """D is a new process: its requests and whatever was written into its memory are gone; P has not noticed."""
+        at, world = self._at, self.world
+        given_up = request.Request(
+            request_id="", remote_request_id="", peer="P", awaited=False, retries_left=0, state=request.State.FAILED
+        )
+        for k in self._ranks():
+            base = self._base(k)
+            world[base + at.peer] = self._search.intern(peer.Peer(engine_id="P"))
+            world[base + at.connected] = _NOBODY
+            for r in self._requests():
+                world[base + at.request + r] = self._search.intern(given_up)
+                world[base + at.read + r] = _NONE
+                world[base + at.read_from + r] = _NOBODY
+                world[base + at.read_good + r] = 0
+                world[base + at.transfer + r] = _NOBODY
+                world[base + at.reported + r] = 1
+                world[base + at.quarantined + r] = 0
+                world[base + at.release + r] = 0
+                world[base + at.start_delayed + r] = 0
+        for r in self._requests():
+            world[at.waiting_ranks + r] = 0
 
     def pass_time(self, r: int) -> None:
         self.world[self._at.phase + r] += 1
