@@ -574,10 +574,15 @@ class PeerActor:
     # --- restarted peers ----------------------------------------------------------------------------------------
 
     def _doubt(self, run: RequestRun, connected: str) -> None:
-        """The request was granted by another incarnation than the one we are connected to: which is the newer?"""
+        """The request was granted by another incarnation than the one we are connected to: which is the newer?
+
+        The connected one is, if it has answered since we heard of the request; otherwise the peer is asked again.
+        """
+        connection = self._connection
+        assert connection is not None
         if run.probing:
             return
-        if not run.probed:
+        if not run.probed and connection.clock_sample.measured_ns <= run.heard_ns:
             run.probed = run.probing = True
             self._spawn(self._ask_again, run.command.peer, run.request_id)
             return
