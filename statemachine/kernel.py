@@ -35,6 +35,13 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something that the shell must do."""
 
 
+class MachineState(enum.Enum):
+    """Base of the enums of states. Members are hashed by identity, in C: every step looks two of them up, and the hash
+    of `enum.Enum` is a Python function that costs a third of the step."""
+
+    __hash__ = object.__hash__
+
+
 class Value(Protocol):
     """The value of a machine instance: frozen, with its state in the field `state`."""
 
@@ -70,7 +77,7 @@ class TableError(Exception):
         self.defects = defects
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Transition:
     """A handler and the states it may lead to (the diagram's arrows)."""
 

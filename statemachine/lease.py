@@ -17,14 +17,12 @@ ends has been held, and only a held lease frees blocks.
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 
 
-class State(enum.Enum):
+class State(MachineState):
     COMPUTING = "computing"
     HELD = "held"
     DONE = "done"

@@ -18,15 +18,13 @@ pool with requests that wait for it. The delay doubles from attempt to attempt, 
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from statemachine.failures import Failure, PeerRetired
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 
 
-class State(enum.Enum):
+class State(MachineState):
     IDLE = "idle"
     HANDSHAKING = "handshaking"
     READY = "ready"

@@ -33,8 +33,6 @@ proven. By then every READ of the attempt is quiescent, so numbering starts anew
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from statemachine.failures import (
@@ -46,10 +44,10 @@ from statemachine.failures import (
     Quarantined,
     TransferError,
 )
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 
 
-class State(enum.Enum):
+class State(MachineState):
     PENDING_HANDSHAKE = "pending_handshake"
     READING = "reading"
     DRAINING = "draining"

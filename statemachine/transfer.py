@@ -12,15 +12,13 @@ stuck one is watched for as long as the process lives: when it ends after all, t
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from statemachine.failures import Failure
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 
 
-class State(enum.Enum):
+class State(MachineState):
     POSTED = "posted"
     DONE = "done"
     ERRORED = "errored"

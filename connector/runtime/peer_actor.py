@@ -16,8 +16,11 @@ a request that comes later is refused, because what it names may be somebody els
 
 Proof of the lease. The prefill engine says when the lease ends, on its own clock; the handshake measured that clock.
 `_proof` converts the deadline to the earliest local time it can mean (half a round trip, drift since then), and takes
-off the configured margin. A built-in prefill engine says nothing: then the lease is assumed to have begun when this
-engine first heard of the request, which is what its default settings make likely, not certain (basis `assumed`).
+off the configured margin. A handshake that was slow measures badly, which may cost a short lease all of its proof;
+then the clock is measured anew, once per request, before a request is told that nothing is proven.
+
+A built-in prefill engine says nothing: then the lease is assumed to have begun when this engine first heard of the
+request, which is what its default settings make likely, not certain (basis `assumed`).
 """
 
 from __future__ import annotations
@@ -440,14 +443,17 @@ class PeerActor:
     def _report(self, run: RequestRun, effect: request.Report) -> None:
         if effect.failure is not None:
             self._context.log_failure(run.request_id, effect.failure)
-        if effect.quarantined and run.quarantine is not None:
+        # An actor that crashed on the end of a READ never saw it; the owner did, and would lift no quarantine any more.
+        quarantined = effect.quarantined and run.quarantine is not None and run.quarantine.open_reads > 0
+        if quarantined:
+            assert run.quarantine is not None
             self._context.nixl.quarantine(run.quarantine)
         self._context.emit(
             ReceiveEnded(
                 request_id=run.request_id,
                 failure=effect.failure,
                 local_block_ids=run.command.local_block_ids,
-                quarantined=effect.quarantined,
+                quarantined=quarantined,
             )
         )
 
@@ -471,13 +477,32 @@ class PeerActor:
             return
         now_ns = self._context.clock.now_ns()
         proof = self._proof(run, connection)
+        if self._is_clock_to_blame(run, proof, connection, now_ns):
+            self._measure_clock()
+            return
         self._timers.set(("lease", run.request_id), proof.proven_until_ns)
         reads = 1 if run.command.local_block_ids else 0
         sample_age_ns = now_ns - connection.clock_sample.measured_ns
-        if sample_age_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS) and not self._measuring_clock:
+        if sample_age_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS):
+            self._measure_clock()
+        self._apply(run, request.PeerReady(now_ns=now_ns, reads=reads, proof=proof))
+
+    def _is_clock_to_blame(self, run: RequestRun, proof: request.Proof, connection: Connection, now_ns: int) -> bool:
+        """Whether a request that nothing is proven for should wait until the clock is measured anew. Only once: the
+        second time it takes what there is."""
+        if run.clock_asked:
+            return run.clock_awaited
+        # The error was taken off once, and the true end may lie as far on the other side of what was measured.
+        latest_ns = proof.proven_until_ns + 2 * connection.clock_sample.error_ns
+        if not (run.command.awaited and proof.basis == "granted" and proof.proven_until_ns <= now_ns < latest_ns):
+            return False
+        run.clock_asked = run.clock_awaited = True
+        return True
+
+    def _measure_clock(self) -> None:
+        if not self._measuring_clock:
             self._measuring_clock = True
             self._spawn(self._ask_again, self.address, None)
-        self._apply(run, request.PeerReady(now_ns=now_ns, reads=reads, proof=proof))
 
     def _resolve_blocks(self, run: RequestRun, connection: Connection) -> bool:
         """Look up the descriptors of the request's blocks. False when the peer does not have them: it has failed."""
@@ -573,6 +598,12 @@ class PeerActor:
             same_process = connection is not None and message.incarnation == connection.incarnation
             if connection is not None and same_process and message.clock_sample is not None:
                 connection.clock_sample = message.clock_sample
+            unproven = [each for each in self._waiting() if each.clock_awaited]
+            for each in unproven:
+                each.clock_awaited = False
+            if connection is not None:
+                for each in unproven:
+                    self._offer(each)
             return
         run = self._runs.get(message.request_id)
         if run is None:

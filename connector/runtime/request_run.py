@@ -18,6 +18,7 @@ class RequestRun:
     Attributes:
         heard_ns: local time at which this engine first heard of the request.
         probed, probing: the peer's incarnation was looked up anew for this request, or is being looked up.
+        clock_asked, clock_awaited: the peer's clock was measured anew for this request, or is being measured.
         quarantine: the READs of the current attempt.
         descriptor_ids: local and remote descriptors of the current attempt, for the connection it was offered.
     """
@@ -27,6 +28,8 @@ class RequestRun:
     heard_ns: int
     probed: bool = False
     probing: bool = False
+    clock_asked: bool = False
+    clock_awaited: bool = False
     quarantine: Quarantine | None = None
     descriptor_ids: tuple[DescriptorIds, DescriptorIds] | None = None
 

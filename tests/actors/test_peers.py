@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.runtime.clock import NS_PER_SECOND
 from connector.runtime.messages import PeerAddress, TrackLease
 from connector.runtime.peer_actor import PeerActor
 from statemachine.failures import Failure
@@ -211,6 +213,25 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
     run(test)
 
 
+def test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(quiesce_timeout_seconds=0.2)
+        async with engine("p", serves=True) as p, engine("d", options=options) as d:
+            await reads(d, p, "before")
+
+            def broken(self: PeerActor, *arguments: object) -> None:
+                raise RuntimeError("injected")
+
+            monkeypatch.setattr(PeerActor, "_end_read", broken)
+            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            assert (await failure_of(d, "a")).kind == "Quarantined"
+            ended = d.received("a")
+            assert ended is not None
+            assert not ended.quarantined, "the READ has ended, so nothing would ever lift the quarantine"
+
+    run(test)
+
+
 def test_too_many_peers() -> None:
     async def test() -> None:
         options = ConnectorOptions(peer_limit=2)
@@ -258,6 +279,39 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
             await until(lambda: p.sent("remote-shared"))
             d.pull("third", p, [4], [1], lease_expires_at=ends, remote_request_id="remote-shared")
             assert (await failure_of(d, "third")).kind == "BlocksConsumed"
+
+    run(test)
+
+
+def test_released_blocks_are_refused_after_their_peer_was_evicted_too() -> None:
+    async def test() -> None:
+        async with engine("d", options=ConnectorOptions(peer_limit=1)) as d, engine("p", serves=True) as p:
+            ends = p.lend("remote-shared")
+            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await until(lambda: d.received("first"))).failure is None
+            await until(lambda: p.sent("remote-shared"))
+            async with engine("other", serves=True) as other:
+                await reads(d, other, "between")
+                await until(lambda: d.trace.path("peer", "p")[-1] == "gone")
+            p.memory[:] = 99  # The next request's KV lies there now.
+            d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            assert (await failure_of(d, "second")).kind == "BlocksConsumed"
+
+    run(test)
+
+
+def test_clock_that_was_measured_badly_is_measured_again_before_a_lease_is_called_unproven() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "before")
+            connection = d.supervisor._peers["p"]._connection
+            assert connection is not None
+            slow = msgspec.structs.replace(connection.clock_sample, error_ns=60 * NS_PER_SECOND)
+            connection.clock_sample = slow
+            await reads(d, p, "after")
+            assert connection.clock_sample.error_ns < slow.error_ns
+            d.pull("late", p, [1], [1], lease_expires_at=p.lend("remote-late") - 60.0)
+            assert (await failure_of(d, "late", 1.0)).kind == "LeaseNotProven"
 
     run(test)
 

@@ -9,9 +9,9 @@ import pytest
 from tests.integration.house import House, open_house
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Started once; tests use `house`."""
+    """Started once, and ended before the next suite needs the machine; tests use `house`."""
     with open_house(tmp_path_factory.mktemp("integration")) as house:
         yield house
 

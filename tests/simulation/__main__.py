@@ -1,5 +1,6 @@
 """The simulator for people: `python -m tests.simulation --seed N`.
 
+    --level 1          the pure machines under an event heap, fast; 2 (the default): the production actors
     --seed N           the first seed; the plan of faults is drawn from it
     --seeds COUNT      so many seeds from there on
     --until-failure    seed after seed until one fails
@@ -16,20 +17,39 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
 from tests.simulation.cluster import Result, simulate
 from tests.simulation.coverage import TransitionKey, coverage_lines
-from tests.simulation.faults import Kind, Plan, draw_plan
+from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, Kind, Plan, draw_plan
+from tests.simulation.level1 import run as level1
 from tests.simulation.shrink import shrink
 
 FAILURES = Path(".state/simulation")
 VIOLATIONS_SHOWN = 5
+
+
+AnyResult: TypeAlias = Result | level1.Result
+
+
+@dataclass(frozen=True)
+class Level:
+    """How the seeds of a level are run."""
+
+    number: int
+    simulate: Callable[[Plan], AnyResult]
+    kinds: tuple[Kind, ...]
+
+    def draw(self, seed: int) -> Plan:
+        return draw_plan(seed, self.kinds)
+
+
+LEVELS = {1: Level(1, level1.simulate, LEVEL1_KINDS), 2: Level(2, simulate, LEVEL2_KINDS)}
 
 
 @dataclass
@@ -45,7 +65,7 @@ class Totals:
     faults: Counter[Kind] = field(default_factory=Counter)
     transitions: Counter[TransitionKey] = field(default_factory=Counter)
 
-    def add(self, result: Result) -> None:
+    def add(self, result: AnyResult) -> None:
         self.seeds += 1
         self.failed += bool(result.violations)
         self.requests += result.requests
@@ -65,52 +85,52 @@ def read_plan(path: Path) -> Plan:
     return msgspec.json.decode(path.read_bytes(), type=Plan)
 
 
-def plans(arguments: argparse.Namespace) -> Iterable[Plan]:
+def plans(arguments: argparse.Namespace, level: Level) -> Iterable[Plan]:
     if arguments.faults is not None:
         return [read_plan(arguments.faults)]
     if arguments.until_failure:
-        return (draw_plan(seed) for seed in itertools.count(arguments.seed))
-    return (draw_plan(seed) for seed in range(arguments.seed, arguments.seed + arguments.seeds))
+        return (level.draw(seed) for seed in itertools.count(arguments.seed))
+    return (level.draw(seed) for seed in range(arguments.seed, arguments.seed + arguments.seeds))
 
 
-def explain(result: Result) -> None:
+def explain(result: AnyResult, level: Level) -> None:
     """What went wrong, and how to see it again."""
     for violation in result.violations[:VIOLATIONS_SHOWN]:
         say(f"  {violation.at_seconds:10.4f} s  {violation.oracle}: {violation.detail}")
     if len(result.violations) > VIOLATIONS_SHOWN:
         say(f"  and {len(result.violations) - VIOLATIONS_SHOWN} more")
     first = result.violations[0]
-    smallest = shrink(result.plan, first.oracle)
+    smallest = shrink(result.plan, first.oracle, level.simulate)
     smallest = msgspec.structs.replace(smallest, comment=f"{first.oracle}: {first.detail}")
     FAILURES.mkdir(parents=True, exist_ok=True)
-    path = FAILURES / f"seed-{smallest.seed}.json"
+    path = FAILURES / f"level-{level.number}-seed-{smallest.seed}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)) + b"\n")
     say(f"  {len(result.plan.faults)} faults shrunk to {len(smallest.faults)}; replay with")
-    say(f"  python -m tests.simulation --faults {path}")
+    say(f"  python -m tests.simulation --level {level.number} --faults {path}")
 
 
-def summarize(totals: Totals) -> None:
+def summarize(totals: Totals, level: Level) -> None:
     rate = totals.requests / totals.real_seconds if totals.real_seconds else 0.0
     say(f"seeds        {totals.seeds}")
     say(f"requests     {totals.requests} ({rate:.0f} a second)")
     say(f"virtual time {totals.virtual_seconds:.0f} s in {totals.real_seconds:.1f} s")
     say("outcomes     " + ", ".join(f"{kind} {count}" for kind, count in totals.outcomes.most_common()))
-    say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in Kind))
+    say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in level.kinds))
     for line in coverage_lines(totals.transitions):
         say(line)
     say("verdict      " + (f"{totals.failed} of {totals.seeds} seeds FAILED" if totals.failed else "all passed"))
 
 
-def run(arguments: argparse.Namespace, trace: BinaryIO | None) -> Totals:
+def run(arguments: argparse.Namespace, level: Level, trace: BinaryIO | None) -> Totals:
     totals = Totals()
-    for plan in plans(arguments):
+    for plan in plans(arguments, level):
         say(f"seed {plan.seed}")
-        result = simulate(plan)
+        result = level.simulate(plan)
         totals.add(result)
         if trace is not None:
             trace.write(result.trace_lines())
         if result.violations:
-            explain(result)
+            explain(result, level)
             if arguments.until_failure:
                 break
     return totals
@@ -118,18 +138,20 @@ def run(arguments: argparse.Namespace, trace: BinaryIO | None) -> Totals:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--level", type=int, choices=sorted(LEVELS), default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="COUNT")
     parser.add_argument("--until-failure", action="store_true")
     parser.add_argument("--faults", type=Path, metavar="FILE")
     parser.add_argument("--trace", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    level = LEVELS[arguments.level]
     if arguments.trace is None:
-        totals = run(arguments, None)
+        totals = run(arguments, level, None)
     else:
         with arguments.trace.open("wb") as trace:
-            totals = run(arguments, trace)
-    summarize(totals)
+            totals = run(arguments, level, trace)
+    summarize(totals, level)
     return 1 if totals.failed else 0
 
 

@@ -60,11 +60,27 @@ class Kind(enum.Enum):
     ROUTER_RETRY = "router_retry"
     TWO_RANKS = "two_ranks"
 
+    READ_LATE = "read_late"
+    CLOCK_DRIFT = "clock_drift"
+
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS})
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
 takes over."""
+LEVEL1_ONLY = frozenset({Kind.READ_LATE, Kind.CLOCK_DRIFT})
+"""What only the level of pure machines does: a READ that nothing ends and that writes much later, clocks whose rate
+changes."""
+LEVEL2_ONLY = WORKLOAD_KINDS | {
+    Kind.GARBAGE,
+    Kind.STOP,
+    Kind.OWNER_CRASH,
+    Kind.KEEPER_CRASH,
+    Kind.PREPARE_REFUSED,
+}
+"""What there is nothing of at the level of pure machines: frames, ports, and actors other than those of peers."""
+LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
     Kind.MESSAGE_DUPLICATE,
@@ -82,6 +98,7 @@ DECODE_LINK_KINDS = (
     Kind.NOTIFICATION_DUPLICATE,
     Kind.NOTIFICATION_DELAY,
     Kind.PREPARE_REFUSED,
+    Kind.READ_LATE,
 )
 """Links from a decode engine to a prefill engine."""
 PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.KEEPER_CRASH, Kind.TWO_RANKS)
@@ -170,13 +187,13 @@ def draw_shape(seed: int) -> Shape:
     )
 
 
-def draw_plan(seed: int) -> Plan:
-    """The faults of a seed; one seed in ten has none."""
+def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
+    """The faults of a seed; one seed in ten has none. `kinds`: those that the level of the simulator knows."""
     chance = generator(seed, "faults")
     shape = draw_shape(seed)
     if chance.random() < 0.1:
         return Plan(seed=seed, faults=[])
-    allowed = [kind for kind in Kind if chance.random() < 0.3] or [chance.choice(list(Kind))]
+    allowed = [kind for kind in kinds if chance.random() < 0.3] or [chance.choice(kinds)]
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]

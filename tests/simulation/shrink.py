@@ -6,15 +6,25 @@ shift; so it goes round until a whole round drops nothing, or the number of runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import msgspec
 
-from tests.simulation.cluster import simulate
 from tests.simulation.faults import Plan
+from tests.simulation.oracles import Violation
 
 RUNS_MAX = 100
 
 
-def shrink(plan: Plan, oracle: str) -> Plan:
+class Judged(Protocol):
+    """The result of a run."""
+
+    @property
+    def violations(self) -> list[Violation]: ...
+
+
+def shrink(plan: Plan, oracle: str, simulate: Callable[[Plan], Judged]) -> Plan:
     """A plan of as few of these faults as could be found on which this oracle still complains."""
     runs = 0
     number = 0

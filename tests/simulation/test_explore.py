@@ -12,24 +12,9 @@ import pytest
 
 from statemachine import lease, peer, request
 from statemachine.explore import Bounds, Machines, Violation, explore
-from statemachine.kernel import NO_EFFECTS, Effects, Event, Machine, Pair, to
+from statemachine.kernel import NO_EFFECTS, Effects, Event
 from statemachine.request import State
-
-
-def broken(machine: Machine[Any], pair: Pair, handler: Any, *targets: Any) -> Machine[Any]:
-    """`machine` with another handler for one pair; the arrows of production's stay declared, for the kernel's sake."""
-    targets = (*targets, *(machine.table[pair].targets if pair in machine.table else ()))
-    terminal_pairs = {(state, event) for state in machine.terminal for event in machine.events}
-    return Machine(
-        name=machine.name,
-        states=machine.states,
-        initial=machine.initial,
-        terminal=machine.terminal,
-        events=machine.events,
-        table=machine.table | {pair: to(handler, *targets)},
-        ignored={key: why for key, why in machine.ignored.items() if key not in terminal_pairs and key != pair},
-        impossible={key: why for key, why in machine.impossible.items() if key != pair},
-    )
+from tests.simulation.broken import broken
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,6 @@ def test_a_failing_plan_is_shrunk_to_the_fault_that_matters() -> None:
         for seed in range(SEEDS_OF_A_MUTANT):
             plan = Plan(seed=seed, faults=[harmless[0], stall, harmless[1]])
             if any(each.oracle == "block reuse" for each in simulate(plan).violations):
-                assert shrink(plan, "block reuse").faults == [stall]
+                assert shrink(plan, "block reuse", simulate).faults == [stall]
                 return
     pytest.fail("no seed failed")

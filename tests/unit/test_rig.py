@@ -193,21 +193,17 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path)
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_engine_is_noticed_and_the_other_recomputes(tmp_path: Path) -> None:
+def test_a_killed_engine_is_noticed_and_the_other_ends_in_an_orderly_way(pair: Pair) -> None:
+    """The last test of the module: it uses the engines up."""
+    prefill, decode = pair
     tokens = prompt("lost", 100)
-    decode_options = {"kv_load_failure_policy": "recompute"}
-    with engine_pair(
-        OURS, tmp_path, layers=_LAYERS, blocks=_BLOCKS, extra_config=_OPTIONS, decode_options=decode_options
-    ) as pair:
-        prefill, decode = pair
-        params = prefill.prefill("lost", tokens)
-        prefill.kill()
-        with pytest.raises(RigError, match="exit code -9"):
-            prefill.snapshot()
-        outcome = decode.decode("lost", tokens, params)
-        assert outcome.receive_failed
-        assert outcome.output_token_ids == expected_output(tokens, 1)
+    params = prefill.prefill("lost", tokens)
+    prefill.kill()
+    with pytest.raises(RigError, match="exit code -9"):
+        prefill.snapshot()
+    assert decode.decode("lost", tokens, params).receive_failed
+    assert decode.decode("alone", tokens, None).output_token_ids == expected_output(tokens, 1)
+    assert prefill.close() is None
+    assert decode.close() is not None
     assert not prefill.alive
     assert not decode.alive
-    assert prefill.closed is None
-    assert decode.closed is not None  # it shut down in an orderly way
