@@ -158,7 +158,7 @@ class Cluster:
     def _engine_ids(self) -> int:
         """How many prefill engines a decode engine gets to know."""
         return self._shape.prefills + sum(
-            2 * (fault.kind in (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE)) for fault in self._plan.faults
+            2 * (fault.kind in (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP)) for fault in self._plan.faults
         )
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
@@ -266,14 +266,15 @@ class Cluster:
         if self._faults.hits(Kind.TWO_RANKS, prefill.name):
             await self._read_with_two_ranks(prefill, prefilled)
             return
-        if decode.process.has_died():
+        process = decode.process
+        if process.has_died():
             return
         request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
         for request_id in request_ids:
             decode.announce(request_id, prefilled)
         for served in [self._begin(decode.serve(request_id, prefilled)) for request_id in request_ids]:
             await served.wait()
-        await decode.serve_again(f"{decode.name}-r{number}.again", prefilled)
+        await decode.serve_again(f"{decode.name}-r{number}.again", prefilled, process)
 
     async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
         """A built-in engine whose two ranks both read from this one, and say so; the first one says it twice."""

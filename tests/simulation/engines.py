@@ -457,11 +457,14 @@ class DecodeEngine(Engine):
         for signal in ended.values():
             signal.set()
 
-    async def serve_again(self, request_id: str, source: Prefilled) -> None:
-        """A router repeats itself with parameters that were used; the blocks may be somebody else's by now."""
+    async def serve_again(self, request_id: str, source: Prefilled, process: Process) -> None:
+        """A router repeats itself with parameters that `process` has used; the blocks may be somebody else's by now.
+
+        Not after a restart: like another engine, the next life cannot know what this one has released.
+        """
         if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
             await self.agenda.sleep(self.chance.uniform(0.0, 0.3))
-            if self.process.has_died():
+            if process.has_died():
                 return
             self._track(request_id, source)
             await self.serve(request_id, source, is_repeated=True)

@@ -173,6 +173,9 @@ class Oracles:
         for pull in self.pulls.values():
             if pull.decode == decode and pull.reports == 0:
                 pull.is_lost = True
+        for lent in self.leases.values():
+            if lent.decode == decode:
+                lent.waiting.clear()
 
     def check_bytes(self, pull: Pull, found: Words, expected: Words, when: str) -> None:
         wrong = np.flatnonzero((found != expected).any(axis=(0, 2)))
