@@ -1,8 +1,8 @@
 """How many simulated requests a second each level of the simulator takes through the machines, on one core.
 
 `python -m tests.bench.bench_simulation [--seeds COUNT]` runs the first COUNT seeds of each level, with the faults that
-are drawn for them, three times over, and prints the median. A request counts once, however many ranks it has; whatever a
-decode engine started counts, also what it refused or what the client did not wait for, so the share that was served is
+are drawn for them, three times over, and prints the median. A request counts once, however many ranks it has; what a
+decode engine started counts, also what was refused or what no client waited for, so the share that was served is
 printed beside it. Time is the processor's for this process, from the plan to the verdict: building the cluster, all
 phases, the oracles and the disposal of the run are in it, so a busy machine disturbs it little. Design target of level
 1: 10,000 a second.
