@@ -1,7 +1,7 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here: make check, then all tests, cheap ones first
 # make explore the model checker on three requests, which takes minutes
-# make simulate SEEDS=100   that many seeds of the simulator: production actors, faults, virtual time
+# make simulate SEEDS=100   that many seeds of the simulator: the machines alone, then the production actors
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
@@ -34,7 +34,8 @@ explore: setup
 	$(BIN)/python -m statemachine.explore 2 2 2
 
 simulate: setup
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --level 1 --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --level 2 --seeds $(SEEDS)
 
 mutants: setup
 	$(BIN)/python -m tests.simulation.mutants

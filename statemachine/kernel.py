@@ -142,18 +142,18 @@ class Machine(Generic[V]):
         Raises:
             ProtocolError: the pair is declared impossible, or the event is not one of this machine's.
         """
-        pair = (value.state, type(event))
+        pair = (value.state, event.__class__)
         transition = self.table.get(pair)
         if transition is not None:
             result: tuple[V, Effects] = transition.handler(value, event)
-            if result[0].state not in transition.targets:
-                raise ProtocolError(
-                    self.name,
-                    value.state.value,
-                    type(event).__name__,
-                    f"its handler led to {result[0].state.value}, which the table does not allow",
-                )
-            return result
+            if result[0].state in transition.targets:
+                return result
+            raise ProtocolError(
+                self.name,
+                value.state.value,
+                type(event).__name__,
+                f"its handler led to {result[0].state.value}, which the table does not allow",
+            )
         if pair in self.ignored:
             return value, NO_EFFECTS
         reason = self.impossible.get(pair, "not an event of this machine")

@@ -11,9 +11,9 @@ then. That keeps the heap small, and changes nothing of what happens.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any, Protocol, TypeAlias
 
 Call: TypeAlias = Callable[[Any], None]
@@ -50,11 +50,11 @@ class EventHeap:
     def at(self, at_ns: int, call: Call, argument: Any) -> None:
         """Enter `call(argument)` for `at_ns`, which is not before now."""
         self._entered = entered = self._entered + 1
-        heapq.heappush(self._events, (at_ns, entered, call, argument))
+        heappush(self._events, (at_ns, entered, call, argument))
 
     def after(self, delay_ns: int, call: Call, argument: Any) -> None:
         self._entered = entered = self._entered + 1
-        heapq.heappush(self._events, (self.now_ns + delay_ns, entered, call, argument))
+        heappush(self._events, (self.now_ns + delay_ns, entered, call, argument))
 
     def unless_over(self, at_ns: int, call: Call, argument: Any, subject: Mortal) -> None:
         """Enter `call(argument)` for `at_ns`; it may be left out when `subject` is over by then."""
@@ -79,8 +79,8 @@ class EventHeap:
 
     def run_until(self, end_ns: int) -> None:
         """Let happen what is due until `end_ns`, and move time there."""
-        events, pop = self._events, heapq.heappop
+        events = self._events
         while events and events[0][0] <= end_ns:
-            self.now_ns, _entered, call, argument = pop(events)
+            self.now_ns, _entered, call, argument = heappop(events)
             call(argument)
         self.now_ns = end_ns

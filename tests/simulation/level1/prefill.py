@@ -214,10 +214,10 @@ class PrefillLife:
                 rank.withdraw(prompt)
             self._take_back(prompt)
             return
-        blocks = prompt.blocks
+        filled = list(zip(prompt.blocks, tags(prompt.content, 0, len(prompt.blocks)), strict=True))
         for rank in self.ranks:
             memory = rank.memory
-            for block, tag in zip(blocks, tags(prompt.content, 0, len(blocks)), strict=True):
+            for block, tag in filled:
                 memory[block] = tag
         lease_ns = self.world.limits.lease_ns
         prompt.is_granted = True

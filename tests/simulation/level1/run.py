@@ -44,7 +44,9 @@ SETTLING_NS = 80 * SECOND
 SHUTDOWN_NS = round((LATE_SECONDS_MAX + 1) * SECOND)
 SWEEP_NS = 5 * SECOND
 DEATH_NOTICED_NS = 55 * MILLISECOND
-CRASH_NS_MIN = 10 * MILLISECOND
+RESTART_NS_MIN = 10 * MILLISECOND
+RESTART_NS_MAX = SECOND
+"""How long a crashed engine stays away."""
 
 BURST = 0.02
 """How often an arrival begins a burst."""
@@ -333,8 +335,7 @@ class Level1Run:
         self._heap.after(DEATH_NOTICED_NS, self._notice_death, engine.life)
         fresh = f"{engine.name}-life{engine.lives + 1}"
         engine_id = old.engine_id if fault.kind is Kind.CRASH_SAME_ID else fresh
-        restart_ns = max(until_ns, self._heap.now_ns + CRASH_NS_MIN)
-        self._heap.at(restart_ns, engine.start, engine_id)
+        self._heap.at(self._restart_ns(until_ns), engine.start, engine_id)
 
     def _notice_death(self, life: PrefillLife) -> None:
         for connection in list(life.connections):
@@ -345,7 +346,11 @@ class Level1Run:
             return
         self._strike(fault)
         engine.life.die()
-        self._heap.at(max(until_ns, self._heap.now_ns + CRASH_NS_MIN), lambda _: engine.start(), None)
+        self._heap.at(self._restart_ns(until_ns), lambda _: engine.start(), None)
+
+    def _restart_ns(self, until_ns: int) -> int:
+        now_ns = self._heap.now_ns
+        return max(now_ns + RESTART_NS_MIN, min(until_ns, now_ns + RESTART_NS_MAX))
 
     def _crash_actor(self, fault: tuple[DecodeEngine, Fault, int]) -> None:
         """Again and again while the fault lasts; not one that is down, or crashes would pile up."""
