@@ -16,7 +16,8 @@ import hashlib
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -81,6 +82,8 @@ class Result:
     virtual_seconds: float
     real_seconds: float
     trace: list[TransitionRecord]
+    coverage: Counter[str] = field(default_factory=Counter)
+    """What the schedulers did, as far as they count it."""
 
     @property
     def transitions(self) -> Counter[tuple[str, str, str]]:
@@ -97,9 +100,14 @@ class Result:
 
 def simulate(plan: Plan) -> Result:
     """Run a plan. Whatever the product does wrong is in `violations`; what raises is a fault of the simulator."""
+    return run_cluster(plan, Cluster)
+
+
+def run_cluster(plan: Plan, make: Callable[[Plan], Cluster]) -> Result:
+    """Run a plan on a cluster of some kind; see `simulate`."""
     _make_trio_deterministic(plan.seed)
     started = time.perf_counter()
-    cluster = Cluster(plan)
+    cluster = make(plan)
     trio.run(cluster.run, clock=MockClock(autojump_threshold=0))
     return cluster.result(time.perf_counter() - started)
 
@@ -179,19 +187,22 @@ class Cluster:
             reads_inline=self._shape.reads_inline,
         )
         self._around = around
-        self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
-        self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
+        self._make_engines(around)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(agenda.run)
             for engine in self._engines:
-                nursery.start_soon(engine.process.run)
+                nursery.start_soon(engine.run)
             await trio.sleep(0.01)
             await self._safety_phase()
             await self._liveness_phase()
             await self._shut_down()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
+
+    def _make_engines(self, around: Surroundings) -> None:
+        self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
+        self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
 
     @property
     def _engines(self) -> list[Engine]:
@@ -271,7 +282,7 @@ class Cluster:
         await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + 0.01))
         fresh = f"{engine.name}-life{old.life + 1}"
         engine.start(old.engine_id if fault.kind is Kind.CRASH_SAME_ID else fresh)
-        self._nursery.start_soon(engine.process.run)
+        self._nursery.start_soon(engine.run)
 
     async def _send_garbage(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"garbage at {fault.at_seconds}")

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -110,17 +111,42 @@ class Pool:
             heapq.heappush(self._free, block)
 
 
-class Process:
-    """One life of an engine. `emit` hears outcomes; it hears nothing after the death."""
+class Owner(Protocol):
+    """The engine that a process is a life of."""
 
-    def __init__(self, around: Surroundings, engine: Engine, engine_id: str, life: int, chance: random.Random) -> None:
+    name: str
+
+    def hear(self, outcome: Outcome) -> None:
+        """The connector emitted an outcome."""
+
+
+class Process:
+    """One life of an engine. Its owner hears the outcomes, and nothing after the death.
+
+    Args:
+        blocks: of the KV cache.
+        listener_clock: of the process that answers handshakes and grants leases, where that is another one.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        engine: Owner,
+        engine_id: str,
+        life: int,
+        chance: random.Random,
+        *,
+        blocks: int = BLOCKS,
+        listener_clock: ProcessClock | None = None,
+    ) -> None:
         self.engine_id = engine_id
         self.life = life
         self.incarnation = f"{chance.getrandbits(128):032x}"
-        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, BLOCKS, BLOCK_WORDS), JUNK, np.uint64)
+        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, blocks, BLOCK_WORDS), JUNK, np.uint64)
         self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
         self._is_dead = False
         self.has_ended = False
+        self._blocks = blocks
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
@@ -128,7 +154,7 @@ class Process:
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         name = f"{engine.name}.{life}"
         self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        layout = _layout(engine_id, self.memory.ctypes.data)
+        layout = _layout(engine_id, self.memory.ctypes.data, blocks)
         recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
         self.supervisor = Supervisor(
             options=around.options,
@@ -142,13 +168,13 @@ class Process:
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             jitter=random.Random(chance.getrandbits(64)),
         )
-        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        self.agent_metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
         self.listener = HandshakeListener(
             side_channel=FakeSideChannel(around.network, host),
             host=host,
             port=PORT,
-            payloads={(0, 0): encode_payload("same-model", metadata, self.incarnation)},
-            clock=self.clock,
+            payloads={(0, 0): encode_payload("same-model", self.agent_metadata, self.incarnation)},
+            clock=listener_clock or self.clock,
             log_bad_frame=lambda detail: None,
         )
 
@@ -183,7 +209,7 @@ class Process:
         """Blocks that READs may still write into."""
         base = self.memory.ctypes.data
         return {
-            (to - base) // BLOCK_BYTES % BLOCKS
+            (to - base) // BLOCK_BYTES % self._blocks
             for read in self._around.nixl.reads_in_flight()
             if read.initiator is self.port
             for to, _, _ in read.pieces[read.copied :]
@@ -205,7 +231,7 @@ class Process:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
 
 
-def _layout(engine_id: str, address: int) -> RankLayout:
+def _layout(engine_id: str, address: int, blocks: int) -> RankLayout:
     return RankLayout(
         engine_id=engine_id,
         tp_rank=0,
@@ -215,10 +241,10 @@ def _layout(engine_id: str, address: int) -> RankLayout:
         regions=tuple(
             Region(
                 name=f"layers.{layer}",
-                base_address=address + layer * BLOCKS * BLOCK_BYTES,
+                base_address=address + layer * blocks * BLOCK_BYTES,
                 block_length_bytes=BLOCK_BYTES,
                 block_stride_bytes=BLOCK_BYTES,
-                num_blocks=BLOCKS,
+                num_blocks=blocks,
                 memory_kind="DRAM",
             )
             for layer in range(LAYERS)
@@ -252,6 +278,10 @@ class Engine:
         self.pool = Pool()
         self._outcomes.clear()
         self._announce_room()
+
+    async def run(self) -> None:
+        """Until the process stops or dies."""
+        await self.process.run()
 
     def step_seconds(self) -> float:
         """How long until the engine's next step."""
