@@ -322,7 +322,7 @@ class Cluster:
                 await trio.sleep(0.1)
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)  # what nobody took over ends by itself
         self._oracles.check_all_ended()
-        self._check_at_rest("after the liveness phase")
+        await self._check_at_rest("after the liveness phase")
         if not self._oracles.isolates:
             return
         for prefill in self._prefills:
@@ -346,7 +346,7 @@ class Cluster:
         decode.announce(request_id, prefilled)
         await decode.serve(request_id, prefilled)
 
-    def _check_at_rest(self, when: str) -> None:
+    async def _check_at_rest(self, when: str) -> None:
         for engine in self._engines:
             if engine.process.port.counts().reads:
                 self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
@@ -361,7 +361,7 @@ class Cluster:
 
     async def _shut_down(self) -> None:
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)
-        self._check_at_rest("before the shutdown")
+        await self._check_at_rest("before the shutdown")
         for engine in self._engines:
             engine.process.stop()
         await trio.sleep(SHUTDOWN_SECONDS)

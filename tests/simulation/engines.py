@@ -90,6 +90,10 @@ class ProcessClock:
         true_ns = round(trio.current_time() * NS_PER_SECOND)
         return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
 
+    def ahead_by(self, offset_ns: int) -> ProcessClock:
+        """The clock of another process on the same machine: at the same pace, from another zero."""
+        return ProcessClock(self._offset_ns + offset_ns, self._drift_ppb)
+
     def wall(self) -> float:
         return 1.7e9 + trio.current_time() + self.wall_error_seconds
 
@@ -125,7 +129,7 @@ class Process:
 
     Args:
         blocks: of the KV cache.
-        listener_clock: of the process that answers handshakes and grants leases, where that is another one.
+        listener_offset_ns: how much the clock of the process that answers handshakes is ahead, where that is another one.
     """
 
     def __init__(
@@ -137,13 +141,14 @@ class Process:
         chance: random.Random,
         *,
         blocks: int = BLOCKS,
-        listener_clock: ProcessClock | None = None,
+        listener_offset_ns: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.life = life
         self.incarnation = f"{chance.getrandbits(128):032x}"
         self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, blocks, BLOCK_WORDS), JUNK, np.uint64)
         self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
+        self.listener_clock = self.clock.ahead_by(listener_offset_ns)
         self._is_dead = False
         self.has_ended = False
         self._blocks = blocks
@@ -174,7 +179,7 @@ class Process:
             host=host,
             port=PORT,
             payloads={(0, 0): encode_payload("same-model", self.agent_metadata, self.incarnation)},
-            clock=listener_clock or self.clock,
+            clock=self.listener_clock,
             log_bad_frame=lambda detail: None,
         )
 
@@ -499,8 +504,6 @@ class DecodeEngine(Engine):
             request_id=request_id,
             decode=self.name,
             prefill=source.engine,
-            content=source.content,
-            first_block=cached,
             blocks=blocks,
             awaited=awaited,
             started_seconds=now,

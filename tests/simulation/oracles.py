@@ -72,12 +72,12 @@ class Pull:
     request_id: str
     decode: str
     prefill: str
-    content: int
-    first_block: int
     blocks: list[int]
     awaited: bool
     started_seconds: float
     lease_ends_seconds: float
+    may_fail: bool = False
+    """Also where no fault touches it: what the client says is damaged or was used before."""
     is_aborted: bool = False
     reports: int = 0
     ended_seconds: float | None = None
@@ -153,7 +153,7 @@ class Oracles:
             self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
 
     def _check_isolation(self, pull: Pull) -> None:
-        if not self.isolates or pull.is_aborted or self._is_touched(pull):
+        if not self.isolates or pull.is_aborted or pull.may_fail or self._is_touched(pull):
             return
         assert pull.ended_seconds is not None
         took_seconds = pull.ended_seconds - pull.started_seconds
