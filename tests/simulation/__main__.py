@@ -4,6 +4,7 @@
     --seeds COUNT      so many seeds from there on
     --until-failure    seed after seed until one fails
     --faults FILE      replay the plan in this file (its seed counts, the options above do not)
+    --scheduler KIND   script: engines whose schedulers are scripts (default); vllm: engines with vLLM's own scheduler
     --trace FILE       write all transition records there, as JSON lines
 
 A seed is printed before it runs, so that one that hangs is known. A plan that fails is shrunk and written to a file;
@@ -16,7 +17,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -43,6 +44,7 @@ class Totals:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[Kind] = field(default_factory=Counter)
     transitions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
 
     def add(self, result: Result) -> None:
         self.seeds += 1
@@ -53,6 +55,7 @@ class Totals:
         self.outcomes += result.outcomes
         self.faults += result.faults_fired
         self.transitions += result.transitions
+        self.coverage += result.coverage
 
 
 def say(line: str) -> None:
@@ -72,20 +75,31 @@ def plans(arguments: argparse.Namespace) -> Iterable[Plan]:
     return (draw_plan(seed) for seed in range(arguments.seed, arguments.seed + arguments.seeds))
 
 
-def explain(result: Result) -> None:
+def simulator(scheduler: str) -> Callable[[Plan], Result]:
+    """The simulator that goes with --scheduler; vLLM is imported only for its own."""
+    if scheduler == "script":
+        return simulate
+    from tests.simulation.vllm.cluster import simulate as simulate_vllm
+
+    return simulate_vllm
+
+
+def explain(result: Result, scheduler: str) -> None:
     """What went wrong, and how to see it again."""
     for violation in result.violations[:VIOLATIONS_SHOWN]:
         say(f"  {violation.at_seconds:10.4f} s  {violation.oracle}: {violation.detail}")
     if len(result.violations) > VIOLATIONS_SHOWN:
         say(f"  and {len(result.violations) - VIOLATIONS_SHOWN} more")
     first = result.violations[0]
-    smallest = shrink(result.plan, first.oracle)
+    smallest = shrink(result.plan, first.oracle, simulator(scheduler))
     smallest = msgspec.structs.replace(smallest, comment=f"{first.oracle}: {first.detail}")
     FAILURES.mkdir(parents=True, exist_ok=True)
-    path = FAILURES / f"seed-{smallest.seed}.json"
+    kind = "" if scheduler == "script" else f"{scheduler}-"
+    path = FAILURES / f"{kind}seed-{smallest.seed}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)) + b"\n")
     say(f"  {len(result.plan.faults)} faults shrunk to {len(smallest.faults)}; replay with")
-    say(f"  python -m tests.simulation --faults {path}")
+    option = "" if scheduler == "script" else f" --scheduler {scheduler}"
+    say(f"  python -m tests.simulation{option} --faults {path}")
 
 
 def summarize(totals: Totals) -> None:
@@ -95,6 +109,8 @@ def summarize(totals: Totals) -> None:
     say(f"virtual time {totals.virtual_seconds:.0f} s in {totals.real_seconds:.1f} s")
     say("outcomes     " + ", ".join(f"{kind} {count}" for kind, count in totals.outcomes.most_common()))
     say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in Kind))
+    if totals.coverage:
+        say("schedulers   " + ", ".join(f"{what} {count}" for what, count in sorted(totals.coverage.items())))
     for name, machine in MACHINES.items():
         pairs = [(state.value, event.__name__) for state, event in machine.table]
         missing = [f"{state}+{event}" for state, event in pairs if not totals.transitions[name, state, event]]
@@ -104,15 +120,15 @@ def summarize(totals: Totals) -> None:
 
 
 def run(arguments: argparse.Namespace, trace: BinaryIO | None) -> Totals:
-    totals = Totals()
+    totals, simulate_one = Totals(), simulator(arguments.scheduler)
     for plan in plans(arguments):
         say(f"seed {plan.seed}")
-        result = simulate(plan)
+        result = simulate_one(plan)
         totals.add(result)
         if trace is not None:
             trace.write(result.trace_lines())
         if result.violations:
-            explain(result)
+            explain(result, arguments.scheduler)
             if arguments.until_failure:
                 break
     return totals
@@ -124,6 +140,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, metavar="COUNT")
     parser.add_argument("--until-failure", action="store_true")
     parser.add_argument("--faults", type=Path, metavar="FILE")
+    parser.add_argument("--scheduler", choices=("script", "vllm"), default="script")
     parser.add_argument("--trace", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.trace is None:

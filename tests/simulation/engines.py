@@ -129,7 +129,7 @@ class Process:
 
     Args:
         blocks: of the KV cache.
-        listener_offset_ns: how much the clock of the process that answers handshakes is ahead, where that is another one.
+        listener_offset_ns: how much the clock of the process that answers handshakes is ahead.
     """
 
     def __init__(

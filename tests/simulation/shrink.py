@@ -6,16 +6,21 @@ shift; so it goes round until a whole round drops nothing, or the number of runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from tests.simulation.cluster import simulate
+from tests.simulation.cluster import Result, simulate
 from tests.simulation.faults import Plan
 
 RUNS_MAX = 100
 
 
-def shrink(plan: Plan, oracle: str) -> Plan:
-    """A plan of as few of these faults as could be found on which this oracle still complains."""
+def shrink(plan: Plan, oracle: str, run: Callable[[Plan], Result] = simulate) -> Plan:
+    """A plan of as few of these faults as could be found on which this oracle still complains.
+
+    `run`: the simulator on which the plan failed.
+    """
     runs = 0
     number = 0
     unchanged = 0
@@ -23,7 +28,7 @@ def shrink(plan: Plan, oracle: str) -> Plan:
         number %= len(plan.faults)
         smaller = msgspec.structs.replace(plan, faults=plan.faults[:number] + plan.faults[number + 1 :])
         runs += 1
-        if any(violation.oracle == oracle for violation in simulate(smaller).violations):
+        if any(violation.oracle == oracle for violation in run(smaller).violations):
             plan, unchanged = smaller, 0
         else:
             number, unchanged = number + 1, unchanged + 1

@@ -43,11 +43,11 @@ from connector.runtime.messages import (
     SendEnded,
     StartPull,
 )
-from tests.simulation.engines import JUNK, PORT, Process, ProcessClock, Surroundings
+from tests.simulation.engines import JUNK, Process, Surroundings
 from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.vllm.config import Knobs, block_hasher, engine_configuration
-from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
+from tests.simulation.vllm.connector import Birth, being_born
 from tests.simulation.vllm.content import BLOCK_TOKENS
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
 from tests.simulation.vllm.worker import SimulatedRunner
