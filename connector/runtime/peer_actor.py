@@ -72,8 +72,6 @@ HEARTBEATS_PER_LEASE = 6
 CLOCK_SAMPLE_AGE_SECONDS = 60.0
 """An older sample is renewed in the background when a request uses it."""
 INCOMPATIBLE_BACKOFF_SECONDS = 60.0
-CONSUMED_MAX = 1 << 16
-"""Released requests that are remembered, the latest ones. What is older than its lease is refused by its proof."""
 PENDING_RELEASES_MAX = 1024
 """Releases kept for a peer that is not connected; beyond that its leases end by themselves."""
 
@@ -163,7 +161,6 @@ class PeerActor:
         self._holders: dict[str, set[str]] = {}
         self._owed_releases: set[str] = set()
         self._pending_releases: dict[str, None] = {}
-        self._consumed: dict[str, None] = {}
         self._measuring_clock = False
         self._backoff_until_ns = 0
         self._nursery: trio.Nursery | None = None
@@ -277,7 +274,7 @@ class PeerActor:
             recorder=context.recorder,
         )
         self._runs[command.request_id] = run
-        if command.remote_request_id in self._consumed and command.awaited:
+        if command.awaited and context.consumed.has(self.address.engine_id, command.remote_request_id):
             consumed = BlocksConsumed(
                 peer=self.address.engine_id, address=str(self.address), remote_request_id=command.remote_request_id
             )
@@ -637,9 +634,7 @@ class PeerActor:
         if remote_request_id not in self._owed_releases:
             return
         self._owed_releases.discard(remote_request_id)
-        self._consumed[remote_request_id] = None
-        if len(self._consumed) > CONSUMED_MAX:
-            del self._consumed[next(iter(self._consumed))]
+        self._context.consumed.add(self.address.engine_id, remote_request_id)
         if len(self._pending_releases) < PENDING_RELEASES_MAX:
             self._pending_releases[remote_request_id] = None
         if self._peer.value.state is peer.State.READY:

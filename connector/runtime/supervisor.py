@@ -22,6 +22,7 @@ from connector.config import ConnectorOptions
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import SideChannel
 from connector.runtime.clock import Clock, to_ns
+from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.context import ActorContext, LocalRank
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.messages import (
@@ -104,6 +105,7 @@ class Supervisor:
             emit=emit,
             log_failure=log_failure,
             jitter=jitter,
+            consumed=ConsumedBlocks(),
         )
         self._peers: dict[str, PeerActor] = {}
         self._peer_of_request: dict[str, str] = {}

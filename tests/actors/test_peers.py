@@ -262,6 +262,22 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
     run(test)
 
 
+def test_blocks_stay_consumed_when_the_peer_was_forgotten_in_between() -> None:
+    async def test() -> None:
+        options = ConnectorOptions(peer_limit=1)
+        async with engine("p", serves=True) as p, engine("q", serves=True) as q, engine("d", options=options) as d:
+            ends = p.lend("remote-once")
+            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-once")
+            assert (await until(lambda: d.received("first"))).failure is None
+            await until(lambda: p.sent("remote-once"))
+            await reads(d, q, "elsewhere")  # there is room for one peer
+            await until(lambda: d.trace.path("peer", "p")[-1] == "gone")
+            d.pull("again", p, [4], [1], lease_expires_at=ends, remote_request_id="remote-once")
+            assert (await failure_of(d, "again")).kind == "BlocksConsumed"
+
+    run(test)
+
+
 def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
