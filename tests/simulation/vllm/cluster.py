@@ -22,7 +22,7 @@ import trio
 from tests.rig.content import VOCABULARY_SIZE
 from tests.simulation.cluster import PROBE_SECONDS, Cluster, Result, run_cluster
 from tests.simulation.engines import Surroundings
-from tests.simulation.faults import Kind, Plan
+from tests.simulation.faults import ActiveFaults, Kind, Plan
 from tests.simulation.vllm.config import draw_knobs
 from tests.simulation.vllm.content import BLOCK_TOKENS, sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
@@ -34,7 +34,8 @@ ANSWER_TOKENS_MAX = 56
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
-ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED")
+ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
+"""Preemption is rare, so clients wait for it twice as often."""
 
 
 def simulate(plan: Plan) -> Result:
@@ -48,6 +49,17 @@ def simulate(plan: Plan) -> Result:
         vllm_log.setLevel(level)
 
 
+class SlowerReads(ActiveFaults):
+    """Faults over a network on which a READ takes some steps of an engine; one that holds up its agent does not."""
+
+    def __init__(self, plan: Plan, slowdown: int) -> None:
+        super().__init__(plan)
+        self._slowdown = slowdown
+
+    def read_seconds(self, initiator: str, target: str, length_bytes: int) -> float:
+        return self._slowdown * super().read_seconds(initiator, target, length_bytes)
+
+
 class VllmCluster(Cluster):
     """See the module's docstring."""
 
@@ -56,6 +68,7 @@ class VllmCluster(Cluster):
         requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
         self._shape = msgspec.structs.replace(self._shape, requests_per_second=requests_per_second)
         self._knobs = draw_knobs(plan.seed)
+        self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
@@ -86,7 +99,7 @@ class VllmCluster(Cluster):
             # Routers ask for one token; who asks for more gets more blocks than the prompt needs.
             sequence=sequence(prompt, 1 if chance.random() < 0.85 else chance.randint(2, 40)),
             params={"do_remote_decode": True, "do_remote_prefill": False},
-            abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.06 else None,
+            abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.1 else None,
         )
         params = await self._prefill_prompt(prefill, prefilled)
         if params is None:

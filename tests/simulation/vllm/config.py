@@ -47,6 +47,7 @@ class Knobs:
         prefill_blocks, decode_blocks: of the KV cache, without the one that vLLM keeps for itself.
         batch_tokens: most tokens of a step; longer prompts are computed in chunks.
         batch_requests: most requests of a step.
+        read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
     """
 
     recomputes: bool
@@ -57,6 +58,7 @@ class Knobs:
     decode_blocks: int
     batch_tokens: int
     batch_requests: int
+    read_slowdown: int
 
 
 def draw_knobs(seed: int) -> Knobs:
@@ -71,6 +73,7 @@ def draw_knobs(seed: int) -> Knobs:
         decode_blocks=chance.randint(16, 40),
         batch_tokens=chance.choice([32, 48, 64]),
         batch_requests=chance.choice([3, 5, 8]),
+        read_slowdown=chance.choice([1, 10, 100]),
     )
 
 
