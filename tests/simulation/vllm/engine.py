@@ -215,7 +215,7 @@ class VllmEngine:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.name}, line {frame.lineno}"
-            self.around.oracles.complain("scheduler", f"{self.name}: {error!r} in {where}")
+            self.around.oracles.complain("scheduler", f"vLLM's scheduler raised on {self.name}: {error!r} in {where}")
             self.crash()
 
     async def _stand_still(self) -> None:
