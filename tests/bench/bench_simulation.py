@@ -35,7 +35,7 @@ def measure(level: Level, seeds: int) -> Measured:
         result = level.simulate(level.draw(seed))
         requests += result.requests
         served += result.outcomes["done"]
-        assert not result.violations, f"level {level.number}, seed {seed}: {result.violations[0]}"
+        assert not result.violations, f"level {level.name}, seed {seed}: {result.violations[0]}"
     return Measured(requests, served, time.process_time() - started)
 
 
@@ -43,13 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_simulation")
     parser.add_argument("--seeds", type=int, default=60, metavar="COUNT")
     arguments = parser.parse_args()
-    for number, level in sorted(LEVELS.items()):
-        seeds = arguments.seeds if number == 1 else max(1, arguments.seeds // LEVEL2_SHARE)
+    for name, level in LEVELS.items():
+        seeds = arguments.seeds if name == "1" else max(1, arguments.seeds // LEVEL2_SHARE)
         measure(level, 1)  # imports, and first use of everything
         runs = [measure(level, seeds) for _ in range(RUNS)]
         rates = sorted(run.requests / run.seconds for run in runs)
         print(
-            f"level {number}: {statistics.median(rates):8,.0f} requests/s (of {RUNS} runs {rates[0]:,.0f} to "
+            f"level {name}: {statistics.median(rates):8,.0f} requests/s (of {RUNS} runs {rates[0]:,.0f} to "
             f"{rates[-1]:,.0f}), {seeds} seeds, {runs[0].requests} requests, {runs[0].served / runs[0].requests:.0%} "
             "served"
         )

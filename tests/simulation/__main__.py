@@ -1,6 +1,7 @@
 """The simulator for people: `python -m tests.simulation --seed N`.
 
-    --level 1          the pure machines under an event heap, fast; 2 (the default): the production actors
+    --level 1          the pure machines under an event heap, fast; 2 (the default): the production actors; vllm: the
+                       production actors between engines with vLLM's own scheduler
     --seed N           the first seed; the plan of faults is drawn from it
     --seeds COUNT      so many seeds from there on
     --until-failure    seed after seed until one fails
@@ -26,7 +27,7 @@ import msgspec
 
 from tests.simulation.cluster import Result, simulate
 from tests.simulation.coverage import TransitionKey, coverage_lines
-from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, Kind, Plan, draw_plan
+from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, VLLM_KINDS, Kind, Plan, draw_plan
 from tests.simulation.level1 import run as level1
 from tests.simulation.shrink import shrink
 
@@ -41,7 +42,7 @@ AnyResult: TypeAlias = Result | level1.Result
 class Level:
     """How the seeds of a level are run."""
 
-    number: int
+    name: str
     simulate: Callable[[Plan], AnyResult]
     kinds: tuple[Kind, ...]
 
@@ -49,7 +50,20 @@ class Level:
         return draw_plan(seed, self.kinds)
 
 
-LEVELS = {1: Level(1, level1.simulate, LEVEL1_KINDS), 2: Level(2, simulate, LEVEL2_KINDS)}
+def _simulate_with_vllm(plan: Plan) -> Result:
+    from tests.simulation.vllm.cluster import simulate as simulate_with_vllm  # vLLM is imported only for this
+
+    return simulate_with_vllm(plan)
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("1", level1.simulate, LEVEL1_KINDS),
+        Level("2", simulate, LEVEL2_KINDS),
+        Level("vllm", _simulate_with_vllm, VLLM_KINDS),
+    )
+}
 
 
 @dataclass
@@ -64,6 +78,7 @@ class Totals:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[Kind] = field(default_factory=Counter)
     transitions: Counter[TransitionKey] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
 
     def add(self, result: AnyResult) -> None:
         self.seeds += 1
@@ -74,6 +89,7 @@ class Totals:
         self.outcomes += result.outcomes
         self.faults += result.faults_fired
         self.transitions += result.transitions
+        self.coverage += result.coverage
 
 
 def say(line: str) -> None:
@@ -103,10 +119,10 @@ def explain(result: AnyResult, level: Level) -> None:
     smallest = shrink(result.plan, first.oracle, level.simulate)
     smallest = msgspec.structs.replace(smallest, comment=f"{first.oracle}: {first.detail}")
     FAILURES.mkdir(parents=True, exist_ok=True)
-    path = FAILURES / f"level-{level.number}-seed-{smallest.seed}.json"
+    path = FAILURES / f"level-{level.name}-seed-{smallest.seed}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)) + b"\n")
     say(f"  {len(result.plan.faults)} faults shrunk to {len(smallest.faults)}; replay with")
-    say(f"  python -m tests.simulation --level {level.number} --faults {path}")
+    say(f"  python -m tests.simulation --level {level.name} --faults {path}")
 
 
 def summarize(totals: Totals, level: Level) -> None:
@@ -116,6 +132,8 @@ def summarize(totals: Totals, level: Level) -> None:
     say(f"virtual time {totals.virtual_seconds:.0f} s in {totals.real_seconds:.1f} s")
     say("outcomes     " + ", ".join(f"{kind} {count}" for kind, count in totals.outcomes.most_common()))
     say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in level.kinds))
+    if totals.coverage:
+        say("schedulers   " + ", ".join(f"{what} {count}" for what, count in sorted(totals.coverage.items())))
     for line in coverage_lines(totals.transitions):
         say(line)
     say("verdict      " + (f"{totals.failed} of {totals.seeds} seeds FAILED" if totals.failed else "all passed"))
@@ -138,7 +156,7 @@ def run(arguments: argparse.Namespace, level: Level, trace: BinaryIO | None) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--level", type=int, choices=sorted(LEVELS), default=2)
+    parser.add_argument("--level", choices=list(LEVELS), default="2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="COUNT")
     parser.add_argument("--until-failure", action="store_true")

@@ -16,8 +16,8 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -90,6 +90,8 @@ class Result:
     real_seconds: float
     transitions: Counter[TransitionKey]
     trace: list[TransitionRecord]
+    coverage: Counter[str] = field(default_factory=Counter)
+    """What the schedulers did, as far as they count it."""
 
     def trace_lines(self) -> bytes:
         """The trace as JSON lines."""
@@ -101,11 +103,16 @@ class Result:
 
 def simulate(plan: Plan) -> Result:
     """Run a plan. Whatever the product does wrong is in `violations`; what raises is a fault of the simulator."""
+    return run_cluster(plan, Cluster)
+
+
+def run_cluster(plan: Plan, make: Callable[[Plan, Agenda], Cluster]) -> Result:
+    """Run a plan on a cluster of some kind; see `simulate`."""
     make_trio_deterministic(plan.seed)
     started = time.perf_counter()
     agenda, clock = Agenda(), MockClock(autojump_threshold=0)
     agenda.drive(clock)
-    cluster = Cluster(plan, agenda)
+    cluster = make(plan, agenda)
     with counted_transitions() as transitions:
         trio.run(cluster.run, clock=clock)
     return cluster.result(time.perf_counter() - started, transitions)
@@ -198,12 +205,11 @@ class Cluster:
             reads_inline=self._shape.reads_inline,
         )
         self._around = around
-        self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
-        self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
+        self._make_engines(around)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for engine in self._engines:
-                nursery.start_soon(engine.process.run)
+                nursery.start_soon(engine.run)
             await trio.sleep(0.01)
             await self._safety_phase()
             await self._liveness_phase()
@@ -211,6 +217,10 @@ class Cluster:
             self._check_attempts()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
+
+    def _make_engines(self, around: Surroundings) -> None:
+        self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
+        self._decodes = [DecodeEngine(around, name, self._engine_chance(name)) for name in self._shape.decode_names]
 
     @property
     def _engines(self) -> list[Engine]:
@@ -228,7 +238,7 @@ class Cluster:
         async with trio.open_nursery() as nursery:
             for fault in self._plan.faults:
                 nursery.start_soon(self._inflict, fault)
-            self._begin(self._arrivals())
+            self._agenda.start(self._arrivals())
             await trio.sleep_until(self._shape.safety_seconds)
 
     async def _arrivals(self) -> None:
@@ -241,7 +251,7 @@ class Cluster:
             for _ in range(chance.randint(1, 2 * BURST_MEAN - 1)):
                 self._begin(self._ask(chance.choice(self._prefills), chance.choice(self._decodes)))
 
-    def _begin(self, script: Coroutine[Any, Any, None]) -> Signal:
+    def _begin(self, script: Coroutine[Any, Any, None]) -> Signal | trio.Event:
         """Run a client's script, and count it as open until it ends, which the signal says."""
         ended = Signal(self._agenda)
 
@@ -252,6 +262,12 @@ class Cluster:
         self._open_requests += 1
         self._agenda.start(script, end)
         return ended
+
+    async def _run(self, script: Coroutine[Any, Any, None]) -> None:
+        """Run a client's script from a task, until it ends."""
+        ended = trio.Event()
+        self._agenda.start(script, ended.set)
+        await ended.wait()
 
     async def _ask(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
         """One prompt through both engines; sometimes with two samples, which share P's blocks."""
@@ -360,7 +376,7 @@ class Cluster:
     def _restart(self, engine: Engine, engine_id: str | None, variant: Variant = Variant.SAME) -> Process:
         """A new life; without an engine id, a new one is drawn, as vLLM does."""
         engine.start(engine_id or f"{engine.name}-life{engine.process.life + 1}", variant)
-        self._nursery.start_soon(engine.process.run)
+        self._nursery.start_soon(engine.run)
         return engine.process
 
     async def _send_garbage(self, fault: Fault) -> None:
@@ -409,17 +425,15 @@ class Cluster:
         # What nobody took over ends by itself, from when the lease keeper heard of it; it may be about to crash again.
         await trio.sleep(2 * RESTART_DELAY_SECONDS_MAX + self._oracles.options.kv_lease_duration + 1.0)
         self._oracles.check_all_ended()
-        self._check_at_rest("after the liveness phase")
+        await self._check_at_rest("after the liveness phase")
         for prefill in self._prefills:
             for decode in self._decodes:
                 request_id = f"{decode.name}-probe-of-{prefill.name}"
                 await trio.sleep(PROBE_INTERVAL_SECONDS)
-                probed = trio.Event()
-                self._agenda.start(self._probe(request_id, prefill, decode), probed.set)
-                with trio.move_on_after(PROBE_SECONDS):
-                    await probed.wait()
+                with trio.move_on_after(PROBE_SECONDS) as patience:
+                    await self._run(self._probe(request_id, prefill, decode))
                 pull = self._oracles.pulls.get(request_id)
-                if not probed.is_set() or pull is None:
+                if patience.cancelled_caught or pull is None:
                     self._oracles.complain("recovery", f"{request_id} did not end")
                 elif pull.failure is not None and not pull.is_aborted:
                     self._oracles.complain("recovery", f"{request_id}: {pull.failure}")
@@ -434,7 +448,7 @@ class Cluster:
         decode.announce(request_id, prefilled)
         await decode.serve(request_id, prefilled)
 
-    def _check_at_rest(self, when: str) -> None:
+    async def _check_at_rest(self, when: str) -> None:
         for engine in self._engines:
             if engine.process.port.counts().reads:
                 self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
@@ -455,7 +469,7 @@ class Cluster:
 
     async def _shut_down(self) -> None:
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)
-        self._check_at_rest("before the shutdown")
+        await self._check_at_rest("before the shutdown")
         for engine in self._engines:
             if dead := engine.process.port.agents_of_the_dead():
                 self._oracles.complain("leaks", f"{engine.name} holds on to {dead}, whose successors it has met")

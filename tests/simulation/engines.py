@@ -16,6 +16,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,10 @@ class ProcessClock:
         """When, in trio's time, this clock shows `local_ns`."""
         return (local_ns - self._offset_ns) / (1 + self._drift_ppb / NS_PER_SECOND) / NS_PER_SECOND
 
+    def ahead_by(self, offset_ns: int) -> ProcessClock:
+        """The clock of another process on the same machine: at the same pace, from another zero."""
+        return ProcessClock(self._offset_ns + offset_ns, self._drift_ppb)
+
     def wall(self) -> float:
         return 1.7e9 + trio.current_time() + self.wall_error_seconds
 
@@ -127,20 +132,45 @@ class Variant(enum.Enum):
     OTHER_BLOCKS = "blocks of another length"
 
 
+class Owner(Protocol):
+    """The engine that a process is a life of."""
+
+    name: str
+
+    def hear(self, outcome: Outcome) -> None:
+        """The connector emitted an outcome."""
+
+
 class Process:
-    """One life of an engine. `emit` hears outcomes; it hears nothing after the death."""
+    """One life of an engine. Its owner hears the outcomes, and nothing after the death.
+
+    Args:
+        blocks: of the KV cache.
+        listener_offset_ns: how much the clock of the process that answers handshakes is ahead.
+    """
 
     def __init__(
-        self, around: Surroundings, engine: Engine, engine_id: str, life: int, chance: random.Random, variant: Variant
+        self,
+        around: Surroundings,
+        engine: Owner,
+        engine_id: str,
+        life: int,
+        chance: random.Random,
+        *,
+        variant: Variant = Variant.SAME,
+        blocks: int = BLOCKS,
+        listener_offset_ns: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.life = life
         self.variant = variant
         self.incarnation = f"{chance.getrandbits(128):032x}"
-        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, BLOCKS, BLOCK_WORDS), JUNK, np.uint64)
+        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, blocks, BLOCK_WORDS), JUNK, np.uint64)
         self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
+        self.listener_clock = self.clock.ahead_by(listener_offset_ns)
         self._is_dead = False
         self.has_ended = False
+        self._blocks = blocks
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
@@ -148,7 +178,7 @@ class Process:
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         name = f"{engine.name}.{life}"
         self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        layout = _layout(engine_id, self.memory.ctypes.data, variant)
+        layout = _layout(engine_id, self.memory.ctypes.data, blocks, variant)
         compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
         recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
         self.supervisor = Supervisor(
@@ -163,13 +193,13 @@ class Process:
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             jitter=random.Random(chance.getrandbits(64)),
         )
-        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        self.agent_metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
         self.listener = HandshakeListener(
             side_channel=FakeSideChannel(around.network, host),
             host=host,
             port=PORT,
-            payloads={(0, 0): encode_payload(compatibility_hash, metadata, self.incarnation)},
-            clock=self.clock,
+            payloads={(0, 0): encode_payload(compatibility_hash, self.agent_metadata, self.incarnation)},
+            clock=self.listener_clock,
             log_bad_frame=lambda detail: None,
         )
 
@@ -204,7 +234,7 @@ class Process:
         """Blocks that READs may still write into."""
         base = self.memory.ctypes.data
         return {
-            (to - base) // BLOCK_BYTES % BLOCKS
+            (to - base) // BLOCK_BYTES % self._blocks
             for read in self._around.nixl.reads_in_flight()
             if read.initiator is self.port
             for to, _, _ in read.pieces[read.copied :]
@@ -235,7 +265,7 @@ class Process:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
 
 
-def _layout(engine_id: str, address: int, variant: Variant) -> RankLayout:
+def _layout(engine_id: str, address: int, blocks: int, variant: Variant) -> RankLayout:
     block_bytes = BLOCK_BYTES // 2 if variant is Variant.OTHER_BLOCKS else BLOCK_BYTES
     return RankLayout(
         engine_id=engine_id,
@@ -246,10 +276,10 @@ def _layout(engine_id: str, address: int, variant: Variant) -> RankLayout:
         regions=tuple(
             Region(
                 name=f"layers.{layer}",
-                base_address=address + layer * BLOCKS * BLOCK_BYTES,
+                base_address=address + layer * blocks * BLOCK_BYTES,
                 block_length_bytes=block_bytes,
                 block_stride_bytes=BLOCK_BYTES,
-                num_blocks=BLOCKS,
+                num_blocks=blocks,
                 memory_kind="DRAM",
             )
             for layer in range(LAYERS)
@@ -289,7 +319,7 @@ class Engine:
     def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
         """A new life, with an empty cache."""
         self._lives += 1
-        self.process = Process(self.around, self, engine_id, self._lives, self.chance, variant)
+        self.process = Process(self.around, self, engine_id, self._lives, self.chance, variant=variant)
         self.pool = Pool()
 
     def crash(self) -> None:
@@ -299,6 +329,10 @@ class Engine:
         queue, self._queue = self._queue, deque()
         for entry in queue:
             entry.served.set()
+
+    async def run(self) -> None:
+        """Until the process stops or dies."""
+        await self.process.run()
 
     def step_seconds(self) -> float:
         """How long until the engine's next step."""
@@ -556,12 +590,12 @@ class DecodeEngine(Engine):
             lease_ends_seconds=source.lease_ends_seconds,
             owner=source.owner,
             remote_request_id=source.request_id,
-            is_repeated=is_repeated,
+            may_fail=is_repeated,
         )
         self.around.oracles.start(pull)
         remote_block_ids = source.blocks[cached : cached + len(blocks)]
         if awaited and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
-            pull.has_bad_params = True
+            pull.has_bad_params = pull.may_fail = True
             if self.chance.random() < 0.5:
                 failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
                 self.process.supervisor.deliver(

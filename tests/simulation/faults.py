@@ -81,6 +81,9 @@ LEVEL2_ONLY = WORKLOAD_KINDS | {
 """What there is nothing of at the level of pure machines: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
 LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
+NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE}
+"""Use that the clients of vLLM's schedulers make by themselves, and lives that those engines do not lead."""
+VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
     Kind.MESSAGE_DUPLICATE,

@@ -90,8 +90,8 @@ class Pull:
     lease_ends_seconds: float
     owner: str
     remote_request_id: str
-    is_repeated: bool = False
-    """The same prompt was read before: its blocks may be gone."""
+    may_fail: bool = False
+    """Also where no fault touches it: what the client says is damaged or was used before."""
     is_aborted: bool = False
     has_bad_params: bool = False
     is_lost: bool = False
@@ -214,7 +214,7 @@ class Oracles:
     def _check_isolation(self, pull: Pull) -> None:
         assert pull.ended_seconds is not None
         touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, pull.ended_seconds)
-        if not self.isolates or pull.is_aborted or pull.has_bad_params or pull.is_repeated or touched:
+        if not self.isolates or pull.is_aborted or pull.may_fail or touched:
             return
         took_seconds = pull.ended_seconds - pull.started_seconds
         if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:

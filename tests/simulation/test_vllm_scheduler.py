@@ -1,0 +1,267 @@
+"""The simulator with vLLM's own scheduler: seeds, what must have happened in them, and broken connectors it notices.
+
+A seed that fails here is replayed by `python -m tests.simulation --level vllm --seed N`, which shrinks it too.
+Plans that once found a bug are in vllm/regressions/ and run as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from connector.runtime.consumed import ConsumedBlocks
+from connector.runtime.messages import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
+from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.worker.ledger import TransferLedger
+from tests.simulation.__main__ import read_plan
+from tests.simulation.cluster import Result
+from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
+from tests.simulation.faults import (
+    DECODE_LINK_KINDS,
+    MESSAGE_KINDS,
+    PREFILL_KINDS,
+    VLLM_KINDS,
+    Fault,
+    Kind,
+    Plan,
+    draw_plan,
+    draw_shape,
+)
+from tests.simulation.vllm.cluster import simulate
+
+REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
+SEEDS = (3, 13, 24)
+STORMS = range(148, 156)
+
+EXPECTED = (
+    "D stands still",
+    "abort on D in PREEMPTED",
+    "abort on D in RUNNING",
+    "abort on D in WAITING",
+    "abort on D in WAITING_FOR_REMOTE_KVS",
+    "abort on D in WAITING_FOR_REMOTE_KVS, loaded",
+    "abort on P in FINISHED_LENGTH_CAPPED",
+    "abort on P in PREEMPTED",
+    "abort on P in RUNNING",
+    "abort on P in WAITING",
+    "damaged parameters",
+    "full prefix hit on D",
+    "full prefix hit on P",
+    "load failed, recomputed",
+    "load failed, request failed",
+    "overlapping steps",
+    "parameters used again",
+    "partial prefix hit on D",
+    "partial prefix hit on P",
+    "preemption on D",
+    "preemption on P",
+    "prompt below a block on D",
+    "prompt below a block on P",
+    "prompt in chunks on D",
+    "prompt in chunks on P",
+    "quarantine",
+    "several requests in a step",
+    "two samples",
+)
+"""What the schedulers do in these seeds, each at least once."""
+
+
+def storm(seed: int) -> Plan:
+    """Two or three kinds of faults on all engines or links. Those of handshakes begin when the engines meet."""
+    shape = draw_shape(seed)
+    faults = []
+    for number, kind in enumerate(VLLM_KINDS):
+        if number % len(STORMS) != seed - STORMS.start:
+            continue
+        if kind in MESSAGE_KINDS:
+            targets = [f"{p}>{d}" for p in shape.prefill_names for d in shape.decode_names]
+        elif kind in DECODE_LINK_KINDS:
+            targets = [f"{d}>{p}" for p in shape.prefill_names for d in shape.decode_names]
+        else:
+            targets = shape.prefill_names if kind in PREFILL_KINDS else shape.decode_names
+        at_seconds = 0.0 if kind in MESSAGE_KINDS or kind is Kind.PREPARE_REFUSED else 0.5
+        # Longer than a request waits for its READs, so that blocks are quarantined.
+        duration_seconds = 9.0 if kind is Kind.READ_STALL else 2.5
+        faults += [
+            Fault(kind=kind, target=target, at_seconds=at_seconds, duration_seconds=duration_seconds, probability=0.6)
+            for target in targets
+        ]
+    return Plan(seed=seed, faults=faults)
+
+
+@functools.cache
+def result_of(seed: int) -> Result:
+    return simulate(storm(seed) if seed in STORMS else draw_plan(seed, VLLM_KINDS))
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *STORMS])
+def test_seed(seed: int) -> None:
+    result = result_of(seed)
+    assert result.violations == []
+    assert result.requests > 20
+    assert result.outcomes["done"] > 0
+
+
+@pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
+def test_regression(path: Path) -> None:
+    assert simulate(read_plan(path)).violations == []
+
+
+def test_everything_that_matters_happens_in_these_seeds() -> None:
+    coverage: Counter[str] = Counter()
+    faults: Counter[Kind] = Counter()
+    for seed in (*SEEDS, *STORMS):
+        coverage += result_of(seed).coverage
+        faults += result_of(seed).faults_fired
+    assert [what for what in EXPECTED if not coverage[what]] == []
+    assert [kind for kind in VLLM_KINDS if not faults[kind]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # two processes that import vLLM
+def test_seeds_give_the_same_traces_in_every_process() -> None:
+    arguments = ["--level", "vllm", "--seed", "7", "--seeds", "2"]
+    one, other = (trace_in_a_process_of_its_own(arguments, hash_seed) for hash_seed in HASH_SEEDS)
+    assert one.count(b"\n") > 500
+    assert first_divergence(one, other) is None
+
+
+# --- oracles complain about what is broken --------------------------------------------------------------------------
+
+
+def never_untrack(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ConnectorScheduler, "_untrack", lambda self, request_id, pull: None)
+
+
+def ignore_the_prefix_hit_when_counting(patch: pytest.MonkeyPatch) -> None:
+    matched = ConnectorScheduler.get_num_new_matched_tokens
+    patch.setattr(
+        ConnectorScheduler,
+        "get_num_new_matched_tokens",
+        lambda self, request, num_computed_tokens: matched(self, request, 0),
+    )
+
+
+def ignore_the_prefix_hit_when_pairing(patch: pytest.MonkeyPatch) -> None:
+    load = ConnectorScheduler._load
+
+    def paired_from_the_start(self: ConnectorScheduler, request_id: str, pull: Any, blocks: Any) -> Any:
+        command = load(self, request_id, pull, blocks)
+        if isinstance(command, StartPull):
+            remote = list(pull.remote.block_ids[0][: len(command.local_block_ids)])
+            return msgspec.structs.replace(command, remote_block_ids=remote)
+        return command
+
+    patch.setattr(ConnectorScheduler, "_load", paired_from_the_start)
+
+
+def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
+    finished = ConnectorScheduler.request_finished
+    patch.setattr(
+        ConnectorScheduler, "request_finished", lambda self, *arguments: (False, finished(self, *arguments)[1])
+    )
+
+
+def never_tell_of_a_grant(patch: pytest.MonkeyPatch) -> None:
+    grant = ConnectorScheduler._grant
+
+    def in_silence(self: ConnectorScheduler, *arguments: Any) -> dict[str, Any]:
+        params = grant(self, *arguments)
+        self._commands = [command for command in self._commands if not isinstance(command, LeaseGranted)]
+        return params
+
+    patch.setattr(ConnectorScheduler, "_grant", in_silence)
+
+
+def call_every_load_a_success(patch: pytest.MonkeyPatch) -> None:
+    hear = TransferLedger.hear
+
+    def optimistically(self: TransferLedger, outcome: Any) -> None:
+        if isinstance(outcome, ReceiveEnded):
+            outcome = msgspec.structs.replace(outcome, failure=None)
+        hear(self, outcome)
+
+    patch.setattr(TransferLedger, "hear", optimistically)
+
+
+def report_quarantined_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
+    hear = TransferLedger.hear
+
+    def carelessly(self: TransferLedger, outcome: Any) -> None:
+        if isinstance(outcome, ReceiveEnded):
+            outcome = msgspec.structs.replace(outcome, quarantined=False)
+        hear(self, outcome)
+
+    patch.setattr(TransferLedger, "hear", carelessly)
+
+
+def never_lift_a_quarantine(patch: pytest.MonkeyPatch) -> None:
+    hear = TransferLedger.hear
+    patch.setattr(
+        TransferLedger,
+        "hear",
+        lambda self, outcome: None if isinstance(outcome, QuarantineLifted) else hear(self, outcome),
+    )
+
+
+def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:
+    take = TransferLedger.take_results
+    before: dict[int, set[str]] = {}
+
+    def once_more(self: TransferLedger) -> KVConnectorTransferResults:
+        results = take(self)
+        repeated, before[id(self)] = before.get(id(self), set()), set(results.finished_recving)
+        results.finished_recving |= repeated
+        return results
+
+    patch.setattr(TransferLedger, "take_results", once_more)
+
+
+def forget_what_was_consumed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ConsumedBlocks, "__contains__", lambda self, name: False)
+
+
+STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_seconds=4.0)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "faults", "seed", "oracle"),
+    [
+        (never_untrack, [], 3, "leaks"),
+        (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
+        (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
+        (keep_no_blocks, [], 12, "scheduler"),
+        (never_tell_of_a_grant, [], 8, "leaks"),
+        (call_every_load_a_success, [ERRORS], 12, "bytes"),
+        (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
+        (never_lift_a_quarantine, [STALL], 8, "blocks"),
+        (report_every_load_twice, [], 12, "scheduler"),
+        (forget_what_was_consumed, [], 8, "bytes"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_broken_connector_is_noticed(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    faults: list[Fault],
+    seed: int,
+    oracle: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seeds are quick ones of those that show it."""
+    plan = Plan(seed=seed, faults=faults)
+    break_it(monkeypatch)
+    assert oracle in {violation.oracle for violation in simulate(plan).violations}
+
+
+def test_what_the_connectors_are_broken_in_passes_unbroken() -> None:
+    for seed in (3, 8, 12):
+        for faults in ([], [ERRORS], [STALL]):
+            assert simulate(Plan(seed=seed, faults=faults)).violations == []

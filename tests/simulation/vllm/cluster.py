@@ -1,0 +1,241 @@
+"""One run with vLLM's scheduler on both sides: clients, their prompts, and what must be left at the end.
+
+A client does what a router does: the prompt goes to a prefill engine with `do_remote_decode`, the parameters of its
+answer and the same prompt go to a decode engine. Some clients want two samples of one prompt, use parameters again that
+were used up, have them damaged on the way, or leave, on either engine, in whatever status their request has reached.
+
+Prompts share prefixes: some are beginnings of one of a few long texts, some go on by themselves after one, others stand
+alone; some are shorter than a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import trio
+
+from tests.rig.content import VOCABULARY_SIZE
+from tests.simulation.agenda import Agenda
+from tests.simulation.cluster import PROBE_SECONDS, Cluster, Result, run_cluster
+from tests.simulation.coverage import TransitionKey
+from tests.simulation.engines import Surroundings
+from tests.simulation.faults import ActiveFaults, Kind, Plan
+from tests.simulation.vllm.config import draw_knobs
+from tests.simulation.vllm.content import BLOCK_TOKENS, sequence
+from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
+from tests.simulation.vllm.oracles import Ask, Requests
+
+TEXTS = 4
+PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
+ANSWER_TOKENS_MAX = 56
+LOAD_FACTOR = 0.6
+"""Requests are larger than those of the scripted engines, so there are fewer of them."""
+ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
+ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
+"""Preemption is rare, so clients wait for it twice as often."""
+
+
+def simulate(plan: Plan) -> Result:
+    """Run a plan on engines with vLLM's scheduler; see `tests.simulation.cluster.simulate`."""
+    vllm_log = logging.getLogger("vllm")
+    level = vllm_log.level
+    vllm_log.setLevel(logging.CRITICAL)  # failed loads are the rule here
+    try:
+        return run_cluster(plan, VllmCluster)
+    finally:
+        vllm_log.setLevel(level)
+
+
+class SlowerReads(ActiveFaults):
+    """Faults over a network on which a READ takes some steps of an engine; one that holds up its agent does not."""
+
+    def __init__(self, plan: Plan, slowdown: int) -> None:
+        super().__init__(plan)
+        self._slowdown = slowdown
+
+    def read_seconds(self, initiator: str, target: str, length_bytes: int) -> float:
+        return self._slowdown * super().read_seconds(initiator, target, length_bytes)
+
+
+class VllmCluster(Cluster):
+    """See the module's docstring."""
+
+    def __init__(self, plan: Plan, agenda: Agenda) -> None:
+        super().__init__(plan, agenda)
+        requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
+        self._shape = msgspec.structs.replace(self._shape, requests_per_second=requests_per_second)
+        self._knobs = draw_knobs(plan.seed)
+        self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
+        self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
+        self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
+
+    def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
+        coverage = self._requests.coverage
+        coverage["overlapping steps"] += self._knobs.overlaps
+        return dataclasses.replace(super().result(real_seconds, transitions), coverage=+coverage)
+
+    def _make_engines(self, around: Surroundings) -> None:
+        def make(names: list[str], role: str) -> list[VllmEngine]:
+            return [
+                VllmEngine(around, name, self._engine_chance(name), self._knobs, self._requests, role=role)
+                for name in names
+            ]
+
+        self._prefills = make(self._shape.prefill_names, PREFILL)
+        self._decodes = make(self._shape.decode_names, DECODE)
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, script: Coroutine[Any, Any, None]) -> trio.Event:
+        """Clients of these engines are tasks."""
+        ended = trio.Event()
+
+        async def client() -> None:
+            await script
+            self._open_requests -= 1
+            ended.set()
+
+        self._open_requests += 1
+        self._nursery.start_soon(client)
+        return ended
+
+    async def _run(self, script: Coroutine[Any, Any, None]) -> None:
+        await script
+
+    async def _ask(self, prefill: VllmEngine, decode: VllmEngine) -> None:
+        chance = self._chance
+        self._numbers += 1
+        number = self._numbers
+        prompt = self._draw_prompt()
+        prefilled = Ask(
+            request_id=f"{prefill.name}-r{number}",
+            # Routers ask for one token; who asks for more gets more blocks than the prompt needs.
+            sequence=sequence(prompt, 1 if chance.random() < 0.85 else chance.randint(2, 40)),
+            params={"do_remote_decode": True, "do_remote_prefill": False},
+            abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.1 else None,
+        )
+        params = await self._prefill_prompt(prefill, prefilled)
+        if params is None:
+            return
+        await trio.sleep(chance.uniform(0.0001, 0.006))
+        params, is_damaged = self._damage(params)
+        samples = 2 if chance.random() < 0.1 else 1
+        asks = [
+            self._draw_sample(f"{decode.name}-r{number}.{sample}", prompt, params, decode, may_fail=is_damaged)
+            for sample in range(samples)
+        ]
+        self._requests.coverage["two samples"] += samples == 2
+        async with trio.open_nursery() as nursery:
+            for ask in asks:
+                decode.submit(ask)
+            for ask in asks:
+                nursery.start_soon(self._wait, decode, ask)
+        if chance.random() < 0.08:
+            again = self._draw_sample(f"{decode.name}-r{number}.again", prompt, params, decode, may_fail=True)
+            self._requests.coverage["parameters used again"] += 1
+            decode.submit(again)
+            await self._wait(decode, again)
+
+    async def _prefill_prompt(self, prefill: VllmEngine, ask: Ask) -> dict[str, Any] | None:
+        """The parameters of the answer as the router has them; None when there is no answer."""
+        prefill.submit(ask)
+        await ask.ended.wait()
+        if ask.answer_params is None:
+            return None
+        if self._chance.random() < 0.03:
+            prefill.leave(ask)
+        params: dict[str, Any] = json.loads(json.dumps(ask.answer_params))
+        return params
+
+    def _draw_sample(
+        self, request_id: str, prompt: tuple[int, ...], params: dict[str, Any], decode: VllmEngine, *, may_fail: bool
+    ) -> Ask:
+        stormy = self._faults.hits(Kind.ABORT, decode.name) is not None
+        leaves = stormy or self._chance.random() < 0.08
+        return Ask(
+            request_id=request_id,
+            sequence=sequence(prompt, self._chance.randint(1, ANSWER_TOKENS_MAX)),
+            params=params,
+            abort_in=self._chance.choice(ABORTS_IN_DECODE) if leaves else None,
+            may_fail=may_fail,
+        )
+
+    async def _wait(self, decode: VllmEngine, ask: Ask) -> None:
+        """Until the request has ended; a few clients lose their patience."""
+        if self._chance.random() < 0.03:
+            with trio.move_on_after(self._chance.choice([0.003, 0.05, 0.5])):
+                await ask.ended.wait()
+                return
+            decode.leave(ask)
+        await ask.ended.wait()
+
+    def _damage(self, params: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What a careless router may do to the parameters, and whether it did."""
+        if self._chance.random() >= 0.03:
+            return params, False
+        self._requests.coverage["damaged parameters"] += 1
+        field, value = self._chance.choice(
+            [
+                ("remote_block_ids", [params["remote_block_ids"][0][:-1]]),
+                ("remote_block_ids", []),
+                ("remote_engine_id", None),
+                ("remote_port", 0),
+                ("tp_size", "1"),
+            ]
+        )
+        return {**params, field: value}, True
+
+    def _draw_prompt(self) -> tuple[int, ...]:
+        chance = self._chance
+        kind = chance.random()
+        if kind < 0.2:
+            return _tokens(chance, chance.randint(1, BLOCK_TOKENS - 1))
+        if kind < 0.5:
+            return _tokens(chance, chance.randint(BLOCK_TOKENS, PROMPT_TOKENS_MAX))
+        text = chance.choice(self._texts)
+        beginning = text[: chance.choice([PROMPT_TOKENS_MAX, chance.randint(1, PROMPT_TOKENS_MAX)])]
+        if kind < 0.75:
+            return beginning
+        return beginning + _tokens(chance, chance.randint(0, PROMPT_TOKENS_MAX - len(beginning)))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def _probe(self, request_id: str, prefill: VllmEngine, decode: VllmEngine) -> None:
+        """A request of this pair; it must be answered, and not by computing the prompt again."""
+        self._numbers += 1
+        prompt = _tokens(self._chance, 2 * BLOCK_TOKENS)
+        params = {"do_remote_decode": True}
+        prefilled = Ask(request_id=f"{prefill.name}-r{self._numbers}", sequence=sequence(prompt, 1), params=params)
+        answer = await self._prefill_prompt(prefill, prefilled)
+        if answer is None:
+            self._oracles.complain("recovery", f"{request_id}: {prefill.name} gave no answer")
+            return
+        ask = Ask(request_id=request_id, sequence=sequence(prompt, 3), params=answer)
+        decode.submit(ask)
+        await ask.ended.wait()
+
+    async def _check_at_rest(self, when: str) -> None:
+        # An engine that has nothing to do makes no step, and learns of the end of a quarantine with its next one.
+        with trio.move_on_after(PROBE_SECONDS):
+            for engine in self._engines:
+                self._numbers += 1
+                ask = Ask(request_id=f"{engine.name}-r{self._numbers}.rest", sequence=sequence((1,), 1), params=None)
+                engine.submit(ask)
+                await ask.ended.wait()
+        self._requests.complain_about_open_ones()
+        for engine in self._engines:
+            for leftover in engine.leftovers():
+                self._oracles.complain("leaks", f"{when} {leftover}")
+        for read in self._around.nixl.reads_in_flight():
+            self._oracles.complain("leaks", f"{when} READ {read.handle} of {read.initiator.agent_name} is in flight")
+
+
+def _tokens(chance: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(chance.randrange(VOCABULARY_SIZE) for _ in range(count))

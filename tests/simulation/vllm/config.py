@@ -1,0 +1,138 @@
+"""vLLM's configuration of a simulated engine, and what of it a seed decides.
+
+A configuration is made once in a process, because that looks at a model's files and at the platform; engines get
+copies with their own numbers. The KV cache is described by hand: one group of full attention, which is all that the
+scheduler looks at.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import Request
+
+from connector.config import ConnectorOptions
+from tests.simulation.engines import LAYERS
+from tests.simulation.faults import generator
+from tests.simulation.vllm.content import BLOCK_TOKENS
+from tests.unit.vllm_setup import engine_config, write_model
+
+CONNECTOR_MODULE = "tests.simulation.vllm.connector"
+MAX_MODEL_TOKENS = 256
+
+BlockHasher = Callable[[Request], list[BlockHash]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What a seed decides about its schedulers.
+
+    Attributes:
+        recomputes: policy for a failed load: compute the prompt here, or fail the request.
+        overlaps: asynchronous scheduling: a step is scheduled while the one before it is computed.
+        collects_early: the connector is called when the forward pass is launched, as on an accelerator, instead of
+            when it is over.
+        splits_roles: P is a producer and D a consumer only; otherwise both are both.
+        prefill_blocks, decode_blocks: of the KV cache, without the one that vLLM keeps for itself.
+        batch_tokens: most tokens of a step; longer prompts are computed in chunks.
+        batch_requests: most requests of a step.
+        read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
+    """
+
+    recomputes: bool
+    overlaps: bool
+    collects_early: bool
+    splits_roles: bool
+    prefill_blocks: int
+    decode_blocks: int
+    batch_tokens: int
+    batch_requests: int
+    read_slowdown: int
+
+
+def draw_knobs(seed: int) -> Knobs:
+    """Policies alternate; so do the ways to schedule, at half the pace."""
+    chance = generator(seed, "scheduler")
+    return Knobs(
+        recomputes=seed % 2 == 0,
+        overlaps=seed // 2 % 2 == 1,
+        collects_early=chance.random() < 0.5,
+        splits_roles=chance.random() < 0.5,
+        prefill_blocks=chance.randint(20, 48),
+        decode_blocks=chance.randint(16, 40),
+        batch_tokens=chance.choice([32, 48, 64]),
+        batch_requests=chance.choice([3, 5, 8]),
+        read_slowdown=chance.choice([1, 10, 100]),
+    )
+
+
+def engine_configuration(
+    *, knobs: Knobs, is_prefill: bool, engine_id: str, options: ConnectorOptions
+) -> tuple[VllmConfig, KVCacheConfig]:
+    """What vLLM needs to make the scheduler of one engine."""
+    blocks = (knobs.prefill_blocks if is_prefill else knobs.decode_blocks) + 1
+    config = copy.copy(_base_config())
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.max_num_batched_tokens = knobs.batch_tokens
+    config.scheduler_config.max_num_seqs = knobs.batch_requests
+    config.scheduler_config.async_scheduling = knobs.overlaps
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = blocks
+    role = "kv_both"
+    if knobs.splits_roles:
+        role = "kv_producer" if is_prefill else "kv_consumer"
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_connector_module_path=CONNECTOR_MODULE,
+        engine_id=engine_id,
+        kv_role=role,
+        kv_buffer_device="cpu",
+        kv_load_failure_policy="recompute" if knobs.recomputes else "fail",
+        kv_connector_extra_config=_extra_config(options),
+    )
+    return config, _cache_config(blocks)
+
+
+@functools.cache
+def block_hasher() -> BlockHasher:
+    """How requests name their blocks for the prefix cache."""
+    hash_function = get_hash_fn_by_name(_base_config().cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    hasher: BlockHasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
+    return hasher
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        return engine_config(
+            write_model(Path(directory) / "model"),
+            block_size=BLOCK_TOKENS,
+            max_model_len=MAX_MODEL_TOKENS,
+            enable_chunked_prefill=True,
+        )
+
+
+def _cache_config(blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    names = [f"layers.{layer}" for layer in range(LAYERS)]
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(size=page * blocks * LAYERS, layers=names, layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+
+
+def _extra_config(options: ConnectorOptions) -> dict[str, object]:
+    """The options that differ from their defaults, as a user would write them."""
+    given, defaults = msgspec.to_builtins(options), msgspec.to_builtins(ConnectorOptions())
+    return {name: value for name, value in given.items() if value != defaults[name]}

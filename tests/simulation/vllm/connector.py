@@ -1,0 +1,122 @@
+"""The class that vLLM's factory loads: the production connector, with what a simulation must provide.
+
+`NixlConnector` here is the production class; only its two sides are made anew. The scheduler side gets a clock and an
+incarnation from the seed. The worker side is the production `ConnectorWorker` without `register_kv_caches`, which is
+where it would open real doors: its thread is a stand-in that hands commands to the actors of a simulated process.
+
+vLLM makes connectors without arguments of ours, so what they need lies in a context variable while they are made. The
+address comes from the environment, as in production.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connector.config import ConnectorOptions, parse_options
+from connector.nixl_connector import NixlConnector as ProductionConnector
+from connector.runtime.clock import Clock
+from connector.runtime.messages import Command
+from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.ledger import TransferLedger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Birth:
+    """What the connector of one life of an engine is made of."""
+
+    host: str
+    port: int
+    incarnation: str
+    scheduler_clock: Clock
+    worker_clock: Clock
+    send: Callable[[list[Command]], None]
+    """Hands the commands of a step to the actors."""
+
+
+_birth: contextvars.ContextVar[Birth] = contextvars.ContextVar("birth")
+
+
+@contextlib.contextmanager
+def being_born(birth: Birth) -> Iterator[None]:
+    """Connectors made inside belong to this life."""
+    address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": birth.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(birth.port)}
+    before = {name: os.environ.get(name) for name in address}
+    token = _birth.set(birth)
+    os.environ.update(address)
+    try:
+        yield
+    finally:
+        _birth.reset(token)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class ActorsNextDoor:
+    """In place of the thread of the actors: they run in this one, and get their commands when it comes to them."""
+
+    def __init__(self, send: Callable[[list[Command]], None]) -> None:
+        self._send = send
+        self._posted: list[Command] = []
+        self.is_dead = False
+        self.death: BaseException | None = None
+
+    def post(self, command: Command) -> None:
+        self._posted.append(command)
+
+    def flush(self) -> None:
+        commands, self._posted = self._posted, []
+        self._send(commands)
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """The simulated process stops its actors itself."""
+        return True
+
+
+class SimulatedWorker(ConnectorWorker):
+    """The production worker side in front of a simulated process."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions, birth: Birth
+    ) -> None:
+        super().__init__(vllm_config, kv_cache_config, options)
+        self._clock = birth.worker_clock
+        self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
+        self._thread = ActorsNextDoor(birth.send)
+
+
+class NixlConnector(ProductionConnector):
+    """See the module's docstring."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        birth = _birth.get()
+        options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = ConnectorScheduler(
+                vllm_config, kv_cache_config, options, clock=birth.scheduler_clock, incarnation=birth.incarnation
+            )
+        else:
+            self._worker = SimulatedWorker(vllm_config, kv_cache_config, options, birth)
+
+    @property
+    def scheduler_side(self) -> ConnectorScheduler:
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> ConnectorWorker:
+        return self._worker_side

@@ -1,0 +1,511 @@
+"""One engine with a real scheduler: its lives, its step loop, and what is watched while it runs.
+
+The loop is that of vLLM's engine core: take what has come in, make a step while there is anything to do (blocks that
+are lent count), and pause for a moment after a step that computed nothing. With `Knobs.overlaps` a step is scheduled
+while the one before it is computed, as asynchronous scheduling does; steps are computed one after another then as well.
+
+Everything that passes between vLLM and the connector, and between the connector and its actors, goes through here and
+is told to the oracles. A block is overwritten when the scheduler frees it, or, if the prefix cache may still use it,
+when it is handed out again. An exception of the scheduler or of the connector in it is a violation, and the death of
+the engine, as it would be in vLLM.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+import trio
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector.runtime.messages import (
+    AbortPull,
+    Command,
+    LeaseComputing,
+    LeaseGranted,
+    Outcome,
+    QuarantineLifted,
+    ReceiveEnded,
+    RejectPull,
+    SendEnded,
+    StartPull,
+)
+from tests.simulation.engines import JUNK, Process, Surroundings, Variant
+from tests.simulation.faults import Kind, engine_of
+from tests.simulation.oracles import Lent, Pull
+from tests.simulation.vllm.config import Knobs, block_hasher, engine_configuration
+from tests.simulation.vllm.connector import Birth, being_born
+from tests.simulation.vllm.content import BLOCK_TOKENS
+from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
+from tests.simulation.vllm.worker import SimulatedRunner
+
+PREFILL, DECODE = "P", "D"
+
+STEP_SECONDS_MIN = 0.0005
+STEP_SECONDS_MAX = 0.012
+IDLE_SECONDS_MIN = 0.001
+IDLE_SECONDS_MAX = 0.005
+STEPS_AHEAD = 2
+"""Steps that are scheduled and not yet completed with asynchronous scheduling."""
+LOADED = "WAITING_FOR_REMOTE_KVS, loaded"
+"""The status of a request whose load has ended, until the scheduler looks at it again."""
+
+
+class _InOrder(Scheduler):
+    """Ends requests in the order of their names: vLLM keeps them in sets, whose order differs between processes."""
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        if request_ids is None or isinstance(request_ids, str):
+            return super().finish_requests(request_ids, finished_status)
+        return [
+            request
+            for request_id in sorted(request_ids)
+            for request in super(_InOrder, self).finish_requests(request_id, finished_status)
+        ]
+
+
+class _PlainScheduler(_InOrder):
+    """Steps one after another."""
+
+
+class _OverlappingScheduler(_InOrder, AsyncScheduler):
+    """Steps overlap."""
+
+
+class VllmEngine:
+    """See the module's docstring."""
+
+    def __init__(
+        self, around: Surroundings, name: str, chance: random.Random, knobs: Knobs, requests: Requests, *, role: str
+    ) -> None:
+        self.around = around
+        self.name = name
+        self.role = role
+        self.process: Process
+        self.scheduler: Scheduler
+        self._chance = chance
+        self._knobs = knobs
+        self._requests = requests
+        self._lives = 0
+        self.start(name)
+
+    # --- lives ------------------------------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> str:
+        """One life of this engine."""
+        return f"{self.name}.{self._lives}"
+
+    def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
+        """A new life, with an empty cache."""
+        self._lives += 1
+        config, cache_config = engine_configuration(
+            knobs=self._knobs, is_prefill=self.role == PREFILL, engine_id=engine_id, options=self.around.options
+        )
+        process = self.process = Process(
+            self.around,
+            self,
+            engine_id,
+            self._lives,
+            self._chance,
+            variant=variant,
+            blocks=cache_config.num_blocks,
+            listener_offset_ns=self._chance.randrange(10**15),
+        )
+        birth = Birth(
+            host=process.address.host,
+            port=process.address.port,
+            incarnation=process.incarnation,
+            scheduler_clock=process.listener_clock,
+            worker_clock=process.clock,
+            send=lambda commands: self._send(process, commands),
+        )
+        make_scheduler = _OverlappingScheduler if self._knobs.overlaps else _PlainScheduler
+        with being_born(birth):
+            self.scheduler = make_scheduler(
+                vllm_config=config,
+                kv_cache_config=cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_TOKENS,
+            )
+            self._connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+        self._runner = SimulatedRunner(
+            connector=self._connector,
+            memory=process.memory,
+            overseer=self,
+            step_seconds=lambda: self._chance.uniform(STEP_SECONDS_MIN, STEP_SECONDS_MAX),
+            collects_early=self._knobs.collects_early,
+        )
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        _watch(self._pool, on_take=self._take_blocks, on_free=self._free_blocks)
+        self._scope = trio.CancelScope()
+        self._news = trio.Event()
+        self._open: dict[str, Ask] = {}
+        self._arrived: deque[Ask] = deque()
+        self._leaving: deque[Ask] = deque()
+        self._ahead: deque[SchedulerOutput] = deque()
+        self._heard: list[Outcome] = []
+        self._collected: list[Outcome] = []
+        self._quarantined: Counter[int] = Counter()
+
+    async def run(self) -> None:
+        """Until the process stops or dies; a stopped one makes no step any more."""
+        process, scope = self.process, self._scope
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.run)
+            with scope:
+                await self._step_forever()
+
+    def crash(self) -> None:
+        """The process is gone, with all requests that it had."""
+        self.process.kill()
+        self._scope.cancel()
+        self.around.oracles.forget_leases(self.owner)
+        self.around.oracles.forget_pulls(self.name)
+        for ask in list(self._open.values()):
+            self._end(ask, ENGINE_DIED)
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def submit(self, ask: Ask) -> None:
+        """A request has arrived; the engine looks at it between two steps."""
+        self._requests.begin(ask)
+        if self.process.has_died():
+            self._requests.end(ask, ENGINE_DIED)
+            return
+        self._open[ask.request_id] = ask
+        self._arrived.append(ask)
+        self._news.set()
+
+    def leave(self, ask: Ask) -> None:
+        """The client has gone; perhaps after its answer, as it happens."""
+        if not self.process.has_died():
+            self._leaving.append(ask)
+            self._news.set()
+
+    def _end(self, ask: Ask, finish: str) -> None:
+        del self._open[ask.request_id]
+        self._requests.end(ask, finish)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    async def _step_forever(self) -> None:
+        try:
+            while True:
+                self._take_input()
+                if not (self.scheduler.has_requests() or self._ahead):
+                    self._news = trio.Event()
+                    await self._news.wait()
+                    continue
+                await self._stand_still()
+                computed = await self._step()
+                if not computed and self.scheduler.has_requests():
+                    await trio.sleep(self._chance.uniform(IDLE_SECONDS_MIN, IDLE_SECONDS_MAX))
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.name}, line {frame.lineno}"
+            self.around.oracles.complain("scheduler", f"vLLM's scheduler raised on {self.name}: {error!r} in {where}")
+            self.crash()
+
+    async def _stand_still(self) -> None:
+        stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
+        if stopped is not None:
+            self._requests.coverage[f"{self.role} stands still"] += 1
+            await trio.sleep_until(stopped.end_seconds)
+
+    async def _step(self) -> bool:
+        """Whether anything was computed, or scheduled to be."""
+        if not self._knobs.overlaps:
+            output = self.scheduler.schedule()
+            await self._complete(output)
+            return output.total_num_scheduled_tokens > 0
+        computed = False
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            computed = output.total_num_scheduled_tokens > 0
+            self._ahead.append(output)
+            if len(self._ahead) < STEPS_AHEAD and (computed or self.scheduler.has_requests()):
+                return computed
+        await self._complete(self._ahead.popleft())
+        return computed
+
+    async def _complete(self, output: SchedulerOutput) -> None:
+        self._cover(output)
+        result = await self._runner.execute(output)
+        self._let_go()
+        if result.kv_connector_output is not None:
+            self._check_loads(result.kv_connector_output)
+        answers = self.scheduler.update_from_output(output, result)
+        for answer in answers[0].outputs if answers else ():
+            self._take_answer(answer)
+        self._check_blocks()
+
+    def _take_input(self) -> None:
+        while self._arrived:
+            ask = self._arrived.popleft()
+            self.scheduler.add_request(_request(ask))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End the requests whose clients have left, now or because of the status that the request has reached."""
+        for ask in [ask for ask in self._open.values() if ask.abort_in is not None]:
+            if self._status(ask) == ask.abort_in:
+                self._abort(ask)
+        for _ in range(len(self._leaving)):
+            ask = self._leaving.popleft()
+            if ask in self._arrived:
+                self._leaving.append(ask)
+            else:
+                self._abort(ask)
+
+    def _status(self, ask: Ask) -> str | None:
+        request = self.scheduler.requests.get(ask.request_id)
+        if request is None:
+            return None
+        if ask.request_id in self.scheduler.finished_recving_kv_req_ids:
+            return LOADED
+        return str(request.status.name)
+
+    def _abort(self, ask: Ask) -> None:
+        self._requests.coverage[f"abort on {self.role} in {self._status(ask)}"] += 1
+        self.scheduler.finish_requests([ask.request_id], RequestStatus.FINISHED_ABORTED)
+        if ask.finish is None:
+            self._end(ask, ABORTED)
+
+    def _take_answer(self, answer: EngineCoreOutput) -> None:
+        ask = self._open.get(answer.request_id)
+        if ask is None:
+            return
+        self._requests.tell(ask, answer.new_token_ids)
+        if answer.prefill_stats is not None:
+            self._requests.cover_prefix(ask, answer.prefill_stats.num_local_cached_tokens, self.role)
+        if answer.finish_reason is not None:
+            ask.answer_params = answer.kv_transfer_params
+            if ask.answer_params is not None:
+                lease_seconds = self.around.options.kv_lease_duration
+                self._requests.lease_ends[ask.request_id] = trio.current_time() + lease_seconds
+            self._end(ask, str(answer.finish_reason))
+
+    def _cover(self, output: SchedulerOutput) -> None:
+        """Count what a test wants to have happened."""
+        coverage, scheduled = self._requests.coverage, output.num_scheduled_tokens
+        coverage["several requests in a step"] += len(scheduled) > 1
+        coverage[f"preemption on {self.role}"] += len(output.preempted_req_ids or ())
+        for new in output.scheduled_new_reqs:
+            tokens = len(new.prompt_token_ids or ())
+            coverage[f"prompt in chunks on {self.role}"] += new.num_computed_tokens + scheduled[new.req_id] < tokens
+            coverage[f"prompt below a block on {self.role}"] += tokens < BLOCK_TOKENS
+
+    # --- the connector ----------------------------------------------------------------------------------------------
+
+    def _send(self, process: Process, commands: list[Command]) -> None:
+        """The worker side hands commands to the actors."""
+        for command in commands:
+            self._note_command(command)
+
+        def deliver() -> None:
+            if not process.has_died():
+                for command in commands:
+                    process.supervisor.deliver(command)
+
+        self.around.agenda.after(0.0, deliver)
+
+    def _note_command(self, command: Command) -> None:
+        oracles = self.around.oracles
+        match command:
+            case StartPull() | RejectPull():
+                self._note_pull(command)
+            case AbortPull(request_id=request_id):
+                oracles.pulls[request_id].is_aborted = True
+            case LeaseComputing(request_id=request_id):
+                oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
+            case LeaseGranted(request_id=request_id):
+                oracles.leases[self.owner, request_id].is_granted = True
+            case _:
+                pass
+
+    def _note_pull(self, command: StartPull | RejectPull) -> None:
+        request_id, now = command.request_id, trio.current_time()
+        started = isinstance(command, StartPull)
+        if request_id in self.around.oracles.pulls:
+            self.around.oracles.complain("report once", f"{request_id} was started twice")
+        pull = Pull(
+            request_id=request_id,
+            decode=self.name,
+            prefill=engine_of(command.peer.host) if started else "",
+            blocks=command.local_block_ids,
+            awaited=command.awaited if started else True,
+            started_seconds=now,
+            lease_ends_seconds=self._requests.lease_ends.get(command.remote_request_id, now) if started else now,
+            owner="",
+            remote_request_id=command.remote_request_id if started else "",
+            may_fail=not started or self._requests.asks[request_id].may_fail,
+        )
+        self.around.oracles.start(pull)
+
+    def hear(self, outcome: Outcome) -> None:
+        """The connector's actors emitted an outcome; the worker side learns of it at its next look."""
+        match outcome:
+            case ReceiveEnded(request_id=request_id, failure=failure):
+                self.around.oracles.report(request_id, failure)
+                self._requests.coverage["quarantine"] += outcome.quarantined
+            case SendEnded(request_id=request_id):
+                self.around.oracles.free(self.owner, request_id)
+                self._requests.lease_ends[request_id] = trio.current_time()
+            case _:
+                pass
+        self._heard.append(outcome)
+        self._connector.worker_side.ledger.hear(outcome)
+
+    def collects(self) -> None:
+        """See `worker.Overseer`."""
+        self._collected, self._heard = self._heard, []
+
+    def _check_loads(self, reported: KVConnectorOutput) -> None:
+        """What the connector tells vLLM of its loads, before vLLM acts on it."""
+        for request_id in reported.finished_recving or ():
+            request = self.scheduler.requests.get(request_id)
+            ask = self._open.get(request_id)
+            if ask is None or request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            if request_id in reported.failed_recving:
+                ask.has_failed_load = True
+                continue
+            blocks = self._blocks_of(request_id)
+            wrong = ask.sequence.mismatches(self.process.memory, blocks, ask.prompt_tokens)
+            if wrong:
+                self.wrong_bytes(request_id, wrong, "when it was reported as loaded")
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> dict[str, list[KVCacheBlock]]:
+        held: dict[str, list[KVCacheBlock]] = self.scheduler.kv_cache_manager.coordinator.single_type_managers[
+            0
+        ].req_to_blocks
+        return held
+
+    def _blocks_of(self, request_id: str) -> list[int]:
+        return [block.block_id for block in self._held.get(request_id, ())]
+
+    def is_current(self, request_id: str, block_ids: list[int]) -> bool:
+        """See `worker.Overseer`."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return False
+        return self._blocks_of(request_id)[: len(block_ids)] == block_ids
+
+    def wrong_bytes(self, request_id: str, blocks: list[int], when: str) -> None:
+        """See `worker.Overseer`."""
+        self._requests.wrong_bytes(request_id, self.name, blocks, when)
+
+    def _take_blocks(self, block_ids: list[int]) -> None:
+        """The scheduler hands out blocks; what was in them is gone."""
+        self._check_unwritten(block_ids, "hands out")
+        self.process.memory[:, block_ids, :] = JUNK
+
+    def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """The scheduler gave up references. A block that the prefix cache knows keeps what it holds for now."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._check_unwritten([block.block_id for block in free], "frees")
+        self.process.memory[:, [block.block_id for block in free if block.block_hash is None], :] = JUNK
+
+    def _check_unwritten(self, block_ids: list[int], action: str) -> None:
+        self.around.oracles.check_unwritten(self.name, block_ids, self.process.blocks_written_to(), action)
+
+    def _check_blocks(self) -> None:
+        """Every reference belongs to a request, to a step that is under way, or to a quarantine."""
+        for outcome in self._collected:
+            match outcome:
+                case ReceiveEnded(quarantined=True):
+                    self._quarantined.update(outcome.local_block_ids)
+                case QuarantineLifted():
+                    self._quarantined.subtract(outcome.local_block_ids)
+                case _:
+                    pass
+        self._collected = []
+        expected = [0] * self._pool.num_gpu_blocks
+        for block_id, count in self._quarantined.items():
+            expected[block_id] += count
+        for blocks in [*self._held.values(), *(blocks for _, blocks in self.scheduler.deferred_frees)]:
+            for block in blocks:
+                expected[block.block_id] += 1
+        found = [0 if block.is_null else block.ref_cnt for block in self._pool.blocks]
+        if found != expected:
+            wrong = [number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+            detail = ", ".join(f"block {number}: {found[number]} of {expected[number]}" for number in wrong)
+            self.around.oracles.complain("blocks", f"{self.name} counts wrong references: {detail}")
+            self._quarantined.update({number: found[number] - expected[number] for number in wrong})
+        strangers = self._held.keys() - self.scheduler.requests.keys()
+        if strangers:
+            self.around.oracles.complain("blocks", f"{self.name}: {sorted(strangers)} are gone and hold blocks")
+
+    # --- at rest ----------------------------------------------------------------------------------------------------
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when nobody wants anything any more."""
+        supervisor, ledger = self.process.supervisor, self._connector.worker_side.ledger
+        side = self.scheduler.connector.scheduler_side
+        heartbeats = sum(len(actor._holders) for actor in supervisor._peers.values())
+        pool_blocks = self._pool.num_gpu_blocks - 1
+        counts = {
+            "READs": self.process.port.counts().reads,
+            "open leases": supervisor._lease_keeper.open_leases,
+            "heartbeats": heartbeats,
+            "receives in the ledger": ledger.open_receives,
+            "sends in the ledger": ledger.open_sends,
+            "pulls in the scheduler": len(side._pulls),
+            "prefills in the scheduler": len(side._computing),
+            "requests": len(self.scheduler.requests),
+            "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
+        }
+        return [f"{self.name} has {count} {what}" for what, count in counts.items() if count]
+
+
+def _request(ask: Ask) -> Request:
+    extra = None if ask.params is None else {"kv_transfer_params": ask.params}
+    return Request(
+        request_id=ask.request_id,
+        prompt_token_ids=list(ask.sequence.prompt),
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=len(ask.sequence.answer), ignore_eos=True, extra_args=extra
+        ),
+        pooling_params=None,
+        arrival_time=trio.current_time(),
+        block_hasher=block_hasher(),
+    )
+
+
+def _watch(
+    pool: BlockPool,
+    *,
+    on_take: Callable[[list[int]], None],
+    on_free: Callable[[list[KVCacheBlock]], None],
+) -> None:
+    """Look over the shoulder of vLLM's block pool, which vLLM makes itself."""
+    take, free = pool.get_new_blocks, pool.free_blocks
+
+    def watched_take(count: int) -> list[KVCacheBlock]:
+        blocks: list[KVCacheBlock] = take(count)
+        on_take([block.block_id for block in blocks])
+        return blocks
+
+    def watched_free(ordered: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered)
+        free(blocks)
+        on_free(blocks)
+
+    pool.get_new_blocks, pool.free_blocks = watched_take, watched_free

@@ -1,0 +1,127 @@
+"""Oracles for engines with a real scheduler, beside those of `tests.simulation.oracles`, which judge the connector.
+
+    bytes        every slot that a request is computed from holds its own prompt's KV: when the connector reports it
+                 loaded, and at the start and at the end of every step
+    answer       a request that ends normally has the tokens that an engine alone would have given it; one whose load
+                 failed ends with an error under the policy `fail`, and no other does
+    blocks       each block is referenced by the requests that hold it and by its quarantine, and by nothing else
+    block reuse  a block that the scheduler frees or hands out is named by no READ that may still write
+    scheduler    vLLM's scheduler and the connector in it raise nothing
+    bound        every request ends, load or no load
+    leaks        at rest no request, lease, pull or heartbeat is left, and every block is free
+
+`Requests` is the book of what clients asked for. Coverage counts what must occur somewhere in the seeds, so that a test
+can say that it did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from tests.simulation.oracles import Oracles
+from tests.simulation.vllm.content import BLOCK_TOKENS, Sequence
+
+ENGINE_DIED = "engine died"
+ABORTED = "abort"
+
+
+@dataclass(eq=False, kw_only=True)
+class Ask:
+    """A request of a client to one engine, and what came of it.
+
+    Attributes:
+        params: kv_transfer_params.
+        abort_in: status of the request, as vLLM names it or LOADED, in which the client leaves; None: it stays.
+        may_fail: the load may fail although no fault touches it, because the parameters are damaged or were used.
+        finish: how it ended, as vLLM names it, or ABORTED or ENGINE_DIED; None while it is open.
+        answer_params: kv_transfer_params of the answer.
+    """
+
+    request_id: str
+    sequence: Sequence
+    params: dict[str, Any] | None
+    abort_in: str | None = None
+    may_fail: bool = False
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    answer_params: dict[str, Any] | None = None
+    has_failed_load: bool = False
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.sequence.prompt)
+
+
+class Requests:
+    """See the module's docstring.
+
+    Args:
+        recomputes: the policy for failed loads.
+    """
+
+    def __init__(self, oracles: Oracles, *, recomputes: bool) -> None:
+        self._oracles = oracles
+        self._recomputes = recomputes
+        self.asks: dict[str, Ask] = {}
+        self.lease_ends: dict[str, float] = {}
+        """When P stops holding the blocks of a request, in true time, as far as is known without renewals."""
+        self.coverage: Counter[str] = Counter()
+        self._wrong: set[str] = set()
+
+    def begin(self, ask: Ask) -> None:
+        self.asks[ask.request_id] = ask
+
+    # --- bytes ------------------------------------------------------------------------------------------------------
+
+    def wrong_bytes(self, request_id: str, engine: str, blocks: list[int], when: str) -> None:
+        """Once for a request: what is wrong stays wrong."""
+        if request_id not in self._wrong:
+            self._wrong.add(request_id)
+            self._oracles.complain("bytes", f"{request_id} {when}: blocks {blocks} of {engine} hold something else")
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def tell(self, ask: Ask, tokens: Iterable[int]) -> None:
+        """The engine has said something."""
+        ask.tokens.extend(tokens)
+        if ask.tokens != ask.sequence.answer[: len(ask.tokens)] and ask.request_id not in self._wrong:
+            self._oracles.complain("answer", f"{ask.request_id} is told {ask.tokens}")
+
+    def end(self, ask: Ask, finish: str) -> None:
+        """The request has ended."""
+        ask.finish = finish
+        ask.ended.set()
+        if finish in (ABORTED, ENGINE_DIED):
+            return
+        must_fail = ask.has_failed_load and not self._recomputes
+        if ask.has_failed_load:
+            self.coverage["load failed, " + ("recomputed" if self._recomputes else "request failed")] += 1
+        if must_fail != (finish == "error"):
+            failed = "failed" if ask.has_failed_load else "did not fail"
+            self._oracles.complain("answer", f"{ask.request_id} ended with {finish}, and its load {failed}")
+        elif finish == "length":
+            if len(ask.tokens) != len(ask.sequence.answer):
+                wanted = len(ask.sequence.answer)
+                self._oracles.complain("answer", f"{ask.request_id} has {len(ask.tokens)} tokens instead of {wanted}")
+        elif finish != "error":
+            self._oracles.complain("answer", f"{ask.request_id} ended with {finish}")
+
+    def cover_prefix(self, ask: Ask, cached_tokens: int, role: str) -> None:
+        """Count a prefix-cache hit. At most everything but the last token can hit, and only whole blocks."""
+        most = (ask.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        if 0 < cached_tokens == most:
+            self.coverage[f"full prefix hit on {role}"] += 1
+        elif cached_tokens:
+            self.coverage[f"partial prefix hit on {role}"] += 1
+
+    def complain_about_open_ones(self) -> None:
+        """At the end: nobody waits any more."""
+        for ask in self.asks.values():
+            if ask.finish is None:
+                self._oracles.complain("bound", f"{ask.request_id} never ended")

@@ -1,0 +1,165 @@
+"""The worker of a simulated engine: what vLLM's worker does with a connector, and a stand-in for the forward pass.
+
+The order is that of vLLM's model runner. A step binds the connector to what the scheduler says, starts loads after the
+forward pass was launched, asks for results, errors, statistics and the connector's own report, and unbinds it. A step
+without tokens does the same without a forward pass. Whether the forward pass is over when the connector is asked
+depends on the device (`Knobs.collects_early`); what the scheduler is told is the same.
+
+A forward pass looks at all KV before its tokens, writes theirs, takes time, and looks again. The token that follows
+comes out of that KV (`content`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import trio
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.simulation.vllm.connector import NixlConnector
+from tests.simulation.vllm.content import sequence
+
+
+class Overseer(Protocol):
+    """Who judges what the worker sees: the engine."""
+
+    def is_current(self, request_id: str, block_ids: list[int]) -> bool:
+        """Whether the request still has these blocks; it may have lost them since the step was scheduled."""
+
+    def wrong_bytes(self, request_id: str, blocks: list[int], when: str) -> None:
+        """KV of a request is not its own."""
+
+    def collects(self) -> None:
+        """The connector is being asked for results."""
+
+
+class _Running:
+    """What a worker remembers of a request."""
+
+    def __init__(self, new: NewRequestData) -> None:
+        assert new.prompt_token_ids is not None
+        assert new.sampling_params is not None
+        assert new.sampling_params.max_tokens is not None
+        self.sequence = sequence(tuple(new.prompt_token_ids), new.sampling_params.max_tokens)
+        self.block_ids: list[int] = list(new.block_ids[0])
+        self.computed = new.num_computed_tokens
+        self.known = len(new.prompt_token_ids)
+        """Tokens that there are; a step that goes as far as that gives another one."""
+
+
+class SimulatedRunner:
+    """See the module's docstring.
+
+    Args:
+        memory: KV cache, shape [layers, blocks, tokens of a block].
+        step_seconds: how long the next forward pass takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        connector: NixlConnector,
+        memory: npt.NDArray[np.uint64],
+        overseer: Overseer,
+        step_seconds: Callable[[], float],
+        collects_early: bool,
+    ) -> None:
+        self._connector = connector
+        self._memory = memory
+        self._overseer = overseer
+        self._step_seconds = step_seconds
+        self._collects_early = collects_early
+        self._running: dict[str, _Running] = {}
+
+    async def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step."""
+        assert not output.has_sync_kv_loads, "the connector loads asynchronously only"
+        self._connector.handle_preemptions(output.kv_connector_metadata)
+        self._update(output)
+        self._connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
+        sampled: dict[str, list[int]] = {}
+        reported: KVConnectorOutput | None = None
+        if output.total_num_scheduled_tokens:
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                self._begin(request_id, scheduled)
+            if self._collects_early:
+                reported = self._serve_connector(output)
+            await trio.sleep(self._step_seconds())
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                sampled[request_id] = self._finish(request_id, scheduled)
+        if reported is None:
+            reported = self._serve_connector(output)
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=None if reported.is_empty() else reported,
+        )
+
+    # --- the connector ----------------------------------------------------------------------------------------------
+
+    def _serve_connector(self, output: SchedulerOutput) -> KVConnectorOutput:
+        connector = self._connector
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        self._overseer.collects()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        # vLLM only iterates over these, so lists keep a run independent of the order of sets.
+        reported = KVConnectorOutput(
+            finished_sending=sorted(results.finished_sending),
+            finished_recving=sorted(results.finished_recving),
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_cache_events=connector.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return reported
+
+    # --- the forward pass -------------------------------------------------------------------------------------------
+
+    def _update(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self._running.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._running[new.req_id] = _Running(new)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed, outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            running = self._running[request_id]
+            if request_id in cached.resumed_req_ids:
+                running.block_ids = []
+            if blocks is not None:
+                running.block_ids.extend(blocks[0])
+            running.computed = computed
+            running.known = len(running.sequence.prompt) + outputs
+
+    def _begin(self, request_id: str, scheduled: int) -> None:
+        running = self._running[request_id]
+        self._is_right(request_id, running, running.computed, "before a step")
+        stop = running.computed + scheduled
+        running.sequence.write(self._memory, running.block_ids, running.computed, stop)
+
+    def _finish(self, request_id: str, scheduled: int) -> list[int]:
+        """The tokens sampled: none in the middle of a prompt."""
+        running = self._running[request_id]
+        stop = running.computed + scheduled
+        is_right = self._is_right(request_id, running, stop, "after a step")
+        if stop < running.known:
+            return []
+        return [running.sequence.next_token(stop, kv_is_right=is_right)]
+
+    def _is_right(self, request_id: str, running: _Running, tokens: int, when: str) -> bool:
+        if not self._overseer.is_current(request_id, running.block_ids):
+            return True  # Nobody will hear of it.
+        wrong = running.sequence.mismatches(self._memory, running.block_ids, tokens) if tokens else []
+        if wrong:
+            self._overseer.wrong_bytes(request_id, wrong, when)
+        return not wrong
