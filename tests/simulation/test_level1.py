@@ -435,6 +435,11 @@ def believe_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def keep_the_first_clock_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that was measured badly is not measured again before a request is told that nothing is proven."""
+    monkeypatch.setattr(PeerActor, "_is_clock_to_blame", lambda self, run, latest_ns, now_ns: False)
+
+
 def quarantine_on_paper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def report(self: PeerActor, run: Run, effect: request.Report) -> None:
         self.rank.life.hear_report(run.pull, self.rank.number, effect.failure, is_quarantined=False)
@@ -475,6 +480,7 @@ def post_what_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
         (let_go_before_the_siblings, [], "bytes"),
         (forget_what_was_consumed, [], "bytes"),
         (believe_the_clock, [fault(Kind.MESSAGE_DELAY, "p0>d0", 0.0, 4.0)], "bytes"),
+        (keep_the_first_clock_sample, [fault(Kind.CLOG, "d0>p0", 0.0, 2.0)], "recovery"),
         (quarantine_on_paper_only, [LATE], "block reuse"),
         (ask_one_peer_at_a_time, [DEAF], "isolation"),
         (post_what_nobody_wants, [LATE], "bytes"),
