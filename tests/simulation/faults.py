@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from tests.simulation.fake_network import LATENCY_SECONDS, NetworkRules
-from tests.simulation.fake_nixl import NixlRules
+from tests.simulation.fake_nixl import DEATH_NOTICED_SECONDS, NixlRules
 
 
 class Kind(enum.Enum):
@@ -117,6 +117,7 @@ DECODE_KINDS = (
 
 READ_SLOWDOWN = 50
 FAULTS_MAX = 16
+STOP_WHILE_DRAINING_SHARE = 0.08
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +201,23 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
+    if Kind.STOP in kinds and chance.random() < STOP_WHILE_DRAINING_SHARE:
+        faults += _stop_while_draining(shape, chance)
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
+
+
+def _stop_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:
+    """Three faults that would hardly ever meet: READs hang, their prefill engine is replaced, and before their end is
+    noticed, which the replaced one waits for, the decode engine is stopped."""
+    decode, prefill = chance.choice(shape.decode_names), chance.choice(shape.prefill_names)
+    at_seconds = round(chance.uniform(0.2, shape.safety_seconds * 0.5), 3)
+    replaced_seconds = at_seconds + 0.3
+    stopped_seconds = round(replaced_seconds + 0.9 * DEATH_NOTICED_SECONDS, 3)
+    return [
+        Fault(kind=Kind.READ_STALL, target=f"{decode}>{prefill}", at_seconds=at_seconds, duration_seconds=1.0),
+        Fault(kind=Kind.CRASH_NEW_ID, target=prefill, at_seconds=replaced_seconds, duration_seconds=0.0),
+        Fault(kind=Kind.STOP, target=decode, at_seconds=stopped_seconds, duration_seconds=0.1),
+    ]
 
 
 def _draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:

@@ -87,8 +87,8 @@ def storm(seed: int) -> Plan:
         else:
             targets = shape.prefill_names if kind in PREFILL_KINDS else shape.decode_names
         at_seconds = 0.0 if kind in MESSAGE_KINDS or kind is Kind.PREPARE_REFUSED else 0.5
-        # Longer than a request waits for its READs, so that blocks are quarantined.
-        duration_seconds = 9.0 if kind is Kind.READ_STALL else 2.5
+        # Longer than a request waits for its READs, so that blocks are quarantined, and than a pause that comes first.
+        duration_seconds = 9.0 if kind in (Kind.READ_STALL, Kind.PREPARE_REFUSED) else 2.5
         faults += [
             Fault(kind=kind, target=target, at_seconds=at_seconds, duration_seconds=duration_seconds, probability=0.6)
             for target in targets
