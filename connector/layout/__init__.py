@@ -6,7 +6,7 @@ tables, and `plan` makes descriptors of all that. One algorithm for every model 
 apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids are checked.
 """
 
-from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, first_block_of_tail
+from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair
 from connector.layout.geometry import (
     BlockIdError,
     CacheGroup,
@@ -33,7 +33,6 @@ __all__ = [
     "RankLayout",
     "ReadPlan",
     "Region",
-    "first_block_of_tail",
     "partners",
     "plan_engine",
     "plan_reads",

@@ -119,11 +119,6 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def first_block_of_tail(blocks: int, *, num_tokens: int, tokens_per_block: int) -> int:
-    """Position of the first of the last `blocks` blocks of a request, for lists that end where the request ends."""
-    return -(-num_tokens // tokens_per_block) - blocks
-
-
 def _locate(chunk: Indices, ids: Indices, group: CacheGroup, chunks: int) -> tuple[Indices, Indices]:
     """Kernel block, and chunk within it, of each chunk counted from the start of ids[0]."""
     kernel_block, within = np.divmod(chunk, chunks)

@@ -9,14 +9,18 @@ become one. Loops that remain are unrolled, so that in the end each stretch is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from connector.layout.blocks import Cut
-from connector.layout.geometry import Piece, RankLayout, Region
+from connector.layout.geometry import LayoutMismatch, Piece, RankLayout, Region
 from connector.layout.sources import Source
+
+STRETCHES_MAX = 100_000
+"""Of one remote rank. More would be a plan of seconds and gigabytes, made of stretches of a few bytes."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +56,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
 def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Source], cuts: Sequence[Cut]) -> list[Copy]:
     """The copies that fetch `sources`, all of which are on `remote`, in the order of local regions.
 
-    `cuts`: one for each cache group.
+    `cuts`: one for each cache group. Raises LayoutMismatch when they would be more than STRETCHES_MAX.
     """
     copies: list[Copy] = []
     for source in sources:
@@ -76,7 +80,12 @@ def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Sour
                 regions=(source.local_region, source.remote_region),
             )
         )
-    return _unroll(merge(copies))
+    merged = merge(copies)
+    stretches = sum(math.prod(count for count, _, _ in copy.loops) for copy in merged)
+    if stretches > STRETCHES_MAX:
+        advice = f"that cuts a block into {stretches} stretches; use the same layout on both engines"
+        raise LayoutMismatch("order of axes", local.layout_name, remote.layout_name, advice)
+    return _unroll(merged)
 
 
 def merge(copies: Sequence[Copy]) -> list[Copy]:
@@ -173,11 +182,3 @@ def _unroll(copies: Iterable[Copy]) -> list[Copy]:
             for ours, theirs in zip(local.tolist(), remote.tolist(), strict=True)
         )
     return rows
-
-
-def by_rank(sources: Iterable[Source]) -> Mapping[int, list[Source]]:
-    """Sources by the remote rank that they are read from."""
-    found: dict[int, list[Source]] = {}
-    for source in sources:
-        found.setdefault(source.remote_rank, []).append(source)
-    return found

@@ -23,16 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
-from connector.layout.copies import Copy, Place, by_rank, copies_between
-from connector.layout.geometry import (
-    BlockIdError,
-    CacheGroup,
-    LayoutMismatch,
-    MemoryKind,
-    Piece,
-    RankLayout,
-)
-from connector.layout.sources import Source, find_sources, partners
+from connector.layout.copies import Copy, Place, copies_between
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, Piece, RankLayout
+from connector.layout.sources import find_sources, partners
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -111,15 +104,12 @@ class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def length_bytes(self, blocks: int) -> int:
         """Bytes that a READ of `blocks` logical local blocks of each cache group moves."""
-        return sum(self._chunks(rows, blocks) * rows.length_bytes for rows in self.rows)
+        return sum(rows.length_bytes * self._chunks(rows.group) for rows in self.rows) * blocks
 
-    def descriptor_count(self, blocks: int) -> int:
-        """Descriptors of a READ of `blocks` logical local blocks of each cache group, before merging."""
-        return sum(self._chunks(rows, blocks) * len(rows.local_starts) for rows in self.rows)
-
-    def _chunks(self, rows: Rows, blocks: int) -> int:
-        group = self.groups[rows.group]
-        return blocks * group.local.kernel_blocks_per_block * group.cut.local_chunks
+    def _chunks(self, group: int) -> int:
+        """Chunks of a logical local block."""
+        pair = self.groups[group]
+        return pair.local.kernel_blocks_per_block * pair.cut.local_chunks
 
 
 class Notified(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +127,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     notify_only: tuple[Notified, ...]
     """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
     groups: tuple[GroupPair, ...]
-    own: tuple[tuple[int, Copy], ...]
-    """This rank's own stretches of one chunk, by group; for `unfilled`."""
+    own: tuple[Copy, ...]
+    """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
 
     def pair(self, blocks: Sequence[GroupBlocks]) -> tuple[ChunkPairs, ...]:
         """Pair the block tables of a request, one for each cache group. Raises BlockIdError."""
@@ -149,8 +139,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def unfilled(self, pairs: Sequence[ChunkPairs]) -> tuple[Indices, Indices]:
         """Local memory of the request's blocks that no READ fills, for zeroing: addresses and lengths, shape [n]."""
         addresses, lengths = [], []
-        for group, copy in self.own:
-            blocks, chunks = pairs[group].unfilled_block, pairs[group].unfilled_chunk
+        for copy in self.own:
+            blocks, chunks = pairs[copy.group].unfilled_block, pairs[copy.group].unfilled_chunk
             place = copy.local
             addresses.append(copy.local_address + blocks * place.block_stride_bytes + chunks * place.chunk_stride_bytes)
             lengths.append(np.full(blocks.size, copy.length_bytes, np.int64))
@@ -164,12 +154,9 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
     """
     by_number = _require_partners(local, remotes)
     reads, notify_only, groups = _plan(local, by_number)
-    return EnginePlan(
-        reads=reads,
-        notify_only=notify_only,
-        groups=groups,
-        own=tuple((copy.group, copy) for copy in _own_copies(local, groups)),
-    )
+    cuts = [msgspec.structs.replace(group.cut, remote_chunks=group.cut.local_chunks) for group in groups]
+    own = copies_between(local, local, find_sources(local, {local.tp_rank: local}), cuts)
+    return EnginePlan(reads=reads, notify_only=notify_only, groups=groups, own=tuple(own))
 
 
 def plan_reads(local: RankLayout, remote: RankLayout) -> ReadPlan:
@@ -187,13 +174,14 @@ def _plan(
     _require_same_layers(local, remotes)
     groups = _pair_groups(local, remotes)
     tp_size = remotes[0].tp_size
-    sources = by_rank(find_sources(local, by_number))
+    sources = find_sources(local, by_number)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_number.items()):
         consumers = len(partners(rank, tp_size, local.tp_size))
-        if rank in sources:
-            copies = copies_between(local, remote, sources[rank], [group.cut for group in groups])
+        taken = [source for source in sources if source.remote_rank == rank]
+        if taken:
+            copies = copies_between(local, remote, taken, [group.cut for group in groups])
             reads.append(_read_plan(local, remote, copies, groups, consumers))
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers))
@@ -256,12 +244,13 @@ def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mappi
 
 def _require_same_layers(local: RankLayout, remotes: Sequence[RankLayout]) -> None:
     """Same memory kind everywhere, and no layer that only one side caches."""
-    if not local.regions or not all(remote.regions for remote in remotes):
-        fewest = min(len(remote.regions) for remote in remotes)
-        advice = "there is no KV cache to read"
-        raise LayoutMismatch("number of KV cache regions", len(local.regions), fewest, advice)
+    sides = (local, *remotes)
+    if not all(side.regions and all(region.pieces for region in side.regions) for side in sides):
+        known = [sum(bool(region.pieces) for region in side.regions) for side in sides]
+        advice = "there is no KV cache to read, or nothing is known about what is in it"
+        raise LayoutMismatch("number of KV cache regions", known[0], min(known[1:]), advice)
     kind = local.regions[0].memory_kind
-    for side in (local, *remotes):
+    for side in sides:
         for region in side.regions:
             if region.memory_kind != kind:
                 advice = "keep the KV cache of both engines in the same kind of memory"
@@ -405,25 +394,6 @@ def _read_plan(
             for (group, local_steps, remote_steps), rows in alike.items()
         ),
     )
-
-
-def _own_copies(local: RankLayout, groups: Sequence[GroupPair]) -> list[Copy]:
-    """Copies of this rank's chunks onto themselves: the stretches that a chunk consists of."""
-    cuts = [msgspec.structs.replace(group.cut, remote_chunks=group.cut.local_chunks) for group in groups]
-    sources = [
-        Source(
-            local_region=index,
-            local_piece=piece,
-            remote_rank=local.tp_rank,
-            remote_region=index,
-            remote_piece=piece,
-            start=piece.start,
-            stop=piece.stop,
-        )
-        for index, region in enumerate(local.regions)
-        for piece in region.pieces
-    ]
-    return copies_between(local, local, sources, cuts)
 
 
 def _number(starts: DescriptorIds, within: Indices) -> DescriptorIds:

@@ -5,16 +5,15 @@ bytes of one unit. One rule shards all of them: n units over t ranks are n / t u
 units than ranks, one unit that t / n neighbours hold alike. Grouped-query attention with few KV heads, the latent of
 MLA (one unit) and the groups of Mamba's B and C are all this rule.
 
-`paged_region` and `state_region` turn a shape and the strides of a tensor into a `Region` with its pieces. Strides are
-in bytes; those of vLLM's tensors can be used as they are, those of a peer follow from the name of its layout
-(`page_strides`).
+`paged_pieces` and `state_pieces` say where a rank's part lies in a block of a region. Strides are in bytes; those of
+vLLM's tensors can be used as they are, those of a peer follow from the name of its layout (`page_strides`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from connector.layout.geometry import MemoryKind, Piece, Region
+from connector.layout.geometry import Piece
 
 
 class ImpossibleShard(ValueError):
@@ -123,22 +122,10 @@ def page_strides(
     return PageStrides(layer=strides["L"], block=strides["B"], head=strides["H"], token=strides["N"])
 
 
-def paged_region(
-    shape: LayerShape,
-    *,
-    tp_rank: int,
-    tp_size: int,
-    base_address: int,
-    strides: PageStrides,
-    num_blocks: int,
-    tokens_per_kernel_block: int,
-    memory_kind: MemoryKind = "DRAM",
-) -> Region:
-    """The memory of one attention layer on one rank; `base_address` is that of its first block."""
-    units = {component.units for component in shape.components}
-    if len(units) != 1 or shape.is_state:
-        raise ValueError(f"{shape.name} is not a cache of tokens")
-    start, stop = shard(units.pop(), tp_rank, tp_size)
+def paged_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int, strides: PageStrides) -> tuple[Piece, ...]:
+    """A rank's part of a layer of tokens, in a block whose first byte is that of its first head's first token."""
+    (units,) = {component.units for component in shape.components}
+    start, stop = shard(units, tp_rank, tp_size)
     pieces: list[Piece] = []
     content_bytes = 0
     for component in shape.components:
@@ -155,29 +142,11 @@ def paged_region(
             )
         )
         content_bytes += component.bytes_per_unit
-    return Region(
-        name=shape.name,
-        base_address=base_address,
-        block_length_bytes=(stop - start) * tokens_per_kernel_block * content_bytes,
-        block_stride_bytes=strides.block,
-        num_blocks=num_blocks,
-        memory_kind=memory_kind,
-        group=shape.group,
-        pieces=tuple(pieces),
-    )
+    return tuple(pieces)
 
 
-def state_region(
-    shape: LayerShape,
-    *,
-    tp_rank: int,
-    tp_size: int,
-    base_address: int,
-    block_stride_bytes: int,
-    num_blocks: int,
-    memory_kind: MemoryKind = "DRAM",
-) -> Region:
-    """The memory of one layer's states on one rank: the components of a block one after another."""
+def state_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int) -> tuple[Piece, ...]:
+    """A rank's part of a layer of states: the components one after another from the start of a block."""
     pieces: list[Piece] = []
     offset_bytes = 0
     for component in shape.components:
@@ -194,15 +163,4 @@ def state_region(
             )
         )
         offset_bytes += (stop - start) * component.bytes_per_unit
-    if not shape.is_state or offset_bytes > block_stride_bytes:
-        raise ValueError(f"{shape.name} is not a state of at most {block_stride_bytes} bytes")
-    return Region(
-        name=shape.name,
-        base_address=base_address,
-        block_length_bytes=offset_bytes,
-        block_stride_bytes=block_stride_bytes,
-        num_blocks=num_blocks,
-        memory_kind=memory_kind,
-        group=shape.group,
-        pieces=tuple(pieces),
-    )
+    return tuple(pieces)

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from connector.layout import CacheGroup, EnginePlan, GroupBlocks, RankLayout, Region, partners, plan_engine
-from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_region, state_region
+from connector.layout import CacheGroup, EnginePlan, GroupBlocks, Piece, RankLayout, Region, partners, plan_engine
+from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.ports.nixl import MemoryRun
 
 Bytes = npt.NDArray[np.uint8]
@@ -418,25 +418,15 @@ class Rank:
                 if shape is None:
                     continue
                 base_address = address + index * strides.layer
-                common = {"tp_rank": self.tp_rank, "tp_size": self.engine.tp_size, "base_address": base_address}
                 if shape.is_state:
                     pages = flat.reshape(sizes["L"], self.engine.num_ids, -1)[index]
                     self.states[shape.name] = self._state_views(shape, pages)
                     stride_bytes = strides.block * group.kernel_blocks_per_block
-                    regions.append(
-                        state_region(shape, block_stride_bytes=stride_bytes, num_blocks=self.engine.num_ids, **common)
-                    )
+                    regions.append(self._state_region(shape, base_address, stride_bytes))
                 else:
                     self.pages[shape.name] = view[index]
-                    regions.append(
-                        paged_region(
-                            shape,
-                            strides=strides,
-                            num_blocks=sizes["B"],
-                            tokens_per_kernel_block=sizes["N"],
-                            **common,
-                        )
-                    )
+                    pieces = paged_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size, strides=strides)
+                    regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
         return regions
 
     def _lay_out_states(
@@ -450,17 +440,13 @@ class Rank:
         for index, row in enumerate(tensor.layers):
             (shape,) = [shape for shape in row if shape is not None]
             self.states[shape.name] = self._state_views(shape, slices[index])
-            regions.append(
-                state_region(
-                    shape,
-                    tp_rank=self.tp_rank,
-                    tp_size=self.engine.tp_size,
-                    base_address=address + index * self.engine.num_ids * page_bytes,
-                    block_stride_bytes=page_bytes,
-                    num_blocks=self.engine.num_ids,
-                )
-            )
+            base_address = address + index * self.engine.num_ids * page_bytes
+            regions.append(self._state_region(shape, base_address, page_bytes))
         return regions
+
+    def _state_region(self, shape: LayerShape, base_address: int, stride_bytes: int) -> Region:
+        pieces = state_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size)
+        return _region(shape, base_address, self._state_bytes(shape), stride_bytes, self.engine.num_ids, pieces)
 
     def _state_bytes(self, shape: LayerShape) -> int:
         return sum(
@@ -487,6 +473,26 @@ class Rank:
 
 
 _ADDRESS_BITS = 28
+
+
+def _region(
+    shape: LayerShape,
+    base_address: int,
+    length_bytes: int,
+    stride_bytes: int,
+    num_blocks: int,
+    pieces: tuple[Piece, ...],
+) -> Region:
+    return Region(
+        name=shape.name,
+        base_address=base_address,
+        block_length_bytes=length_bytes,
+        block_stride_bytes=stride_bytes,
+        num_blocks=num_blocks,
+        memory_kind="DRAM",
+        group=shape.group,
+        pieces=pieces,
+    )
 
 
 # --- the judgement --------------------------------------------------------------------------------------------------

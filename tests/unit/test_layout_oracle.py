@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.layout import blocks, copies, plan, shapes, sources
+from connector.layout import LayoutMismatch, blocks, copies, plan, shapes, sources
 from connector.layout.blocks import GroupBlocks, GroupPair
 from tests.unit import layout_oracle
 from tests.unit.layout_oracle import FAMILIES, OracleError, case_of, check, draw_case
@@ -331,5 +331,5 @@ def _noticed(broken: Callable[[], AbstractContextManager[Any]]) -> Iterator[layo
                     check(case)
                 except OracleError:
                     yield case
-                except (ValueError, LookupError, plan.LayoutMismatch):
+                except (ValueError, LookupError, LayoutMismatch):
                     continue  # Noticed by the product itself, which is not the question.
