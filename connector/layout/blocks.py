@@ -30,7 +30,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How many blocks of our size lie before local[0] in the request: a prefix present already, or a window's clip."""
     remote_first: int = 0
     num_tokens: int | None = None
-    """Tokens to transfer, counted from the start of the request; None: as far as both lists reach."""
+    """Tokens to transfer, counted by us from the start of the request; None: as far as both lists reach."""
     window_tokens: int | None = None
     """Only so many tokens at the end are needed; None: all."""
 

@@ -1,7 +1,7 @@
 """Read plans of random models and engines, judged by bytes, and whether the judge notices plans that are broken.
 
-The oracle itself is tests/unit/layout_oracle.py. Here hypothesis draws its cases, so that one which fails is shrunk;
-`make oracle` runs many more.
+The oracle itself is tests/unit/layout_oracle.py. Seeds draw its cases evenly; hypothesis draws them to find the odd
+one, and shrinks what fails. `make oracle` runs many more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from tests.unit.properties import on_any_machine
 
 SEEDS = 300
 """How many cases of each family a broken plan may live through."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeds(family: str) -> None:
+    for seed in range(700):
+        try:
+            check(case_of(seed, family))
+        except Exception as error:
+            error.add_note(f"python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            raise
 
 
 @settings(on_any_machine, max_examples=700)
