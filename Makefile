@@ -2,6 +2,7 @@
 # make test    everything that can be checked here: make check, then all tests, cheap ones first
 # make explore the model checker on three requests, which takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the machines alone, then the production actors
+# make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEEDS ?= 100
 
-.PHONY: setup demo check test explore simulate mutants diagrams clean
+.PHONY: setup demo check test explore simulate oracle mutants diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -36,6 +37,9 @@ explore: setup
 simulate: setup
 	$(BIN)/python -m tests.simulation --level 1 --seeds $(SEEDS)
 	$(BIN)/python -m tests.simulation --level 2 --seeds $(SEEDS)
+
+oracle: setup
+	@$(BIN)/python -m tests.unit.layout_oracle --examples 100000
 
 mutants: setup
 	$(BIN)/python -m tests.simulation.mutants

@@ -1,18 +1,40 @@
 """KV geometry: what memory a rank's KV cache occupies, and which of another rank's bytes go where.
 
-Pure arithmetic over frozen values: no NIXL, no vLLM, no I/O. `geometry` describes one rank, `plan` pairs two of them.
-Everything is checked when the plan is made, at handshake time; during a step only block ids are checked.
+Pure arithmetic over frozen values: no NIXL, no vLLM, no I/O. `geometry` describes one rank and `shapes` derives that
+from the model; `sources` says which ranks deal with each other, `copies` which bytes go where, `blocks` pairs two block
+tables, and `plan` makes descriptors of all that. One algorithm for every model and parallel size; what tells models
+apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids are checked.
 """
 
-from connector.layout.geometry import BlockIdError, LayoutMismatch, MemoryKind, RankLayout, Region
-from connector.layout.plan import ReadPlan, plan_reads
+from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair
+from connector.layout.geometry import (
+    BlockIdError,
+    CacheGroup,
+    LayoutMismatch,
+    MemoryKind,
+    Piece,
+    RankLayout,
+    Region,
+)
+from connector.layout.plan import EnginePlan, Notified, ReadPlan, plan_engine, plan_reads, require_plain
+from connector.layout.sources import partners
 
 __all__ = [
     "BlockIdError",
+    "CacheGroup",
+    "ChunkPairs",
+    "EnginePlan",
+    "GroupBlocks",
+    "GroupPair",
     "LayoutMismatch",
     "MemoryKind",
+    "Notified",
+    "Piece",
     "RankLayout",
     "ReadPlan",
     "Region",
+    "partners",
+    "plan_engine",
     "plan_reads",
+    "require_plain",
 ]

@@ -5,8 +5,12 @@ when other layers' pages lie between two blocks of this one. Blocks here are ker
 attention backend addresses memory; the block ids that the scheduler hands out are logical, and one logical block is
 `kernel_blocks_per_block` consecutive kernel blocks.
 
-Two ranks list their regions in the same order (natural order of layer names), so that region i here corresponds to
-region i there.
+What a block holds is said by pieces: unit `start` up to `stop` of one component of one layer, for instance KV heads 2
+to 4 of component `k`. Two ranks are paired by layer and component, never by position, so the sides may differ in tensor
+parallel size, block size, order of axes and number of regions. A region without pieces is opaque; it can be read only
+by a rank whose memory looks the same (`plan.plan_reads`), and then region i here corresponds to region i there.
+
+The block ids of a region come from one cache group. Where groups share memory, the memory is described once for each.
 """
 
 from __future__ import annotations
@@ -19,6 +23,42 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's name for where memory lies."""
 
 
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Units `start` to `stop` of one component of one layer, in every block of a region.
+
+    Unit u of token t of block b is `bytes_per_unit` contiguous bytes at
+    base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes.
+    Units are the model's, counted over all ranks: KV heads for `k` and `v`, 1 for `latent`, channels for `conv_x`.
+    """
+
+    layer: str
+    component: str
+    start: int
+    stop: int
+    offset_bytes: int
+    bytes_per_unit: int
+    unit_stride_bytes: int
+    token_stride_bytes: int = 0
+    """0 for a state, which has no tokens."""
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the block ids of a KV cache group stand for on one rank."""
+
+    tokens_per_kernel_block: int
+    """0: blocks are states (of an SSM), one per request, not stretches of its tokens."""
+    kernel_blocks_per_block: int = 1
+
+    @property
+    def positions_per_kernel_block(self) -> int:
+        """Tokens, or 1 for a state."""
+        return max(1, self.tokens_per_kernel_block)
+
+    @property
+    def positions_per_block(self) -> int:
+        return self.positions_per_kernel_block * self.kernel_blocks_per_block
+
+
 class Region(msgspec.Struct, frozen=True, kw_only=True):
     """Equally spaced blocks of one layer (or of several layers, where the layout interleaves them)."""
 
@@ -26,11 +66,13 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     """First layer that lives here."""
     base_address: int
     block_length_bytes: int
+    """What one block holds. The bytes lie together unless heads are further out than blocks in the order of axes."""
     block_stride_bytes: int
     num_blocks: int
     memory_kind: MemoryKind
     group: int = 0
     """Index of the KV cache group whose block ids apply."""
+    pieces: tuple[Piece, ...] = ()
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +90,17 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Order of the axes in memory, vLLM's `KVCacheLayout` name, for instance LBHNC."""
     attention_backend: str
     device_id: int = 0
+    groups: tuple[CacheGroup, ...] = ()
+    """The cache groups that `Region.group` counts; empty: one, of the two sizes above."""
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return self.groups or (
+            CacheGroup(
+                tokens_per_kernel_block=self.kernel_block_size_tokens,
+                kernel_blocks_per_block=self.kernel_blocks_per_block,
+            ),
+        )
 
 
 class LayoutMismatch(Exception):

@@ -1,25 +1,31 @@
-"""What one rank reads from another: the memory of both sides, and the descriptors for given blocks.
+"""What one rank reads from another engine: from which ranks, and the descriptors for given blocks.
 
-`plan_reads` covers the plain case: full attention, one KV cache group, the same tensor-parallel size on both sides (so
-that rank i reads all of rank i), no context parallelism, equal block sizes. Anything else is refused with the first
-field that differs and both values, before any memory is touched. A plan is made once per handshake.
+`plan_engine` pairs a rank with the ranks of a remote engine that it deals with (`sources.partners`), for any two
+layouts of the same model. `plan_reads` is what handshakes use so far: one remote rank whose memory looks like ours.
+What is beyond that is refused by `require_plain`, in one place, with the first field that differs and both values,
+before any memory is touched. A plan is made once per handshake, and everything is checked then; during a step only
+block ids are.
 
-Descriptors. Each side prepares one list, region after region, `num_blocks` descriptors each: descriptor of kernel block
-b of region r = (blocks in the regions before r) + b. `ReadPlan.descriptor_ids` gives the indices of a request's blocks
-on both sides, region-major and with the local ids rising. That order is what lets NIXL merge: it joins two descriptors
-when the ids on both sides rise by exactly one inside a dense region, and since local ids are distinct, whatever can be
-joined at all is adjacent after sorting.
+Descriptors. For each remote rank both sides prepare one list of runs. A row of the plan is one contiguous stretch of
+each chunk: the descriptor of chunk c of kernel block b is start + b * block_step + c * chunk_step, with a start for
+each row and side. `ReadPlan.descriptor_ids` gives the indices of a request's blocks on both sides, row after row and
+with the local ids rising. That order is what lets NIXL merge: it joins two descriptors when the ids on both sides rise
+by exactly one inside a dense run, and since local ids are distinct, whatever can be joined at all is adjacent after
+sorting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connector.layout.geometry import BlockIdError, LayoutMismatch, MemoryKind, RankLayout
+from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
+from connector.layout.copies import Copy, Place, copies_between
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, Piece, RankLayout
+from connector.layout.sources import find_sources, partners
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -28,86 +34,169 @@ _DESCRIPTORS_MAX = 2**31 - 1
 _SAME_START = "start both engines with the same model, dtype, block size and parallel sizes"
 
 
-class ReadPlan(msgspec.Struct, frozen=True, kw_only=True):
+class Rows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Rows of one cache group whose descriptors are numbered alike. Starts have shape [rows, 1]."""
+
+    group: int
+    local_starts: DescriptorIds
+    local_block_step: int
+    local_chunk_step: int
+    remote_starts: DescriptorIds
+    remote_block_step: int
+    remote_chunk_step: int
+    length_bytes: int
+    """Of one chunk in all rows."""
+
+
+class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How the local rank reads from `remote_rank`."""
 
     remote_rank: int
     """Tensor-parallel rank to read from."""
     consumers: int
-    """How many ranks of our engine read from that rank, and so notify it when they are done."""
+    """How many ranks of our engine that rank waits for: each of them notifies it when it is done."""
     local_runs: tuple[MemoryRun, ...]
     remote_runs: tuple[MemoryRun, ...]
-    """One run per region, in the order of the descriptor ids."""
+    """What to prepare, in the order of the descriptor ids."""
     memory_kind: MemoryKind
-    kernel_blocks_per_block: int
+    groups: tuple[GroupPair, ...]
+    rows: tuple[Rows, ...]
 
     def descriptor_ids(
         self, local_blocks: Sequence[int] | npt.NDArray[np.int64], remote_blocks: Sequence[int] | npt.NDArray[np.int64]
     ) -> tuple[DescriptorIds, DescriptorIds]:
         """Descriptors of a READ of remote_blocks[i] into local_blocks[i], both logical ids, shape [n].
 
-        Returns two int32 arrays of shape [n * kernel_blocks_per_block * regions]. Raises BlockIdError when the lists
+        For a plan of one cache group with the same block size on both sides; any other takes `chunk_descriptor_ids`.
+        Returns two int32 arrays of shape [n * kernel blocks per block * rows]. Raises BlockIdError when the lists
         differ in length, an id is outside of its side's memory, or a local block occurs twice.
         """
         local, remote = np.asarray(local_blocks, np.int64), np.asarray(remote_blocks, np.int64)
         if local.ndim != 1 or local.shape != remote.shape:
             raise BlockIdError("remote", f"{remote.size} of them for {local.size} local blocks")
+        (group,) = self.groups
+        if group.local != group.remote:
+            raise ValueError("the two sides' blocks differ in size")
+        group.check_ids(local, remote)
         order = np.argsort(local, kind="stable")
         local, remote = local[order], remote[order]
-        self._check_range("local", local, self.local_runs)
-        self._check_range("remote", remote, self.remote_runs)
-        repeated = np.flatnonzero(local[1:] == local[:-1])
-        if repeated.size:
-            raise BlockIdError("local", f"block {local[repeated[0]]} occurs twice")
-        return self._expand(local, self.local_runs), self._expand(remote, self.remote_runs)
+        ratio = group.local.kernel_blocks_per_block
+        if ratio > 1:
+            part = np.arange(ratio)
+            local = (local[:, None] * ratio + part).ravel()
+            remote = (remote[:, None] * ratio + part).ravel()
+        ids = [(_number(rows.local_starts, local), _number(rows.remote_starts, remote)) for rows in self.rows]
+        return _concatenate([local for local, _ in ids]), _concatenate([remote for _, remote in ids])
+
+    def chunk_descriptor_ids(self, pairs: Sequence[ChunkPairs]) -> tuple[DescriptorIds, DescriptorIds]:
+        """Descriptors of a READ that fills `pairs`, one element for each cache group (`EnginePlan.pair`).
+
+        Returns two int32 arrays of the same shape [n]. No error: pairing has checked the ids.
+        """
+        local_ids, remote_ids = [], []
+        for rows in self.rows:
+            pair = pairs[rows.group]
+            local = pair.local_block * rows.local_block_step + pair.local_chunk * rows.local_chunk_step
+            remote = pair.remote_block * rows.remote_block_step + pair.remote_chunk * rows.remote_chunk_step
+            local_ids.append(_number(rows.local_starts, local))
+            remote_ids.append(_number(rows.remote_starts, remote))
+        return _concatenate(local_ids), _concatenate(remote_ids)
 
     def length_bytes(self, blocks: int) -> int:
-        """Bytes that a READ of `blocks` logical blocks moves."""
-        return blocks * self.kernel_blocks_per_block * sum(run.length_bytes for run in self.local_runs)
+        """Bytes that a READ of `blocks` logical local blocks of each cache group moves."""
+        return sum(rows.length_bytes * self._chunks(rows.group) for rows in self.rows) * blocks
 
-    def descriptor_count(self, blocks: int) -> int:
-        """Descriptors of a READ of `blocks` logical blocks, before merging."""
-        return blocks * self.kernel_blocks_per_block * len(self.local_runs)
+    def _chunks(self, group: int) -> int:
+        """Chunks of a logical local block."""
+        pair = self.groups[group]
+        return pair.local.kernel_blocks_per_block * pair.cut.local_chunks
 
-    def _check_range(self, side: str, blocks: npt.NDArray[np.int64], runs: Sequence[MemoryRun]) -> None:
-        limit = min(run.count for run in runs) // self.kernel_blocks_per_block
-        outside = blocks[(blocks < 0) | (blocks >= limit)]
-        if outside.size:
-            raise BlockIdError(side, f"block {outside[0]} is outside of the {limit} blocks there")
 
-    def _expand(self, blocks: npt.NDArray[np.int64], runs: Sequence[MemoryRun]) -> DescriptorIds:
-        """Logical block ids to descriptor ids of every region."""
-        ratio = self.kernel_blocks_per_block
-        kernel_blocks = (blocks[:, None] * ratio + np.arange(ratio)).ravel()
-        region_offsets = np.cumsum([0, *(run.count for run in runs[:-1])])
-        return (region_offsets[:, None] + kernel_blocks[None, :]).ravel().astype(np.int32)
+class Notified(msgspec.Struct, frozen=True, kw_only=True):
+    """A remote rank that is only told when this rank is done, and how many ranks of our engine it waits for."""
+
+    remote_rank: int
+    consumers: int
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """How the local rank reads from a remote engine."""
+
+    reads: tuple[ReadPlan, ...]
+    """One for each remote rank to read from, in the order of ranks. Each is to be notified too."""
+    notify_only: tuple[Notified, ...]
+    """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
+    groups: tuple[GroupPair, ...]
+    own: tuple[Copy, ...]
+    """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
+
+    def pair(self, blocks: Sequence[GroupBlocks]) -> tuple[ChunkPairs, ...]:
+        """Pair the block tables of a request, one for each cache group. Raises BlockIdError."""
+        if len(blocks) != len(self.groups):
+            raise BlockIdError("remote", f"lists for {len(blocks)} cache groups instead of {len(self.groups)}")
+        return tuple(group.pair(tables) for group, tables in zip(self.groups, blocks, strict=True))
+
+    def unfilled(self, pairs: Sequence[ChunkPairs]) -> tuple[Indices, Indices]:
+        """Local memory of the request's blocks that no READ fills, for zeroing: addresses and lengths, shape [n]."""
+        addresses, lengths = [], []
+        for copy in self.own:
+            blocks, chunks = pairs[copy.group].unfilled_block, pairs[copy.group].unfilled_chunk
+            place = copy.local
+            addresses.append(copy.local_address + blocks * place.block_stride_bytes + chunks * place.chunk_stride_bytes)
+            lengths.append(np.full(blocks.size, copy.length_bytes, np.int64))
+        return np.concatenate(addresses), np.concatenate(lengths)
+
+
+def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
+    """How `local` reads the KV of an engine; `remotes` are its ranks that `partners` names, in any order.
+
+    Raises LayoutMismatch when it cannot.
+    """
+    by_number = _require_partners(local, remotes)
+    reads, notify_only, groups = _plan(local, by_number)
+    cuts = [msgspec.structs.replace(group.cut, remote_chunks=group.cut.local_chunks) for group in groups]
+    own = copies_between(local, local, find_sources(local, {local.tp_rank: local}), cuts)
+    return EnginePlan(reads=reads, notify_only=notify_only, groups=groups, own=tuple(own))
 
 
 def plan_reads(local: RankLayout, remote: RankLayout) -> ReadPlan:
-    """How `local` reads the KV of `remote`. Raises LayoutMismatch when it cannot."""
-    _require_plain_case(local, remote)
-    _require_same_regions(local, remote)
-    return ReadPlan(
-        remote_rank=remote.tp_rank,
-        consumers=1,
-        local_runs=_runs(local),
-        remote_runs=_runs(remote),
-        memory_kind=local.regions[0].memory_kind,
-        kernel_blocks_per_block=local.kernel_blocks_per_block,
-    )
+    """How `local` reads the KV of `remote`, the only rank it deals with. Raises LayoutMismatch when it cannot."""
+    require_plain(local, remote)
+    ours, theirs = _opaque(local), _opaque(remote)
+    ((read,), _, _) = _plan(ours, _require_partners(ours, [theirs]))
+    return read
 
 
-def _require_plain_case(local: RankLayout, remote: RankLayout) -> None:
-    if local.engine_id == remote.engine_id:
-        raise LayoutMismatch("engine_id", local.engine_id, remote.engine_id, "give each engine an engine id of its own")
-    for field in ("dcp_size", "pcp_size"):
-        if getattr(local, field) != 1 or getattr(remote, field) != 1:
-            raise LayoutMismatch(
-                field,
-                getattr(local, field),
-                getattr(remote, field),
-                "context parallelism is not supported; set it to 1",
-            )
+def _plan(
+    local: RankLayout, by_number: Mapping[int, RankLayout]
+) -> tuple[tuple[ReadPlan, ...], tuple[Notified, ...], tuple[GroupPair, ...]]:
+    remotes = list(by_number.values())
+    _require_same_layers(local, remotes)
+    groups = _pair_groups(local, remotes)
+    tp_size = remotes[0].tp_size
+    sources = find_sources(local, by_number)
+    reads: list[ReadPlan] = []
+    notify_only: list[Notified] = []
+    for rank, remote in sorted(by_number.items()):
+        consumers = len(partners(rank, tp_size, local.tp_size))
+        taken = [source for source in sources if source.remote_rank == rank]
+        if taken:
+            copies = copies_between(local, remote, taken, [group.cut for group in groups])
+            reads.append(_read_plan(local, remote, copies, groups, consumers))
+        else:
+            notify_only.append(Notified(remote_rank=rank, consumers=consumers))
+    return tuple(reads), tuple(notify_only), groups
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def require_plain(local: RankLayout, remote: RankLayout) -> None:
+    """Raise LayoutMismatch unless the two ranks' memory looks the same, which is all that handshakes serve so far.
+
+    That is: full attention in one cache group, the same tensor-parallel size on both sides (so that rank i reads all
+    of rank i), equal block sizes, and the same regions in the same order.
+    """
     for field in (
         "tp_size",
         "tp_rank",
@@ -117,25 +206,11 @@ def _require_plain_case(local: RankLayout, remote: RankLayout) -> None:
         "attention_backend",
     ):
         _require_equal(field, getattr(local, field), getattr(remote, field))
-
-
-def _require_same_regions(local: RankLayout, remote: RankLayout) -> None:
     _require_equal("number of KV cache regions", len(local.regions), len(remote.regions))
-    if not local.regions:
-        raise LayoutMismatch("number of KV cache regions", 0, 0, "there is no KV cache to read")
-    kind = local.regions[0].memory_kind
     for ours, theirs in zip(local.regions, remote.regions, strict=True):
         _require_equal("KV cache region", ours.name, theirs.name)
         for field in ("group", "block_length_bytes"):
             _require_equal(f"{field} of {ours.name}", getattr(ours, field), getattr(theirs, field))
-        for region in (ours, theirs):
-            if region.memory_kind != kind:
-                advice = "keep the KV cache of both engines in the same kind of memory"
-                raise LayoutMismatch(f"memory of {ours.name}", ours.memory_kind, theirs.memory_kind, advice)
-    ours_total, theirs_total = (sum(region.num_blocks for region in side.regions) for side in (local, remote))
-    if max(ours_total, theirs_total) > _DESCRIPTORS_MAX:
-        advice = f"at most {_DESCRIPTORS_MAX} can be addressed; use fewer or larger blocks"
-        raise LayoutMismatch("number of descriptors", ours_total, theirs_total, advice)
 
 
 def _require_equal(field: str, local: object, remote: object) -> None:
@@ -143,14 +218,189 @@ def _require_equal(field: str, local: object, remote: object) -> None:
         raise LayoutMismatch(field, local, remote, _SAME_START)
 
 
-def _runs(layout: RankLayout) -> tuple[MemoryRun, ...]:
-    return tuple(
-        MemoryRun(
-            address=region.base_address,
-            length_bytes=region.block_length_bytes,
-            stride_bytes=region.block_stride_bytes,
-            count=region.num_blocks,
-            device_id=layout.device_id,
+def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mapping[int, RankLayout]:
+    """The remote ranks by number: those that we deal with, all of one engine that is not ours, and no others."""
+    by_number = {remote.tp_rank: remote for remote in remotes}
+    wanted = partners(local.tp_rank, local.tp_size, remotes[0].tp_size) if remotes else range(1)
+    if sorted(by_number) != list(wanted) or len(remotes) != len(wanted):
+        advice = "each of the ranks that ours deals with has to be asked, once"
+        raise LayoutMismatch("remote tensor parallel ranks", list(wanted), sorted(by_number), advice)
+    for remote in remotes:
+        if local.engine_id == remote.engine_id:
+            advice = "give each engine an engine id of its own"
+            raise LayoutMismatch("engine_id", local.engine_id, remote.engine_id, advice)
+        for field in ("engine_id", "tp_size"):
+            if getattr(remote, field) != getattr(remotes[0], field):
+                advice = "all ranks that are read have to be of one engine"
+                raise LayoutMismatch(
+                    f"{field} of rank {remote.tp_rank}", getattr(remotes[0], field), getattr(remote, field), advice
+                )
+        for field in ("dcp_size", "pcp_size"):
+            if getattr(local, field) != 1 or getattr(remote, field) != 1:
+                advice = "context parallelism is not supported; set it to 1"
+                raise LayoutMismatch(field, getattr(local, field), getattr(remote, field), advice)
+    return by_number
+
+
+def _require_same_layers(local: RankLayout, remotes: Sequence[RankLayout]) -> None:
+    """Same memory kind everywhere, and no layer that only one side caches."""
+    sides = (local, *remotes)
+    if not all(side.regions and all(region.pieces for region in side.regions) for side in sides):
+        known = [sum(bool(region.pieces) for region in side.regions) for side in sides]
+        advice = "there is no KV cache to read, or nothing is known about what is in it"
+        raise LayoutMismatch("number of KV cache regions", known[0], min(known[1:]), advice)
+    kind = local.regions[0].memory_kind
+    for side in sides:
+        for region in side.regions:
+            if region.memory_kind != kind:
+                advice = "keep the KV cache of both engines in the same kind of memory"
+                raise LayoutMismatch(f"memory of {region.name}", kind, region.memory_kind, advice)
+    ours, theirs = _layers(local), set[str]().union(*(_layers(remote) for remote in remotes))
+    if ours != theirs:
+        layer = min(ours ^ theirs)
+        here, there = ("present" if layer in side else "absent" for side in (ours, theirs))
+        raise LayoutMismatch(f"KV cache of {layer}", here, there, "start both engines with the same model")
+
+
+def _layers(layout: RankLayout) -> set[str]:
+    return {piece.layer for region in layout.regions for piece in region.pieces}
+
+
+def _pair_groups(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[GroupPair, ...]:
+    groups = remotes[0].cache_groups
+    for remote in remotes:
+        if len(local.cache_groups) != len(remote.cache_groups):
+            advice = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
+            ours_count, theirs_count = len(local.cache_groups), len(remote.cache_groups)
+            raise LayoutMismatch("number of KV cache groups", ours_count, theirs_count, advice)
+        if remote.cache_groups != groups:
+            advice = "all ranks of an engine have to have the same block sizes"
+            raise LayoutMismatch(f"block sizes of rank {remote.tp_rank}", groups, remote.cache_groups, advice)
+    pairs = []
+    for index, (ours, theirs) in enumerate(zip(local.cache_groups, groups, strict=True)):
+        if bool(ours.tokens_per_kernel_block) != bool(theirs.tokens_per_kernel_block):
+            here, there = ("tokens" if side.tokens_per_kernel_block else "states" for side in (ours, theirs))
+            raise LayoutMismatch(f"KV cache group {index}", here, there, "start both engines with the same model")
+        remote_ids = min(_ids(remote, index, theirs) for remote in remotes)
+        pairs.append(GroupPair(local=ours, remote=theirs, local_ids=_ids(local, index, ours), remote_ids=remote_ids))
+    return tuple(pairs)
+
+
+def _ids(layout: RankLayout, group: int, sizes: CacheGroup) -> int:
+    """How many logical block ids of the group the rank has memory for."""
+    blocks = [region.num_blocks for region in layout.regions if region.group == group]
+    return min(blocks, default=0) // sizes.kernel_blocks_per_block
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+def _opaque(layout: RankLayout) -> RankLayout:
+    """The same memory as one piece for each block: unit r is whatever rank r holds."""
+    start = layout.tp_rank
+    regions = tuple(
+        msgspec.structs.replace(
+            region,
+            group=0,
+            pieces=(
+                Piece(
+                    layer=region.name,
+                    component="block",
+                    start=start,
+                    stop=start + 1,
+                    offset_bytes=0,
+                    bytes_per_unit=region.block_length_bytes,
+                    unit_stride_bytes=region.block_length_bytes,
+                ),
+            ),
         )
         for region in layout.regions
     )
+    group = CacheGroup(tokens_per_kernel_block=0, kernel_blocks_per_block=layout.kernel_blocks_per_block)
+    return msgspec.structs.replace(layout, regions=regions, groups=(group,))
+
+
+class _Runs:
+    """The runs of one side's descriptor list, each stretch once, and the numbers of their descriptors."""
+
+    def __init__(self, device_id: int) -> None:
+        self.runs: list[MemoryRun] = []
+        self.count = 0
+        self._device_id = device_id
+        self._starts: dict[tuple[int, int, Place], int] = {}
+
+    def start(self, address: int, length_bytes: int, place: Place) -> int:
+        """Number of the descriptor of chunk 0 of block 0; the others follow as `steps` says."""
+        key = (address, length_bytes, place)
+        start = self._starts.setdefault(key, self.count)
+        if start == self.count:
+            for offset_bytes, stride_bytes, count in _run_shapes(place):
+                self.runs.append(MemoryRun(address + offset_bytes, length_bytes, stride_bytes, count, self._device_id))
+                self.count += count
+        return start
+
+
+def _steps(place: Place) -> tuple[int, int]:
+    """How descriptor ids rise from block to block and from chunk to chunk."""
+    if _is_even(place):
+        return place.chunks, 1
+    return 1, place.blocks if place.chunks > 1 else 0
+
+
+def _run_shapes(place: Place) -> list[tuple[int, int, int]]:
+    """(offset, stride, count) of the runs that hold a stretch of every chunk of every block."""
+    if _is_even(place):
+        return [(0, place.chunk_stride_bytes, place.blocks * place.chunks)]
+    chunk_offsets = (chunk * place.chunk_stride_bytes for chunk in range(place.chunks))
+    return [(offset, place.block_stride_bytes, place.blocks) for offset in chunk_offsets]
+
+
+def _is_even(place: Place) -> bool:
+    """The last chunk of a block is as far from the first one of the next as from the one before it."""
+    return place.chunks > 1 and place.chunks * place.chunk_stride_bytes == place.block_stride_bytes
+
+
+def _read_plan(
+    local: RankLayout, remote: RankLayout, copies: Sequence[Copy], groups: tuple[GroupPair, ...], consumers: int
+) -> ReadPlan:
+    local_runs, remote_runs = _Runs(local.device_id), _Runs(remote.device_id)
+    alike: dict[tuple[int, tuple[int, int], tuple[int, int]], list[tuple[int, int, int]]] = {}
+    for copy in copies:
+        local_start = local_runs.start(copy.local_address, copy.length_bytes, copy.local)
+        remote_start = remote_runs.start(copy.remote_address, copy.length_bytes, copy.remote)
+        key = (copy.group, _steps(copy.local), _steps(copy.remote))
+        alike.setdefault(key, []).append((local_start, remote_start, copy.length_bytes))
+    if max(local_runs.count, remote_runs.count) > _DESCRIPTORS_MAX:
+        advice = f"at most {_DESCRIPTORS_MAX} can be addressed; use fewer or larger blocks"
+        raise LayoutMismatch("number of descriptors", local_runs.count, remote_runs.count, advice)
+    return ReadPlan(
+        remote_rank=remote.tp_rank,
+        consumers=consumers,
+        local_runs=tuple(local_runs.runs),
+        remote_runs=tuple(remote_runs.runs),
+        memory_kind=local.regions[0].memory_kind,
+        groups=groups,
+        rows=tuple(
+            Rows(
+                group=group,
+                local_starts=np.array([[start] for start, _, _ in rows], np.int32),
+                local_block_step=local_steps[0],
+                local_chunk_step=local_steps[1],
+                remote_starts=np.array([[start] for _, start, _ in rows], np.int32),
+                remote_block_step=remote_steps[0],
+                remote_chunk_step=remote_steps[1],
+                length_bytes=sum(length for _, _, length in rows),
+            )
+            for (group, local_steps, remote_steps), rows in alike.items()
+        ),
+    )
+
+
+def _number(starts: DescriptorIds, within: Indices) -> DescriptorIds:
+    """Descriptor ids of all rows: starts [rows, 1] and positions within a row [n] to [rows * n]."""
+    ids: DescriptorIds = (starts + within.astype(np.int32)).ravel()
+    return ids
+
+
+def _concatenate(parts: Sequence[DescriptorIds]) -> DescriptorIds:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -102,11 +102,14 @@ def cache_config(
     layer_stride = page if block_outermost else page * num_blocks
     if layout == "BHLNC":
         layer_stride = page // spec.num_kv_heads
+    block_stride = page * layers if block_outermost else page
+    if layout == "LHBNC":
+        block_stride = page // spec.num_kv_heads
     tensor = KVCacheTensor(
         size=page * num_blocks * layers,
         layers=names,
         layer_stride=layer_stride,
-        block_stride=page * layers if block_outermost else page,
+        block_stride=block_stride,
     )
     return KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)]

@@ -1,0 +1,120 @@
+"""Which remote ranks a rank deals with, and from which of them it takes what.
+
+Ranks of two engines are partners when the stretches of the model that they stand for overlap: rank r of n stands for
+r / n to (r + 1) / n. Every head, channel or replica that a rank needs is held by some partner, whatever the two sizes.
+A rank handshakes with its partners, reads from as few of them as hold all it needs, and notifies every one, because
+each remote rank keeps its blocks until all its partners have notified. So a remote rank that nobody reads (a replica)
+is released too, and no rank is read that would not wait for its reader.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from connector.layout.geometry import LayoutMismatch, Piece, RankLayout, Region
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Units `start` to `stop` of a local piece come from `remote_piece` of remote rank `remote_rank`."""
+
+    local_region: int
+    local_piece: Piece
+    remote_rank: int
+    remote_region: int
+    remote_piece: Piece
+    start: int
+    stop: int
+
+
+def partners(tp_rank: int, tp_size: int, other_tp_size: int) -> range:
+    """Ranks of an engine of `other_tp_size` ranks that rank `tp_rank` of `tp_size` deals with."""
+    return range(tp_rank * other_tp_size // tp_size, -(-(tp_rank + 1) * other_tp_size // tp_size))
+
+
+def find_sources(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list[Source]:
+    """Where every piece of `local` comes from. `remotes`: layouts by rank.
+
+    Where several ranks hold the same, one is taken, a different one for different engines and ranks, so that many
+    readers spread over the replicas. Raises LayoutMismatch when a piece is not held, not wholly, or not in that form.
+    """
+    holders = _holders(_by_preference(local, remotes))
+    sources: list[Source] = []
+    for index, region in enumerate(local.regions):
+        for piece in region.pieces:
+            sources.extend(_cover(index, region, piece, holders.get((piece.layer, piece.component), ())))
+    return sources
+
+
+def _by_preference(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list[RankLayout]:
+    ranks = sorted(remotes)
+    # A hash of the name that is the same in every process, so that a restart chooses the same.
+    turn = (zlib.crc32(local.engine_id.encode()) + local.tp_rank) % len(ranks)
+    return [remotes[rank] for rank in ranks[turn:] + ranks[:turn]]
+
+
+class _Holder(msgspec.Struct, frozen=True):
+    rank: int
+    region_index: int
+    region: Region
+    piece: Piece
+
+
+def _holders(remotes: Sequence[RankLayout]) -> dict[tuple[str, str], list[_Holder]]:
+    """Who holds units of a component of a layer, in the order of preference."""
+    found: dict[tuple[str, str], list[_Holder]] = {}
+    for layout in remotes:
+        for index, region in enumerate(layout.regions):
+            for piece in region.pieces:
+                holder = _Holder(layout.tp_rank, index, region, piece)
+                found.setdefault((piece.layer, piece.component), []).append(holder)
+    return found
+
+
+def _cover(index: int, region: Region, piece: Piece, holders: Sequence[_Holder]) -> list[Source]:
+    """Take each unit of `piece` from the first holder that has it."""
+    wanted = [(piece.start, piece.stop)]
+    sources: list[Source] = []
+    for holder in holders:
+        still_wanted: list[tuple[int, int]] = []
+        for start, stop in wanted:
+            low, high = max(start, holder.piece.start), min(stop, holder.piece.stop)
+            if low >= high:
+                still_wanted.append((start, stop))
+                continue
+            _require_same_form(region, piece, holder)
+            sources.append(
+                Source(
+                    local_region=index,
+                    local_piece=piece,
+                    remote_rank=holder.rank,
+                    remote_region=holder.region_index,
+                    remote_piece=holder.piece,
+                    start=low,
+                    stop=high,
+                )
+            )
+            still_wanted.extend(part for part in ((start, low), (high, stop)) if part[0] < part[1])
+        wanted = still_wanted
+    if wanted:
+        missing = " and ".join(f"{start} to {stop}" for start, stop in wanted)
+        there = [f"{holder.piece.start} to {holder.piece.stop} on rank {holder.rank}" for holder in holders]
+        raise LayoutMismatch(
+            f"{piece.component} of {piece.layer}",
+            f"units {piece.start} to {piece.stop}, with {missing} missing",
+            ", ".join(there) or "absent",
+            "start both engines with the same model, and with tensor parallel sizes that divide its KV heads",
+        )
+    return sources
+
+
+def _require_same_form(region: Region, piece: Piece, holder: _Holder) -> None:
+    ours, theirs = piece.bytes_per_unit, holder.piece.bytes_per_unit
+    if ours != theirs:
+        advice = "start both engines with the same model and the same --kv-cache-dtype"
+        raise LayoutMismatch(f"bytes of one unit of {piece.component} of {piece.layer}", ours, theirs, advice)
+    if region.group != holder.region.group:
+        advice = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
+        raise LayoutMismatch(f"cache group of {piece.layer}", region.group, holder.region.group, advice)

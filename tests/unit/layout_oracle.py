@@ -1,0 +1,712 @@
+"""The byte oracle of read plans: random models and engines, judged by what lies in memory afterwards.
+
+A case is a model (layers of heads, latents or states in cache groups) and two engines that run it, each with a tensor
+parallel size, block sizes, an order of axes and padding of its own, and a request with its block tables. The oracle
+makes up the request's KV, lays it into the memory of the prefill ranks that one decode rank deals with, carries out
+that rank's plan as plain copies, and compares all of the decode rank's memory with what should be there: the same KV as
+the decode rank would hold it, zeros where its blocks got nothing, and everything else as it was.
+
+The oracle has its own idea of who holds what and where: numpy views of memory made by reshaping and transposing, and a
+loop over single tokens. Of the product it uses what it judges: the shapes, strides and pieces of
+`connector.layout.shapes`, and the plan made from them.
+
+    python -m tests.unit.layout_oracle --examples 100000 [--first-seed 0] [--family attention]
+
+runs that many seeds in turn, prints how often each feature occurred, and stops at the first case that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from connector.layout import CacheGroup, EnginePlan, GroupBlocks, Piece, RankLayout, Region, partners, plan_engine
+from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
+from connector.ports.nixl import MemoryRun
+
+Bytes = npt.NDArray[np.uint8]
+
+FAMILIES = ("attention", "groups", "states")
+"""One cache group of attention; several groups with windows; attention with states."""
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+class OracleError(AssertionError):
+    """The plan did not do what it should have. The message says which byte of which rank is wrong."""
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Memory that is laid out as one: `layers[i][g]` is the layer of group g that uses the i-th slice, or None.
+
+    `shapes` of all layers of tokens in it are alike. A state in slice i has memory of its own when `own_states`, and
+    otherwise lies in the pages of slice i.
+    """
+
+    layers: tuple[tuple[LayerShape | None, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One side. `groups` has the block sizes of each cache group; a state group counts no tokens."""
+
+    engine_id: str
+    tp_size: int
+    layout_name: str
+    padding_bytes: int
+    groups: tuple[CacheGroup, ...]
+    num_ids: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What the oracle needs, and nothing else decides the outcome."""
+
+    family: str
+    tensors: tuple[Tensor, ...]
+    prefill: Engine
+    decode: Engine
+    decode_rank: int
+    tables: tuple[GroupBlocks, ...]
+    noise: int
+    """Seed of the bytes."""
+    features: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return [shape for tensor in self.tensors for row in tensor.layers for shape in row if shape is not None]
+
+
+def draw_case(chance: random.Random, family: str) -> Case:
+    """A random case. `chance` is a random.Random, or hypothesis's imitation of one."""
+    tp_sizes = chance.choice(((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 6)))
+    prefill_tp, decode_tp = chance.choice(tp_sizes), chance.choice(tp_sizes)
+    states = family == "states"
+    token_groups = 1 if family == "attention" else chance.randint(1 if states else 2, 3)
+    num_groups = token_groups + states
+    shared = num_groups > 1 and chance.random() < 0.6
+    tensors = _draw_tensors(chance, (prefill_tp, decode_tp), token_groups, states=states, shared=shared)
+    sizes = _draw_group_sizes(chance, token_groups, states=states, shared=shared)
+    counts, tables = [], []
+    num_tokens = chance.randint(1, 24)
+    for decode_group, prefill_group in sizes:
+        is_state = not decode_group.tokens_per_kernel_block
+        count, table = (
+            _draw_state_table(chance)
+            if is_state
+            else _draw_token_table(chance, num_tokens, decode_group, prefill_group, windows=family != "attention")
+        )
+        counts.append(count)
+        tables.append(table)
+    decode_total, prefill_total = (sum(count[side] for count in counts) for side in (0, 1))
+    # A state lies in the pages of attention only where these are one after another.
+    layouts = LAYOUTS[:2] if states and shared else LAYOUTS
+    layout_name = chance.choice(layouts)
+    engines = [
+        Engine(
+            engine_id=name,
+            tp_size=tp_size,
+            layout_name=layout_name if chance.random() < 0.5 else chance.choice(layouts),
+            padding_bytes=chance.choice((0, 0, 3)),
+            groups=tuple(pair[side] for pair in sizes),
+            num_ids=total + chance.randint(1, 3),
+        )
+        for side, (name, tp_size, total) in enumerate(
+            ((f"decode-{chance.randint(0, 99)}", decode_tp, decode_total), ("prefill", prefill_tp, prefill_total))
+        )
+    ]
+    decode, prefill = engines
+    case = Case(
+        family=family,
+        tensors=tensors,
+        prefill=prefill,
+        decode=decode,
+        decode_rank=chance.randint(0, decode_tp - 1),
+        tables=_number_blocks(chance, tables, counts, decode.num_ids, prefill.num_ids),
+        noise=chance.randint(0, 2**32 - 1),
+    )
+    return Case(**{**case.__dict__, "features": features_of(case)})
+
+
+def _draw_tensors(
+    chance: random.Random, tp_sizes: tuple[int, int], token_groups: int, *, states: bool, shared: bool
+) -> tuple[Tensor, ...]:
+    """The model. Shared: layer i of every group lies in slice i of one tensor."""
+    units = [n for n in (1, 2, 3, 4, 6, 8, 12) if all(n % t == 0 or t % n == 0 for t in tp_sizes)]
+    channels = [n for n in (4, 8, 16, 6, 12) if all(n % t == 0 for t in tp_sizes)] or [24]
+    depth = chance.randint(1, 3)
+    heads, k_bytes, v_bytes = chance.choice(units), chance.randint(1, 3), chance.randint(1, 3)
+    is_latent = chance.random() < 0.3
+    names = iter(range(1000))
+
+    def tokens(group: int) -> LayerShape:
+        name = f"layers.{next(names)}"
+        if is_latent:
+            return latent(name, bytes_per_token=k_bytes + v_bytes, group=group)
+        return attention(name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=group)
+
+    state_sizes = {
+        "channels": chance.choice(channels),
+        "groups": chance.choice((0, *units)),
+        "heads": chance.choice(channels),
+        "channel_bytes": chance.randint(1, 2),
+        "group_bytes": chance.randint(1, 2),
+        "head_bytes": chance.randint(1, 3),
+    }
+
+    def state(group: int) -> LayerShape:
+        return mamba(f"layers.{next(names)}", group=group, **state_sizes)
+
+    num_groups = token_groups + states
+    makers = [tokens] * token_groups + [state] * states
+    if shared:
+        # Not every group has a layer in every slice, but every slice has tokens.
+        rows = [
+            tuple(make(group) if group == 0 or chance.random() < 0.85 else None for group, make in enumerate(makers))
+            for _ in range(depth)
+        ]
+        used = [any(row[group] for row in rows) for group in range(num_groups)]
+        rows[0] = tuple(shape if shape or used[group] else makers[group](group) for group, shape in enumerate(rows[0]))
+        tensors = [Tensor(layers=tuple(rows))]
+    else:
+        tensors = [
+            Tensor(
+                layers=tuple(
+                    tuple(make(group) if other == group else None for other in range(num_groups))
+                    for _ in range(chance.randint(1, depth))
+                )
+            )
+            for group, make in enumerate(makers)
+        ]
+    if chance.random() < 0.25:
+        # A second cache with blocks of another length in the same group, as an indexer next to latent attention.
+        shape = latent(f"layers.{next(names)}.indexer", bytes_per_token=chance.randint(1, 3), group=0)
+        tensors.append(Tensor(layers=((shape, *[None] * (num_groups - 1)),)))
+    return tuple(tensors)
+
+
+def _draw_group_sizes(
+    chance: random.Random, token_groups: int, *, states: bool, shared: bool
+) -> list[tuple[CacheGroup, CacheGroup]]:
+    """Block sizes of each group on (decode, prefill). Groups that share memory have pages of one size."""
+
+    def sizes() -> tuple[CacheGroup, CacheGroup]:
+        decode_tokens = chance.choice((1, 2, 3, 4, 8))
+        prefill_tokens = decode_tokens if chance.random() < 0.4 else chance.choice((1, 2, 3, 4, 6, 8))
+        ratio = chance.choice((1, 1, 2, 3))
+        return (
+            CacheGroup(tokens_per_kernel_block=decode_tokens, kernel_blocks_per_block=ratio),
+            CacheGroup(
+                tokens_per_kernel_block=prefill_tokens,
+                kernel_blocks_per_block=ratio if chance.random() < 0.5 else chance.choice((1, 2, 3)),
+            ),
+        )
+
+    first = sizes()
+    groups = [first if shared else sizes() for _ in range(token_groups)]
+    if states:
+        groups.append((CacheGroup(tokens_per_kernel_block=0), CacheGroup(tokens_per_kernel_block=0)))
+    return groups
+
+
+_Count = tuple[int, int]
+
+
+def _draw_token_table(
+    chance: random.Random, num_tokens: int, decode: CacheGroup, prefill: CacheGroup, *, windows: bool
+) -> tuple[_Count, GroupBlocks]:
+    """How many blocks (decode, prefill) the request has in this group, and all of a table but the ids."""
+    decode_size, prefill_size = decode.positions_per_block, prefill.positions_per_block
+    decode_end = math.ceil(num_tokens / decode_size)
+    prefill_end = math.ceil(num_tokens / prefill_size) + chance.choice((0, 0, 1))
+    decode_first = chance.choice((0, 0, chance.randint(0, decode_end)))
+    prefill_first, window = 0, None
+    states_tokens = True
+    if windows and chance.random() < 0.5:
+        window = chance.randint(1, num_tokens)
+        prefill_first = (num_tokens - window) // prefill_size
+        decode_first = max(decode_first, chance.randint(0, (num_tokens - window) // decode_size))
+    elif chance.random() < 0.3:
+        states_tokens = False
+    decode_count = decode_end - decode_first + chance.choice((0, 0, 1))
+    table = GroupBlocks(
+        local=range(decode_count),
+        remote=range(prefill_end - prefill_first),
+        local_first=decode_first,
+        remote_first=prefill_first,
+        num_tokens=num_tokens if states_tokens else None,
+        window_tokens=window,
+    )
+    return (decode_count, prefill_end - prefill_first), table
+
+
+def _draw_state_table(chance: random.Random) -> tuple[_Count, GroupBlocks]:
+    """States are few; the decode side may lack the first ones (it has them) or have one more (it makes it)."""
+    remote = chance.randint(1, 2)
+    first = chance.randint(0, remote - 1)
+    local = remote - first + chance.choice((0, 0, 1))
+    return (local, remote), GroupBlocks(local=range(local), remote=range(remote), local_first=first)
+
+
+def _number_blocks(
+    chance: random.Random, tables: Sequence[GroupBlocks], counts: Sequence[_Count], *num_ids: int
+) -> tuple[GroupBlocks, ...]:
+    """Give the tables ids. One pool for all groups of an engine, as vLLM has it."""
+    pools = [list(range(ids)) for ids in num_ids]
+    for pool in pools:
+        chance.shuffle(pool)
+        if chance.random() < 0.3:
+            pool.sort()
+    numbered = []
+    for table, (local, remote) in zip(tables, counts, strict=True):
+        ids = [[pool.pop() for _ in range(count)][::-1] for pool, count in zip(pools, (local, remote), strict=True)]
+        numbered.append(
+            GroupBlocks(
+                local=ids[0],
+                remote=ids[1],
+                local_first=table.local_first,
+                remote_first=table.remote_first,
+                num_tokens=table.num_tokens,
+                window_tokens=table.window_tokens,
+            )
+        )
+    return tuple(numbered)
+
+
+def features_of(case: Case) -> tuple[str, ...]:
+    """What a case exercises, for the table of coverage."""
+    decode, prefill, shapes = case.decode, case.prefill, case.shapes
+    ratio = (
+        f"D_TP = {decode.tp_size // prefill.tp_size} x P_TP"
+        if decode.tp_size % prefill.tp_size == 0
+        else f"P_TP = {prefill.tp_size // decode.tp_size} x D_TP"
+        if prefill.tp_size % decode.tp_size == 0
+        else "neither TP divides the other"
+    )
+    found = [ratio, case.family]
+    for shape in shapes:
+        kind = "states" if shape.is_state else shape.components[0].name
+        found.append({"k": "attention", "latent": "MLA"}.get(kind, kind))
+        for name, engine in (("D", decode), ("P", prefill)):
+            if shape.components[0].name == "k" and shape.components[0].units < engine.tp_size:
+                found.append(f"GQA with fewer heads than ranks of {name}")
+    for ours, theirs, table in zip(decode.groups, prefill.groups, case.tables, strict=True):
+        sizes = ours.tokens_per_kernel_block, theirs.tokens_per_kernel_block
+        if min(sizes):
+            if sizes[0] == sizes[1]:
+                found.append("equal kernel blocks")
+            elif sizes[0] % sizes[1] == 0:
+                found.append("P's kernel block smaller")
+            elif sizes[1] % sizes[0] == 0:
+                found.append("P's kernel block larger")
+            else:
+                found.append("neither kernel block divides the other")
+        if ours.kernel_blocks_per_block > 1 or theirs.kernel_blocks_per_block > 1:
+            found.append("logical block larger than the kernel's")
+        if ours.kernel_blocks_per_block != theirs.kernel_blocks_per_block:
+            found.append("different ratios of logical to kernel block")
+        if table.window_tokens is not None:
+            found.append("window")
+        if table.local_first:
+            found.append("prefix hit")
+    if any(sum(shape is not None for shape in row) > 1 for tensor in case.tensors for row in tensor.layers):
+        found.append("groups share tensors")
+    if decode.layout_name != prefill.layout_name:
+        found.append("different orders of axes")
+    if decode.padding_bytes or prefill.padding_bytes:
+        found.append("padding")
+    if decode.layout_name.startswith("B") and prefill.layout_name.startswith("B"):
+        found.append("block outermost on both sides")
+    return tuple(dict.fromkeys(found))
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def held(units: int, rank: int, ranks: int) -> list[int]:
+    """Units of a component that a rank holds."""
+    if ranks <= units:
+        each = units // ranks
+        return list(range(rank * each, rank * each + each))
+    return [rank // (ranks // units)]
+
+
+class Rank:
+    """The memory of one rank, one array of bytes for each tensor, and views of it by what the bytes mean.
+
+    Attributes:
+        memory: by tensor; the array of tensor i begins at address (i + 1) << _ADDRESS_BITS.
+        pages: by layer of tokens: [kernel blocks, heads held, tokens, content].
+        states: by layer of states, for each component: the units held, and [ids, units held, bytes of a unit].
+    """
+
+    def __init__(self, case: Case, engine: Engine, tp_rank: int, noise: np.random.Generator) -> None:
+        self.engine, self.tp_rank = engine, tp_rank
+        self.memory: list[Bytes] = []
+        self.pages: dict[str, Bytes] = {}
+        self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
+        regions: list[Region] = []
+        for tensor in case.tensors:
+            regions.extend(self._lay_out(tensor, noise))
+        self.layout = RankLayout(
+            engine_id=engine.engine_id,
+            tp_rank=tp_rank,
+            tp_size=engine.tp_size,
+            dcp_size=1,
+            pcp_size=1,
+            regions=tuple(regions),
+            kernel_block_size_tokens=1,
+            kernel_blocks_per_block=1,
+            layout_name=engine.layout_name,
+            attention_backend="ANY",
+            groups=engine.groups,
+        )
+
+    def _lay_out(self, tensor: Tensor, noise: np.random.Generator) -> list[Region]:
+        address = (len(self.memory) + 1) << _ADDRESS_BITS
+        shapes = [shape for row in tensor.layers for shape in row if shape is not None]
+        tokens = next((shape for shape in shapes if not shape.is_state), None)
+        state_bytes = max((self._state_bytes(shape) for shape in shapes if shape.is_state), default=0)
+        if tokens is None:
+            return self._lay_out_states(tensor, address, state_bytes, noise)
+        group = self.engine.groups[tokens.group]
+        sizes = {
+            "L": len(tensor.layers),
+            "B": self.engine.num_ids * group.kernel_blocks_per_block,
+            "H": len(held(tokens.components[0].units, self.tp_rank, self.engine.tp_size)),
+            "N": group.tokens_per_kernel_block,
+            "C": sum(component.bytes_per_unit for component in tokens.components),
+        }
+        page_bytes = sizes["H"] * sizes["N"] * sizes["C"]
+        lacking_bytes = -(-state_bytes // group.kernel_blocks_per_block) - page_bytes
+        padding_bytes = max(self.engine.padding_bytes, lacking_bytes)
+        axes = self.engine.layout_name
+        split = axes.index("B") + 1
+        inner_bytes = math.prod(sizes[axis] for axis in axes[split:])
+        outer = tuple(sizes[axis] for axis in axes[:split])
+        flat = noise.integers(0, 256, math.prod(outer) * (inner_bytes + padding_bytes), dtype=np.uint8)
+        self.memory.append(flat)
+        rows = flat.reshape(*outer, inner_bytes + padding_bytes)
+        view = rows[..., :inner_bytes].reshape(tuple(sizes[axis] for axis in axes))
+        view = view.transpose([axes.index(axis) for axis in "LBHNC"])
+        assert np.may_share_memory(view, flat)
+        strides = page_strides(
+            axes,
+            layers=sizes["L"],
+            blocks=sizes["B"],
+            heads=sizes["H"],
+            tokens=sizes["N"],
+            bytes_per_token=sizes["C"],
+            padding_bytes=padding_bytes,
+        )
+        regions = []
+        for index, row in enumerate(tensor.layers):
+            for shape in row:
+                if shape is None:
+                    continue
+                base_address = address + index * strides.layer
+                if shape.is_state:
+                    pages = flat.reshape(sizes["L"], self.engine.num_ids, -1)[index]
+                    self.states[shape.name] = self._state_views(shape, pages)
+                    stride_bytes = strides.block * group.kernel_blocks_per_block
+                    regions.append(self._state_region(shape, base_address, stride_bytes))
+                else:
+                    self.pages[shape.name] = view[index]
+                    pieces = paged_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size, strides=strides)
+                    regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
+        return regions
+
+    def _lay_out_states(
+        self, tensor: Tensor, address: int, state_bytes: int, noise: np.random.Generator
+    ) -> list[Region]:
+        page_bytes = state_bytes + self.engine.padding_bytes
+        flat = noise.integers(0, 256, len(tensor.layers) * self.engine.num_ids * page_bytes, dtype=np.uint8)
+        self.memory.append(flat)
+        slices = flat.reshape(len(tensor.layers), self.engine.num_ids, page_bytes)
+        regions = []
+        for index, row in enumerate(tensor.layers):
+            (shape,) = [shape for shape in row if shape is not None]
+            self.states[shape.name] = self._state_views(shape, slices[index])
+            base_address = address + index * self.engine.num_ids * page_bytes
+            regions.append(self._state_region(shape, base_address, page_bytes))
+        return regions
+
+    def _state_region(self, shape: LayerShape, base_address: int, stride_bytes: int) -> Region:
+        pieces = state_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size)
+        return _region(shape, base_address, self._state_bytes(shape), stride_bytes, self.engine.num_ids, pieces)
+
+    def _state_bytes(self, shape: LayerShape) -> int:
+        return sum(
+            len(held(component.units, self.tp_rank, self.engine.tp_size)) * component.bytes_per_unit
+            for component in shape.components
+        )
+
+    def _state_views(self, shape: LayerShape, pages: Bytes) -> list[tuple[list[int], Bytes]]:
+        views, start = [], 0
+        for component in shape.components:
+            units = held(component.units, self.tp_rank, self.engine.tp_size)
+            end = start + len(units) * component.bytes_per_unit
+            view = pages[:, start:end].reshape(len(pages), len(units), component.bytes_per_unit)
+            views.append((units, view))
+            start = end
+        return views
+
+    def bytes_at(self, address: int, length_bytes: int) -> Bytes:
+        """The memory there. OracleError when it is not this rank's, or not all of it."""
+        index, start = (address >> _ADDRESS_BITS) - 1, address % (1 << _ADDRESS_BITS)
+        if not 0 <= index < len(self.memory) or start + length_bytes > self.memory[index].size:
+            raise OracleError(f"{length_bytes} bytes at {address:#x} are outside of rank {self.tp_rank}'s memory")
+        return self.memory[index][start : start + length_bytes]
+
+
+_ADDRESS_BITS = 28
+
+
+def _region(
+    shape: LayerShape,
+    base_address: int,
+    length_bytes: int,
+    stride_bytes: int,
+    num_blocks: int,
+    pieces: tuple[Piece, ...],
+) -> Region:
+    return Region(
+        name=shape.name,
+        base_address=base_address,
+        block_length_bytes=length_bytes,
+        block_stride_bytes=stride_bytes,
+        num_blocks=num_blocks,
+        memory_kind="DRAM",
+        group=shape.group,
+        pieces=pieces,
+    )
+
+
+# --- the judgement --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """The request's KV, of all ranks, by layer.
+
+    Attributes:
+        pages: [positions, heads, content].
+        states: for each component [slots, units, bytes of a unit].
+    """
+
+    pages: dict[str, Bytes]
+    states: dict[str, list[Bytes]]
+
+
+def make_content(case: Case, noise: np.random.Generator) -> Content:
+    """Up to the end of the prefill side's last block: what lies beyond the request's tokens is transferred as well."""
+    pages, states = {}, {}
+    for shape in case.shapes:
+        table, group = case.tables[shape.group], case.prefill.groups[shape.group]
+        positions = (table.remote_first + len(table.remote)) * group.positions_per_block
+        if shape.is_state:
+            states[shape.name] = [
+                noise.integers(0, 256, (positions, component.units, component.bytes_per_unit), dtype=np.uint8)
+                for component in shape.components
+            ]
+        else:
+            size = sum(component.bytes_per_unit for component in shape.components)
+            pages[shape.name] = noise.integers(0, 256, (positions, shape.components[0].units, size), dtype=np.uint8)
+    return Content(pages=pages, states=states)
+
+
+def write_prefill(case: Case, rank: Rank, content: Content) -> None:
+    """Lay the request's KV into a prefill rank's memory as that rank would hold it."""
+    for shape in case.shapes:
+        table, group = case.tables[shape.group], case.prefill.groups[shape.group]
+        if shape.is_state:
+            for (units, view), values in zip(rank.states[shape.name], content.states[shape.name], strict=True):
+                for slot, block in enumerate(table.remote, table.remote_first):
+                    view[block] = values[slot, units]
+            continue
+        units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
+        for kernel_block, token, position in _positions(table.remote, table.remote_first, group):
+            rank.pages[shape.name][kernel_block, :, token] = content.pages[shape.name][position, units]
+
+
+def write_expected(case: Case, rank: Rank, content: Content) -> None:
+    """Change a decode rank's memory into what it has to be after the request was read."""
+    for shape in case.shapes:
+        table = case.tables[shape.group]
+        ours, theirs = case.decode.groups[shape.group], case.prefill.groups[shape.group]
+        first = table.remote_first * theirs.positions_per_block
+        end = (table.remote_first + len(table.remote)) * theirs.positions_per_block
+        if shape.is_state:
+            for (units, view), values in zip(rank.states[shape.name], content.states[shape.name], strict=True):
+                for slot, block in enumerate(table.local, table.local_first):
+                    if first <= slot < end:
+                        view[block] = values[slot, units]
+            continue
+        if table.num_tokens is not None:
+            step = math.gcd(ours.tokens_per_kernel_block, theirs.tokens_per_kernel_block)
+            end = min(end, math.ceil(table.num_tokens / step) * step)
+        units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
+        for kernel_block, token, position in _positions(table.local, table.local_first, ours):
+            arrives = first <= position < end
+            page = rank.pages[shape.name][kernel_block]
+            page[:, token] = content.pages[shape.name][position, units] if arrives else 0
+
+
+def _positions(blocks: Sequence[int], first: int, group: CacheGroup) -> list[tuple[int, int, int]]:
+    """(kernel block, token within it, position in the request) of every token of the blocks."""
+    ratio, size = group.kernel_blocks_per_block, group.tokens_per_kernel_block
+    return [
+        (block * ratio + part, token, ((first + index) * ratio + part) * size + token)
+        for index, block in enumerate(blocks)
+        for part in range(ratio)
+        for token in range(size)
+    ]
+
+
+def check(case: Case) -> int:
+    """Judge the product's plan of a case; returns the number of descriptors it needs. Raises OracleError."""
+    noise = np.random.default_rng(case.noise)
+    content = make_content(case, noise)
+    wanted = [
+        rank
+        for rank in range(case.prefill.tp_size)
+        if rank * case.decode.tp_size < (case.decode_rank + 1) * case.prefill.tp_size
+        and case.decode_rank * case.prefill.tp_size < (rank + 1) * case.decode.tp_size
+    ]
+    if list(partners(case.decode_rank, case.decode.tp_size, case.prefill.tp_size)) != wanted:
+        raise OracleError(f"rank {case.decode_rank} has to deal with ranks {wanted}")
+    prefill = {rank: Rank(case, case.prefill, rank, noise) for rank in wanted}
+    for rank in prefill.values():
+        write_prefill(case, rank, content)
+    decode = Rank(case, case.decode, case.decode_rank, noise)
+    before = [array.copy() for array in decode.memory]
+    write_expected(case, decode, content)
+    expected = [array.copy() for array in decode.memory]
+    for array, old in zip(decode.memory, before, strict=True):
+        array[:] = old
+    engine_plan = plan_engine(decode.layout, [rank.layout for rank in prefill.values()])
+    _check_notified(case, engine_plan, wanted)
+    descriptors = carry_out(engine_plan, case.tables, decode, prefill)
+    for index, (found, right) in enumerate(zip(decode.memory, expected, strict=True)):
+        wrong = np.flatnonzero(found != right)
+        if wrong.size:
+            at = wrong[0]
+            was = "unchanged" if found[at] == before[index][at] else "changed"
+            raise OracleError(
+                f"{wrong.size} bytes of tensor {index} are wrong, the first at {at}: "
+                f"{found[at]} ({was}) instead of {right[at]}"
+            )
+    return descriptors
+
+
+def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Rank, prefill: dict[int, Rank]) -> int:
+    """The plan as plain copies, in no order that matters: no byte may be written twice."""
+    pairs = engine_plan.pair(tables)
+    written = [np.zeros(array.size, bool) for array in decode.memory]
+    descriptors = 0
+    for read in engine_plan.reads:
+        local_ids, remote_ids = read.chunk_descriptor_ids(pairs)
+        if not local_ids.dtype == remote_ids.dtype == np.int32 or local_ids.shape != remote_ids.shape:
+            raise OracleError("ids of the two sides differ in number or type")
+        local, remote = expand_runs(read.local_runs), expand_runs(read.remote_runs)
+        remote_rank = prefill[read.remote_rank]
+        descriptors += local_ids.size
+        for ours, theirs in zip(local_ids.tolist(), remote_ids.tolist(), strict=True):
+            if not (0 <= ours < len(local) and 0 <= theirs < len(remote)):
+                raise OracleError("a descriptor that was not prepared")
+            (to, length_bytes), (source, source_length_bytes) = local[ours], remote[theirs]
+            if length_bytes != source_length_bytes:
+                raise OracleError(f"{source_length_bytes} bytes into {length_bytes}")
+            decode.bytes_at(to, length_bytes)[:] = remote_rank.bytes_at(source, length_bytes)
+            _mark(written, to, length_bytes)
+    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs)), strict=True):
+        decode.bytes_at(address, length_bytes)[:] = 0
+        _mark(written, address, length_bytes)
+    return descriptors
+
+
+def expand_runs(runs: Sequence[MemoryRun]) -> list[tuple[int, int]]:
+    """(address, length) of every descriptor, as NIXL expands a compressed list."""
+    for run in runs:
+        if run.stride_bytes < run.length_bytes and run.count > 1:
+            raise OracleError(f"descriptors of {run} overlap")
+    return [(run.address + i * run.stride_bytes, run.length_bytes) for run in runs for i in range(run.count)]
+
+
+def _mark(written: Sequence[npt.NDArray[np.bool_]], address: int, length_bytes: int) -> None:
+    start = address % (1 << _ADDRESS_BITS)
+    part = written[(address >> _ADDRESS_BITS) - 1][start : start + length_bytes]
+    if part.any():
+        raise OracleError(f"bytes at {address:#x} are written twice")
+    part[:] = True
+
+
+def _check_notified(case: Case, engine_plan: EnginePlan, wanted: Sequence[int]) -> None:
+    """Every partner hears from us once, and is told how many of our ranks it has to wait for."""
+    told = {read.remote_rank: read.consumers for read in engine_plan.reads}
+    told |= {notified.remote_rank: notified.consumers for notified in engine_plan.notify_only}
+    if sorted(told) != list(wanted) or len(told) != len(engine_plan.reads) + len(engine_plan.notify_only):
+        raise OracleError(f"ranks {sorted(told)} are notified instead of {list(wanted)}")
+    for rank, consumers in told.items():
+        waits_for = [
+            reader
+            for reader in range(case.decode.tp_size)
+            if reader * case.prefill.tp_size < (rank + 1) * case.decode.tp_size
+            and rank * case.decode.tp_size < (reader + 1) * case.prefill.tp_size
+        ]
+        if consumers != len(waits_for):
+            raise OracleError(f"rank {rank} is told to wait for {consumers} instead of {len(waits_for)}")
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+def case_of(seed: int, family: str) -> Case:
+    """The case of a seed: the same in every process."""
+    return draw_case(random.Random(f"{family} {seed}"), family)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 when a case failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.unit.layout_oracle", description="Byte oracle of read plans."
+    )
+    parser.add_argument("--examples", type=int, default=10_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="default: all three in turn")
+    options = parser.parse_args(arguments)
+    families = options.family or FAMILIES
+    counts: collections.Counter[str] = collections.Counter()
+    descriptors, started = 0, time.monotonic()
+    for number in range(options.examples):
+        seed, family = options.first_seed + number // len(families), families[number % len(families)]
+        case = case_of(seed, family)
+        counts.update(case.features)
+        try:
+            descriptors += check(case)
+        except Exception as error:
+            print(f"seed {seed} of {family}: {type(error).__name__}: {error}\n{case}")
+            print(f"again: python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            return 1
+    for feature, count in sorted(counts.items()):
+        print(f"{count:8}  {feature}")
+    seconds = time.monotonic() - started
+    print(f"{options.examples} examples agree byte for byte; {descriptors} descriptors; {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""Read plans of random models and engines, judged by bytes, and whether the judge notices plans that are broken.
+
+The oracle itself is tests/unit/layout_oracle.py. Seeds draw its cases evenly; hypothesis draws them to find the odd
+one, and shrinks what fails. `make oracle` runs many more.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connector.layout import LayoutMismatch, blocks, copies, plan, shapes, sources
+from connector.layout.blocks import GroupBlocks, GroupPair
+from tests.unit import layout_oracle
+from tests.unit.layout_oracle import FAMILIES, OracleError, case_of, check, draw_case
+from tests.unit.properties import on_any_machine
+
+SEEDS = 300
+"""How many cases of each family a broken plan may live through."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeds(family: str) -> None:
+    for seed in range(700):
+        try:
+            check(case_of(seed, family))
+        except Exception as error:
+            error.add_note(f"python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            raise
+
+
+@settings(on_any_machine, max_examples=700)
+@given(st.randoms(use_true_random=False))
+def test_attention(chance: random.Random) -> None:
+    check(draw_case(chance, "attention"))
+
+
+@settings(on_any_machine, max_examples=650)
+@given(st.randoms(use_true_random=False))
+def test_groups(chance: random.Random) -> None:
+    check(draw_case(chance, "groups"))
+
+
+@settings(on_any_machine, max_examples=650)
+@given(st.randoms(use_true_random=False))
+def test_states(chance: random.Random) -> None:
+    check(draw_case(chance, "states"))
+
+
+def test_every_feature_occurs() -> None:
+    """Guards the tests above: cases of a kind that is never drawn prove nothing."""
+    counts = collections.Counter(
+        feature for family in FAMILIES for seed in range(400) for feature in case_of(seed, family).features
+    )
+    for feature in (
+        *(f"{one} = {ratio} x {other}" for ratio in (2, 4, 8) for one, other in (("D_TP", "P_TP"), ("P_TP", "D_TP"))),
+        "D_TP = 1 x P_TP",
+        "neither TP divides the other",
+        "GQA with fewer heads than ranks of D",
+        "GQA with fewer heads than ranks of P",
+        "MLA",
+        "attention",
+        "P's kernel block smaller",
+        "P's kernel block larger",
+        "neither kernel block divides the other",
+        "logical block larger than the kernel's",
+        "different ratios of logical to kernel block",
+        "window",
+        "prefix hit",
+        "groups share tensors",
+        "states",
+        "different orders of axes",
+        "block outermost on both sides",
+        "padding",
+    ):
+        assert counts[feature] >= 10, feature
+
+
+def test_a_seed_is_the_same_case_again() -> None:
+    assert [msgspec.to_builtins(case_of(3, family).tables) for family in FAMILIES] == [
+        msgspec.to_builtins(case_of(3, family).tables) for family in FAMILIES
+    ]
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_oracle.main(["--examples", "30", "--first-seed", "7"]) == 0
+    assert "30 examples agree byte for byte" in capsys.readouterr().out
+
+
+def test_command_line_names_the_case_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with _no_zeroing():
+        assert layout_oracle.main(["--examples", "200", "--family", "groups"]) == 1
+    assert "again: python -m tests.unit.layout_oracle --examples 1 --first-seed" in capsys.readouterr().out
+
+
+# --- broken plans ---------------------------------------------------------------------------------------------------
+
+
+def _slice_at_the_start() -> AbstractContextManager[Any]:
+    """D_TP > P_TP: every decode rank reads the first heads of the prefill rank's block."""
+    return patch.object(copies, "_address", lambda region, piece, unit: region.base_address + piece.offset_bytes)
+
+
+def _heads_before_tokens() -> AbstractContextManager[Any]:
+    """The order of heads and tokens in memory is ignored."""
+    right = shapes.page_strides
+
+    def strides(layout_name: str, **sizes: int) -> shapes.PageStrides:
+        return right(layout_name.replace("NHC", "HNC"), **sizes)
+
+    return patch.object(layout_oracle, "page_strides", strides)
+
+
+def _absorb_what_is_dense_here() -> AbstractContextManager[Any]:
+    """Stretches that are contiguous on our side are read as one, whatever the other side's order."""
+    right = copies._absorb_loops
+
+    def absorb(copy: copies.Copy) -> copies.Copy:
+        loops = tuple((count, local_step, local_step) for count, local_step, _ in copy.loops)
+        return right(msgspec.structs.replace(copy, loops=loops))
+
+    return patch.object(copies, "_absorb_loops", absorb)
+
+
+def _join_what_is_adjacent_here() -> AbstractContextManager[Any]:
+    right = copies._are_neighbours
+
+    def are_neighbours(first: copies.Copy, second: copies.Copy) -> bool:
+        adjacent = first.remote_address + first.length_bytes
+        return right(first, msgspec.structs.replace(second, remote_address=adjacent))
+
+    return patch.object(copies, "_are_neighbours", are_neighbours)
+
+
+def _pair_as(change: Callable[[GroupBlocks], dict[str, Any]]) -> AbstractContextManager[Any]:
+    right = GroupPair.pair
+
+    def pair(self: GroupPair, tables: GroupBlocks) -> blocks.ChunkPairs:
+        return right(self, msgspec.structs.replace(tables, **change(tables)))
+
+    return patch.object(GroupPair, "pair", pair)
+
+
+def _prefix_ignored() -> AbstractContextManager[Any]:
+    """The first remote block goes into the first local one, although a prefix is there already."""
+    return _pair_as(lambda _: {"local_first": 0})
+
+
+def _window_ignored() -> AbstractContextManager[Any]:
+    """The other side's list is taken to start with the request, although a window has clipped it."""
+    return _pair_as(lambda _: {"remote_first": 0, "num_tokens": None})
+
+
+def _length_ignored() -> AbstractContextManager[Any]:
+    """All of the other side's last block is read."""
+    return _pair_as(lambda _: {"num_tokens": None})
+
+
+def _locate_as(change: Callable[[Any, Any, int], tuple[Any, Any]]) -> AbstractContextManager[Any]:
+    right = blocks._locate
+
+    def locate(chunk: Any, ids: Any, group: Any, chunks: int) -> tuple[Any, Any]:
+        return change(*right(chunk, ids, group, chunks), chunks)
+
+    return patch.object(blocks, "_locate", locate)
+
+
+def _chunks_from_the_end() -> AbstractContextManager[Any]:
+    """The parts of a block are filled in the wrong order."""
+    return _locate_as(lambda block, chunk, chunks: (block, chunks - 1 - chunk))
+
+
+def _first_kernel_block_only() -> AbstractContextManager[Any]:
+    """A logical block of several kernel blocks is taken for one."""
+    right = blocks._locate
+
+    def locate(chunk: Any, ids: Any, group: Any, chunks: int) -> tuple[Any, Any]:
+        block, within = right(chunk, ids, group, chunks)
+        return block // group.kernel_blocks_per_block, within
+
+    return patch.object(blocks, "_locate", locate)
+
+
+def _uneven_numbering() -> AbstractContextManager[Any]:
+    """Descriptor ids of a run of chunks are counted as if every chunk had a run of its own."""
+    return patch.object(plan, "_steps", lambda place: (1, place.blocks if place.chunks > 1 else 0))
+
+
+def _padding_ignored() -> AbstractContextManager[Any]:
+    right = copies._place
+
+    def place(region: Any, piece: Any, chunks: int, positions: int) -> copies.Place:
+        found = right(region, piece, chunks, positions)
+        dense = region.block_length_bytes
+        return msgspec.structs.replace(found, block_stride_bytes=min(found.block_stride_bytes, dense))
+
+    return patch.object(copies, "_place", place)
+
+
+def _replica_of_another_head() -> AbstractContextManager[Any]:
+    """Fewer heads than ranks: neighbours are taken to hold different heads instead of the same one."""
+
+    def shard(units: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+        if tp_size > units:
+            return tp_rank % units, tp_rank % units + 1
+        return tp_rank * units // tp_size, (tp_rank + 1) * units // tp_size
+
+    return patch.object(shapes, "shard", shard)
+
+
+def _c_for_b() -> AbstractContextManager[Any]:
+    """Where the convolution's B is wanted, C is read."""
+    right = sources._holders
+
+    def holders(remotes: Sequence[Any]) -> dict[tuple[str, str], Any]:
+        found = right(remotes)
+        return {
+            (layer, name): found[layer, "conv_c"] if name == "conv_b" else value
+            for (layer, name), value in found.items()
+        }
+
+    return patch.object(sources, "_holders", holders)
+
+
+def _no_zeroing() -> AbstractContextManager[Any]:
+    """What the other side did not fill keeps what an earlier request left there."""
+    nothing = np.empty(0, np.int64)
+    return patch.object(plan.EnginePlan, "unfilled", lambda self, pairs: (nothing, nothing))
+
+
+def _one_consumer() -> AbstractContextManager[Any]:
+    """D_TP > P_TP: the prefill rank frees its blocks after the first of its readers."""
+    right = plan._read_plan
+
+    def read_plan(local: Any, remote: Any, found: Any, groups: Any, consumers: int) -> plan.ReadPlan:
+        return right(local, remote, found, groups, 1)
+
+    return patch.object(plan, "_read_plan", read_plan)
+
+
+def _replicas_not_told() -> AbstractContextManager[Any]:
+    """A prefill rank that nobody reads never hears of the end."""
+    right = plan._plan
+
+    def without(*arguments: Any) -> Any:
+        reads, _, groups = right(*arguments)
+        return reads, (), groups
+
+    return patch.object(plan, "_plan", without)
+
+
+def _sides_sorted_apart() -> AbstractContextManager[Any]:
+    """Each side's blocks are sorted by themselves."""
+    right = GroupPair.pair
+
+    def pair(self: GroupPair, tables: GroupBlocks) -> blocks.ChunkPairs:
+        return right(self, msgspec.structs.replace(tables, remote=sorted(tables.remote)))
+
+    return patch.object(GroupPair, "pair", pair)
+
+
+def _groups_confused() -> AbstractContextManager[Any]:
+    """All groups are read with the blocks of the first."""
+    right = plan.ReadPlan.chunk_descriptor_ids
+
+    def ids(self: plan.ReadPlan, pairs: Sequence[blocks.ChunkPairs]) -> Any:
+        return right(self, [pairs[0]] * len(pairs))
+
+    return patch.object(plan.ReadPlan, "chunk_descriptor_ids", ids)
+
+
+def _last_row_forgotten() -> AbstractContextManager[Any]:
+    right = plan.copies_between
+
+    def between(*arguments: Any) -> list[copies.Copy]:
+        found = right(*arguments)
+        return found[:-1] or found
+
+    return patch.object(plan, "copies_between", between)
+
+
+def _runs_by_address_only() -> AbstractContextManager[Any]:
+    """A run is shared by all stretches that start at its address, although they differ in length."""
+    right = plan._Runs.start
+
+    def start(self: Any, address: int, length_bytes: int, place: copies.Place) -> int:
+        known = self.__dict__.setdefault("lengths", {})
+        return right(self, address, known.setdefault(address, length_bytes), place)
+
+    return patch.object(plan._Runs, "start", start)
+
+
+BROKEN = (
+    _slice_at_the_start,
+    _heads_before_tokens,
+    _absorb_what_is_dense_here,
+    _join_what_is_adjacent_here,
+    _prefix_ignored,
+    _window_ignored,
+    _length_ignored,
+    _chunks_from_the_end,
+    _first_kernel_block_only,
+    _uneven_numbering,
+    _padding_ignored,
+    _replica_of_another_head,
+    _c_for_b,
+    _no_zeroing,
+    _one_consumer,
+    _replicas_not_told,
+    _sides_sorted_apart,
+    _groups_confused,
+    _last_row_forgotten,
+    _runs_by_address_only,
+)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__.strip("_"))
+def test_broken_plan_is_noticed(broken: Callable[[], AbstractContextManager[Any]]) -> None:
+    """The bytes have to be wrong, not just an exception somewhere; and without the fault the same case is right."""
+    case = next(_noticed(broken), None)
+    assert case is not None
+    check(case)
+
+
+def _noticed(broken: Callable[[], AbstractContextManager[Any]]) -> Iterator[layout_oracle.Case]:
+    for seed in range(SEEDS):
+        for family in FAMILIES:
+            case = case_of(seed, family)
+            with broken():
+                try:
+                    check(case)
+                except OracleError:
+                    yield case
+                except (ValueError, LookupError, LayoutMismatch):
+                    continue  # Noticed by the product itself, which is not the question.
