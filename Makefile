@@ -1,5 +1,6 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
-# make test    everything that can be checked here: make check, then all tests, cheap ones first
+# make test    everything that can be checked here: make check, then all tests: first those that need no whole engine,
+#              two at a time, then those that do
 # make explore the model checker on three requests, which takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the machines alone, then the production actors
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
@@ -28,7 +29,8 @@ check: setup
 	$(BIN)/mypy --strict statemachine connector
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/actors tests/conformance
+	$(BIN)/python -m pytest tests/integration tests/e2e
 
 explore: setup
 	$(BIN)/python -m statemachine.explore 3 1 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ class Level:
 
 
 def _simulate_with_vllm(plan: Plan) -> Result:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     from tests.simulation.vllm.cluster import simulate as simulate_with_vllm  # vLLM is imported only for this
 
     return simulate_with_vllm(plan)

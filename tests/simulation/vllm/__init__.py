@@ -15,7 +15,3 @@ next token out of them, so wrong KV shows both in memory and in the answer.
 
 Only this package of the simulator imports vLLM.
 """
-
-import os
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; the rest is of no use here
