@@ -227,17 +227,18 @@ class OnePrefillTwoDecode:
 
 
 class BuiltinAndOurs:
-    """Two engines with vLLM's own connector and one with this project's, which is loaded by its plug-in's name. Each
-    takes both roles."""
+    """One engine with vLLM's own connector and one with this project's, which is loaded by its plug-in's name.
+
+    Each takes both roles. A pair of built-in ones is in the integration tests.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
         self._engines = EngineSet()
         try:
-            self.ours, self.builtin, self.other_builtin = self._engines.start(
+            self.ours, self.builtin = self._engines.start(
                 _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
                 _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
-                _options(directory, "other-builtin", core=0, connector="builtin", extra_config=BUILTIN_CONFIG),
             )
         except BaseException:
             self._engines.stop()
