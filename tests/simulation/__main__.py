@@ -91,7 +91,8 @@ class Totals:
         self.outcomes += result.outcomes
         self.faults += result.faults_fired
         self.transitions += result.transitions
-        self.coverage += result.coverage
+        if isinstance(result, Result):
+            self.coverage += result.coverage
 
 
 def say(line: str) -> None:

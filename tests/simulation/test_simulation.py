@@ -6,12 +6,13 @@ a bug are in regressions/ and run as well. That the oracles do complain is shown
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.simulation.__main__ import read_plan
+from tests.simulation.__main__ import main, read_plan
 from tests.simulation.cluster import simulate
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan
@@ -63,6 +64,18 @@ def test_a_divergence_is_found_where_it_begins() -> None:
     assert (shorter.line, shorter.first, shorter.second) == (20, b"record 19", None)
     assert "the trace has ended" in str(shorter)
     assert first_divergence(one, one) is None
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_the_command_line_says_what_happened(
+    level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulation", "--level", level, "--seed", "3", "--seeds", "2"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    for line in ("seeds        2", "requests", "virtual time", "faults       message_loss", "transitions taken"):
+        assert line in said
+    assert said.endswith("verdict      all passed\n")
 
 
 def test_different_seeds_give_different_traces() -> None:
