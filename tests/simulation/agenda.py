@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import types
 from collections.abc import Callable, Coroutine, Generator
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import trio
@@ -92,18 +93,20 @@ class Agenda:
 
     def _jump(self, clock: MockClock) -> None:
         """Every task waits: go on to what comes next, an entry or a deadline of a task; entries first."""
-        while not self._carry_out_due():
-            statistics = trio.lowlevel.current_statistics()
-            if statistics.tasks_runnable:
+        runner: Any = trio._core._run.GLOBAL_RUN_CONTEXT.runner  # public statistics cost twenty times as much
+        heap, now = self._heap, clock.current_time()
+        while not runner.runq:
+            entry_at = heap[0][0] if heap else inf
+            deadline_at = runner.deadlines.next_deadline()
+            if entry_at > deadline_at:
+                clock.jump(max(0.0, deadline_at - now))
                 return
-            until_entry = self._heap[0][0] - trio.current_time() if self._heap else float("inf")
-            until_deadline = statistics.seconds_to_next_deadline
-            if until_entry > until_deadline:
-                clock.jump(max(0.0, until_deadline))
+            if entry_at == inf:
                 return
-            if until_entry == float("inf"):
-                return
-            clock.jump(until_entry)
+            if entry_at > now:
+                clock.jump(entry_at - now)
+                now = clock.current_time()
+            heapq.heappop(heap)[2]()
 
 
 class Script(Generic[T]):

@@ -118,6 +118,8 @@ DECODE_KINDS = (
 READ_SLOWDOWN = 50
 FAULTS_MAX = 16
 STOP_WHILE_DRAINING_SHARE = 0.08
+ABORT_WHILE_DRAINING_SHARE = 0.05
+"""How many seeds have faults that would hardly ever meet by themselves."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,12 +205,14 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
     if Kind.STOP in kinds and chance.random() < STOP_WHILE_DRAINING_SHARE:
         faults += _stop_while_draining(shape, chance)
+    if Kind.LONG_QUEUE in kinds and chance.random() < ABORT_WHILE_DRAINING_SHARE:
+        faults += _abort_while_draining(shape, chance)
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 
 def _stop_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:
-    """Three faults that would hardly ever meet: READs hang, their prefill engine is replaced, and before their end is
-    noticed, which the replaced one waits for, the decode engine is stopped."""
+    """READs hang, their prefill engine is replaced, and before their end is noticed, which the replaced one waits for,
+    the decode engine is stopped."""
     decode, prefill = chance.choice(shape.decode_names), chance.choice(shape.prefill_names)
     at_seconds = round(chance.uniform(0.2, shape.safety_seconds * 0.5), 3)
     replaced_seconds = at_seconds + 0.3
@@ -217,6 +221,19 @@ def _stop_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:
         Fault(kind=Kind.READ_STALL, target=f"{decode}>{prefill}", at_seconds=at_seconds, duration_seconds=1.0),
         Fault(kind=Kind.CRASH_NEW_ID, target=prefill, at_seconds=replaced_seconds, duration_seconds=0.0),
         Fault(kind=Kind.STOP, target=decode, at_seconds=stopped_seconds, duration_seconds=0.1),
+    ]
+
+
+def _abort_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:
+    """Requests queue until shortly before the end of their leases; then their READs hang, and clients leave."""
+    decode, prefill = chance.choice(shape.decode_names), chance.choice(shape.prefill_names)
+    queue_seconds = shape.lease_seconds - 0.5
+    served_seconds = round(0.1 + queue_seconds, 3)
+    link = f"{decode}>{prefill}"
+    return [
+        Fault(kind=Kind.LONG_QUEUE, target=decode, at_seconds=0.1, duration_seconds=queue_seconds),
+        Fault(kind=Kind.READ_STALL, target=link, at_seconds=served_seconds, duration_seconds=1.4),
+        Fault(kind=Kind.ABORT, target=decode, at_seconds=served_seconds, duration_seconds=1.0),
     ]
 
 
