@@ -13,7 +13,6 @@ from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout
 from connector.ports.side_channel import SideChannel
 from connector.runtime.clock import Clock
-from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.messages import Outcome
 from connector.runtime.nixl_owner import NixlOwner
 from connector.runtime.tracked import Recorder
@@ -36,7 +35,6 @@ class ActorContext:
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure.
         jitter: source of randomness for back-off delays; seeded in the simulator.
-        consumed: blocks that were read and released, whichever actor did it.
     """
 
     options: ConnectorOptions
@@ -48,4 +46,3 @@ class ActorContext:
     emit: Callable[[Outcome], None]
     log_failure: Callable[[str, Failure], None]
     jitter: random.Random
-    consumed: ConsumedBlocks

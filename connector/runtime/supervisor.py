@@ -106,7 +106,6 @@ class Supervisor:
             emit=emit,
             log_failure=log_failure,
             jitter=jitter,
-            consumed=ConsumedBlocks(),
         )
         self._peers: dict[str, PeerActor] = {}
         self._peer_of_request: dict[str, str] = {}

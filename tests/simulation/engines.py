@@ -478,10 +478,6 @@ class DecodeEngine(Engine):
         self._quarantined: list[list[int]] = []
         super().__init__(around, name, chance)
 
-    @property
-    def quarantined_blocks(self) -> int:
-        return sum(len(blocks) for blocks in self._quarantined)
-
     def crash(self) -> None:
         self.around.oracles.forget_pulls(self.name)
         ended, self._ended = self._ended, {}
