@@ -150,6 +150,7 @@ class PrefillDecode:
     """A prefill engine and a decode engine as one service."""
 
     def __init__(self, prefill: Engine, decode: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+        self.decode_engine = decode
         self.prefill_client = Client(prefill, timeout_seconds)
         self.decode_client = Client(decode, timeout_seconds)
 
@@ -199,6 +200,25 @@ class PrefillDecode:
     def alone(self, prompt: str | list[int], max_tokens: int = ANSWER_TOKENS) -> Answer:
         """What D computes without P. Salted: neither uses cached blocks of a transferred request nor leaves any."""
         return self.decode_client.complete(prompt, max_tokens=max_tokens, cache_salt="computed-alone")
+
+    def prefill_concurrently(self, prompts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """The parameters of all prompts, computed on P at once, by request id. Raises RuntimeError when P fails."""
+        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
+            answers = dict(zip(prompts, pool.map(self.prefill, prompts.values(), prompts), strict=True))
+        params = {key: answer.kv_transfer_params for key, answer in answers.items()}
+        if missing := [key for key, each in params.items() if not each]:
+            raise RuntimeError(f"P kept no blocks for {missing}: {answers[missing[0]].error}")
+        return {key: each for key, each in params.items() if each}
+
+    def decode_concurrently(
+        self, prompts: Mapping[str, str], params: Mapping[str, Mapping[str, Any]], max_tokens: int = ANSWER_TOKENS
+    ) -> dict[str, Answer]:
+        """`decode` for all at once, by request id."""
+        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
+            calls = {
+                key: pool.submit(self.decode, prompt, params[key], key, max_tokens) for key, prompt in prompts.items()
+            }
+            return {key: call.result() for key, call in calls.items()}
 
     def pd_concurrently(self, prompts: Mapping[str, str], max_tokens: int = ANSWER_TOKENS) -> dict[str, Answer]:
         """`pd` for all at once, by request id."""

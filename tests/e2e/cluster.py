@@ -42,8 +42,10 @@ DECODE_BLOCKS = 40
 """Blocks of the KV caches: so few that running requests are preempted and that freed blocks are soon used again."""
 
 LEASE_SECONDS = 10.0
-HANDSHAKE_TIMEOUT_SECONDS = 5.0
-REQUEST_TIMEOUT_SECONDS = 10.0
+HANDSHAKE_TIMEOUT_SECONDS = 12.0
+"""Longer than the default: a machine that stands still for some seconds must not use up the time in which others are to
+be served while a request waits for a dead engine."""
+REQUEST_TIMEOUT_SECONDS = 16.0
 
 BUILTIN_CONFIG = {"num_threads": 0}
 """By default the built-in connector's NIXL agent keeps four progress threads spinning, on the core of its engine."""

@@ -9,9 +9,11 @@ the next test that needs it, and the tests about restarts look at what the resta
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.e2e.cluster import (
     blocks_of,
     prompt,
 )
+from tests.e2e.stalls import Stall, watched
 from tests.e2e.trace_table import REQUEST_STATES_TERMINAL
 from tests.rig.network import BlackHole, dead_params, free_port
 
@@ -36,6 +39,8 @@ DEADLINE_MARGIN_SECONDS = 5.0
 HEALTHY_LIMIT_SECONDS = 0.5
 NORMAL_TIME_MARGIN_SECONDS = 1.0
 """By how much a request that needs no P may take longer while others wait for a dead one."""
+STALL_SECONDS = 2.0
+"""After which D's stacks are taken. vLLM's queue spins for a second before it sleeps."""
 ATTEMPTS = 3
 SHORT_LEASE_SECONDS = 3.0
 
@@ -50,6 +55,10 @@ def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
 
 def decode(service: PrefillDecode, key: str, params: dict[str, Any]) -> Answer:
     return service.decode(prompt(TOKENS, key), params, key)
+
+
+def prefill_and_decode(service: PrefillDecode, key: str) -> Answer:
+    return decode(service, key, prefilled(service, key))
 
 
 def assert_serves(cluster: OnePrefillTwoDecode, name: str) -> None:
@@ -74,7 +83,13 @@ def assert_lost(cluster: OnePrefillTwoDecode, service: PrefillDecode, key: str, 
 
 
 class Disturbed(AssertionError):
-    """A request that needs no P did not take its normal time."""
+    """A request that needs no P, or whose P is well, did not take its normal time."""
+
+    def __init__(self, what: str, stalls: Sequence[Stall] = ()) -> None:
+        seen = "\n\n".join(str(stall) for stall in stalls if stall.stacks)
+        super().__init__(f"{what}\n{seen}")
+        self.by_chance = not stalls or any(stall.in_queue for stall in stalls)
+        """Whether the machine stood still before anything could be shown, or vLLM's own queue held D up (`stalls`)."""
 
 
 def normal_seconds(service: PrefillDecode) -> float:
@@ -85,35 +100,58 @@ def normal_seconds(service: PrefillDecode) -> float:
 
 
 def assert_undisturbed(service: PrefillDecode, normal: float, waiting: Sequence[Future[Answer]] = ()) -> None:
-    """A request that needs no P takes its normal time, while others wait for a dead one.
-
-    The machine may stand still for a second or two, and not through any fault of D, so there are several attempts, as
-    long as the others wait. A D that waits with them has no second attempt.
-    """
+    """A request that needs no P takes its normal time, while others wait for a dead one."""
     if any(each.done() for each in waiting):
         raise Disturbed("the others were to wait, or nothing is shown")
-    needed_seconds: list[float] = []
-    while len(needed_seconds) < ATTEMPTS and not (needed_seconds and any(each.done() for each in waiting)):
-        answer = service.alone(prompt(TOKENS, "undisturbed"))
+    assert_in_time(
+        service,
+        [partial(service.alone, prompt(TOKENS, "undisturbed"))] * ATTEMPTS,
+        normal + NORMAL_TIME_MARGIN_SECONDS,
+        waiting,
+    )
+
+
+def assert_in_time(
+    service: PrefillDecode,
+    calls: Sequence[Callable[[], Answer]],
+    limit_seconds: float,
+    waiting: Sequence[Future[Answer]],
+) -> list[Answer]:
+    """The answers of `calls` up to the first that takes no longer than the limit.
+
+    The machine may stand still for a second or two, and not through any fault of D, so there are several calls, as long
+    as the others wait. A D that waits with them has no second one.
+    """
+    answers: list[Answer] = []
+    stalls = []
+    for call in calls:
+        with watched(service.decode_engine, STALL_SECONDS) as stall:
+            answer = call()
         assert answer.ok, answer.error
-        needed_seconds.append(answer.seconds)
-        if answer.seconds < normal + NORMAL_TIME_MARGIN_SECONDS:
-            return
-    raise Disturbed(f"D needed {needed_seconds} s, normally {normal:.3f} s")
+        answers.append(answer)
+        if answer.seconds < limit_seconds and not any(each.done() for each in waiting):
+            return answers
+        stalls.append(stall)
+        if any(each.done() for each in waiting):
+            break
+    needed_seconds = [round(each.seconds, 3) for each in answers]
+    raise Disturbed(f"D needed {needed_seconds} s, the limit is {limit_seconds:.3f} s", stalls)
 
 
 def played_again_if_disturbed(play: Callable[[OnePrefillTwoDecode, str], None], cluster: OnePrefillTwoDecode) -> None:
-    """`play` a scenario, and a second time when D was disturbed in the first. The text it gets is new each time.
+    """`play` a scenario, and again when D was disturbed by chance. The text it gets is new each time.
 
-    On a busy machine the queue between vLLM's engine core and its worker loses a wake-up now and then, and looks again
-    after five seconds (SHM_READER_RECHECK_INTERVAL_MS in its shm_broadcast): longer than the others wait. A D that is
-    held up by a dead engine is so every time.
+    A D that is held up by a dead engine shows other stacks, and is held up every time.
     """
-    try:
-        play(cluster, "first")
-    except Disturbed:
+    for time in ("first", "second", "third"):
         cluster.need_prefill()
-        play(cluster, "second")
+        try:
+            play(cluster, time)
+            return
+        except Disturbed as disturbed:
+            warnings.warn(f"disturbed: {disturbed}", stacklevel=1)
+            if not disturbed.by_chance or time == "third":
+                raise
 
 
 def start(pool: ThreadPoolExecutor, service: PrefillDecode, key: str, params: dict[str, Any]) -> Future[Answer]:
@@ -125,10 +163,14 @@ def start(pool: ThreadPoolExecutor, service: PrefillDecode, key: str, params: di
 
 def test_a_healthy_engine_is_served_while_eight_requests_wait_for_eight_dead_ones(cluster: OnePrefillTwoDecode) -> None:
     """Four closed ports and four listeners that never answer. Scenario 61."""
+    played_again_if_disturbed(serve_beside_eight_dead_ones, cluster)
+
+
+def serve_beside_eight_dead_ones(cluster: OnePrefillTwoDecode, time: str) -> None:
     service = cluster.fail
-    usual = decode(service, "without-the-dead", prefilled(service, "without-the-dead"))
-    healthy = {key: prefilled(service, key) for key in (f"beside-the-dead-{n}" for n in range(ATTEMPTS))}
-    keys = [f"dead-{number}" for number in range(8)]
+    usual = decode(service, f"without-the-dead-{time}", prefilled(service, f"without-the-dead-{time}"))
+    healthy = [f"beside-the-dead-{time}-{number}" for number in range(ATTEMPTS)]
+    keys = [f"dead-{time}-{number}" for number in range(8)]
     with ExitStack() as stack:
         holes = [stack.enter_context(BlackHole()) for _ in range(4)]
         ports = [free_port() for _ in range(4)] + [hole.port for hole in holes]
@@ -139,21 +181,15 @@ def test_a_healthy_engine_is_served_while_eight_requests_wait_for_eight_dead_one
         }
         for key in keys:
             cluster.traces.request_in(key, "pending_handshake")
-        answers = {}
-        for key, params in healthy.items():  # the machine may stand still for a moment
-            answers[key] = decode(service, key, params)
-            if answers[key].seconds < HEALTHY_LIMIT_SECONDS + usual.seconds:
-                break
-        assert not any(each.done() for each in waiting.values())
-        assert answers[key].seconds < HEALTHY_LIMIT_SECONDS + usual.seconds
+        calls = [partial(prefill_and_decode, service, key) for key in healthy]
+        answers = assert_in_time(service, calls, HEALTHY_LIMIT_SECONDS + usual.seconds, list(waiting.values()))
         for dead, each in waiting.items():
             assert each.result().status == 500
             assert each.result().seconds < HANDSHAKE_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
             record = cluster.traces.last_record(dead)
             assert (record.to_state, record.reason) == ("failed", "HandshakeTimeout")
             assert f"handshake with {record.peer}" in cluster.failing.log()
-    for key, answer in answers.items():
-        assert answer.ok, answer.error
+    for key, answer in zip(healthy, answers, strict=False):  # as many as were needed
         assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
         cluster.traces.assert_plain(key)
     assert service.decode_client.blocks_are_free()
@@ -161,11 +197,15 @@ def test_a_healthy_engine_is_served_while_eight_requests_wait_for_eight_dead_one
 
 def test_an_engine_that_does_not_exist(cluster: OnePrefillTwoDecode) -> None:
     """Scenarios 43 and 26."""
-    for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
-        key = f"nobody-{policy}"
-        answer = decode(service, key, dead_params(free_port(), blocks_of(TOKENS)))
-        assert_lost(cluster, service, key, answer)
-        assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
+    keys = ["nobody-fail", "nobody-recompute"]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        answers = [
+            start(pool, service, key, dead_params(free_port(), blocks_of(TOKENS)))
+            for service, key in zip(cluster.services, keys, strict=True)
+        ]
+        for service, key, answer in zip(cluster.services, keys, answers, strict=True):
+            assert_lost(cluster, service, key, answer.result())
+            assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
     assert_serves(cluster, "nobody-next")
 
 

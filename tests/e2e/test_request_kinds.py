@@ -69,13 +69,14 @@ def test_several_requests_in_one_step(cluster: OnePrefillTwoDecode) -> None:
 
 
 def test_requests_that_d_preempts(cluster: OnePrefillTwoDecode) -> None:
-    """Eight requests that grow to 13 blocks each do not fit into D's 40: some lose their blocks, read as they are, and
-    are computed again."""
+    """Five requests that come at once, and grow until they do not fit into D's 40 blocks: some lose their blocks, read
+    as they are, and are computed again."""
     answer_tokens = 200
-    prompts = {f"preempted-{number}": prompt(200, f"preempted {number}") for number in range(8)}
-    assert len(prompts) * blocks_of(200 + answer_tokens) > DECODE_BLOCKS
+    prompts = {f"preempted-{number}": prompt(200, f"preempted {number}") for number in range(5)}
+    assert len(prompts) * blocks_of(200) < DECODE_BLOCKS < len(prompts) * blocks_of(200 + answer_tokens)
     before = cluster.fail.decode_client.metric("vllm:num_preemptions_total")
-    answers = cluster.fail.pd_concurrently(prompts, answer_tokens)
+    prefilled = cluster.fail.prefill_concurrently(prompts)
+    answers = cluster.fail.decode_concurrently(prompts, prefilled, answer_tokens)
     assert cluster.fail.decode_client.metric("vllm:num_preemptions_total") > before
     for key, text in prompts.items():
         assert answers[key].ok, answers[key].error
