@@ -30,22 +30,44 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
 # --- commands: decode side ------------------------------------------------------------------------------------------
 
 
-class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read a request's blocks: `remote_block_ids[i]` into `local_block_ids[i]` (logical block ids).
+class GroupPull(msgspec.Struct, frozen=True, kw_only=True):
+    """The block tables of one KV cache group: logical ids, consecutive in the request on both sides."""
 
-    With `awaited` false there is nothing to read: the peer is only told that this consumer is finished.
-    `age_seconds`: how long ago this engine first heard of the request.
+    local_block_ids: list[int]
+    """Blocks to read into."""
+    local_first: int
+    """How many blocks of our size lie before local_block_ids[0] in the request."""
+    remote_block_ids: list[int]
+    """As the peer sent them. They end with the last block of its `remote_num_tokens`, or begin with the first one of
+    the request when the group keeps everything."""
+    window_tokens: int | None = None
+    """Only so many tokens at the end are needed, and kept by either side; None: all."""
+
+
+class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read a request's blocks, group by group.
+
+    With `awaited` false there is nothing to read, and no group: the peer is only told that this consumer is finished.
+    `num_tokens`: tokens to load, counted from the start of the request (None: as far as both tables reach);
+    `remote_num_tokens`: how many the peer has, if it says so. `age_seconds`: how long ago this engine first heard of
+    the request.
     """
 
     request_id: str
     peer: PeerAddress
     remote_request_id: str
-    local_block_ids: list[int]
-    remote_block_ids: list[int]
+    groups: tuple[GroupPull, ...]
+    num_tokens: int | None
+    remote_num_tokens: int | None
     awaited: bool
     age_seconds: float
     lease_expires_at: float | None
     incarnation: str | None
+
+    @property
+    def local_block_ids(self) -> list[int]:
+        """The blocks of all groups; ids of different groups come from the same pool."""
+        return [block_id for group in self.groups for block_id in group.local_block_ids]
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -508,7 +508,11 @@ class PeerActor:
         """Look up the descriptors of the request's blocks. False when the peer does not have them: it has failed."""
         command = run.command
         try:
-            run.descriptor_ids = connection.plan.descriptor_ids(command.local_block_ids, command.remote_block_ids)
+            local, remote = [], []
+            for group in command.groups:
+                local = group.local_block_ids
+                remote = group.remote_block_ids[group.local_first : group.local_first + len(local)]
+            run.descriptor_ids = connection.plan.descriptor_ids(local, remote)
         except BlockIdError as error:
             failure = BadParams(field="remote_block_ids", expected="blocks that the engine has", found=str(error))
             self._apply(run, request.ParamsRejected(failure=failure))

@@ -43,6 +43,7 @@ from connector.runtime.clock import NS_PER_SECOND, Clock
 from connector.runtime.messages import (
     AbortPull,
     Command,
+    GroupPull,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
@@ -155,7 +156,7 @@ class ConnectorScheduler:
         if pull is not None and pull.phase is PullPhase.WAITING:
             if num_external_tokens > 0:
                 pull.phase = PullPhase.LOADING
-                self._commands.append(self._load(request_id, pull, blocks))
+                self._commands.append(self._load(request_id, pull, blocks, request.num_prompt_tokens))
             else:
                 self._settle_without_loading(request_id, pull)
         elif _wants_remote_decode(request) and request_id not in self._computing:
@@ -240,27 +241,20 @@ class ConnectorScheduler:
             return Pull(remote=None, rejection=error.failure, heard_ns=self._clock.now_ns())
         return Pull(remote=remote, rejection=None, heard_ns=self._clock.now_ns())
 
-    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks, num_tokens: int) -> StartPull | RejectPull:
         local = [block.block_id for block in blocks.blocks[0] if block.block_hash is None and not block.is_null]
         cached = len(blocks.blocks[0]) - len(local)
         if pull.remote is None:
             assert pull.rejection is not None
             return RejectPull(request_id=request_id, local_block_ids=local, failure=pull.rejection)
-        remote = pull.remote.block_ids[0][cached : cached + len(local)]
-        if len(remote) < len(local):
-            failure = BadParams(
-                field="remote_block_ids",
-                expected=f"at least {cached + len(local)} blocks for this prompt",
-                found=f"{len(pull.remote.block_ids[0])} blocks",
-            )
-            return RejectPull(request_id=request_id, local_block_ids=local, failure=failure)
-        return self._start_pull(request_id, pull, pull.remote, local, list(remote), awaited=True)
+        group = GroupPull(local_block_ids=local, local_first=cached, remote_block_ids=list(pull.remote.block_ids[0]))
+        return self._start_pull(request_id, pull, pull.remote, (group,), num_tokens, awaited=True)
 
     def _settle_without_loading(self, request_id: str, pull: Pull) -> None:
         """Nothing is read: the prefill engine may free its blocks now."""
         pull.phase = PullPhase.SETTLED
         if pull.remote is not None:
-            self._commands.append(self._start_pull(request_id, pull, pull.remote, [], [], awaited=False))
+            self._commands.append(self._start_pull(request_id, pull, pull.remote, (), None, awaited=False))
         elif pull.rejection is not None:
             _log.warning("request %s: %s", request_id, pull.rejection)
         self._untrack(request_id, pull)
@@ -270,8 +264,8 @@ class ConnectorScheduler:
         request_id: str,
         pull: Pull,
         remote: RemotePrefill,
-        local_block_ids: list[int],
-        remote_block_ids: list[int],
+        groups: tuple[GroupPull, ...],
+        num_tokens: int | None,
         *,
         awaited: bool,
     ) -> StartPull:
@@ -279,8 +273,9 @@ class ConnectorScheduler:
             request_id=request_id,
             peer=_address(remote),
             remote_request_id=remote.request_id,
-            local_block_ids=local_block_ids,
-            remote_block_ids=remote_block_ids,
+            groups=groups,
+            num_tokens=num_tokens,
+            remote_num_tokens=remote.num_tokens,
             awaited=awaited,
             age_seconds=(self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND,
             lease_expires_at=remote.lease_expires_at,

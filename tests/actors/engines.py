@@ -40,6 +40,7 @@ from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.pulls import one_group
 
 LAYERS = 3
 BLOCKS = 64
@@ -131,8 +132,9 @@ class Engine:
                 request_id=request_id,
                 peer=address,
                 remote_request_id=remote_request_id or f"remote-{request_id}",
-                local_block_ids=local,
-                remote_block_ids=remote,
+                groups=one_group(local, remote),
+                num_tokens=None,
+                remote_num_tokens=None,
                 awaited=awaited,
                 age_seconds=0.0,
                 lease_expires_at=lease_expires_at,

@@ -50,6 +50,7 @@ from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine import request
 from statemachine.failures import BadParams, Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
@@ -589,10 +590,10 @@ class DecodeEngine(Engine):
             may_fail=is_repeated,
         )
         self.around.oracles.start(pull)
-        remote_block_ids = source.blocks[cached : cached + len(blocks)]
+        remote_block_ids = source.blocks[: cached + len(blocks)]
         if awaited and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
             pull.has_bad_params = pull.may_fail = True
-            if self.chance.random() < 0.5:
+            if self.chance.random() < 0.5 or not blocks:
                 failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
                 self.process.supervisor.deliver(
                     RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure)
@@ -604,8 +605,9 @@ class DecodeEngine(Engine):
                 request_id=request_id,
                 peer=source.address,
                 remote_request_id=source.request_id,
-                local_block_ids=blocks,
-                remote_block_ids=remote_block_ids,
+                groups=one_group(blocks, remote_block_ids, local_first=cached) if awaited else (),
+                num_tokens=None,
+                remote_num_tokens=None,
                 awaited=awaited,
                 age_seconds=now - heard_seconds,
                 lease_expires_at=source.lease_expires_at,

@@ -136,10 +136,6 @@ def test_seeds_give_the_same_traces_in_every_process() -> None:
 # --- oracles complain about what is broken --------------------------------------------------------------------------
 
 
-def never_untrack(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConnectorScheduler, "_untrack", lambda self, request_id, pull: None)
-
-
 def ignore_the_prefix_hit_when_counting(patch: pytest.MonkeyPatch) -> None:
     matched = ConnectorScheduler.get_num_new_matched_tokens
     patch.setattr(
@@ -152,11 +148,11 @@ def ignore_the_prefix_hit_when_counting(patch: pytest.MonkeyPatch) -> None:
 def ignore_the_prefix_hit_when_pairing(patch: pytest.MonkeyPatch) -> None:
     load = ConnectorScheduler._load
 
-    def paired_from_the_start(self: ConnectorScheduler, request_id: str, pull: Any, blocks: Any) -> Any:
-        command = load(self, request_id, pull, blocks)
+    def paired_from_the_start(self: ConnectorScheduler, *arguments: Any) -> Any:
+        command = load(self, *arguments)
         if isinstance(command, StartPull):
-            remote = list(pull.remote.block_ids[0][: len(command.local_block_ids)])
-            return msgspec.structs.replace(command, remote_block_ids=remote)
+            groups = tuple(msgspec.structs.replace(group, local_first=0) for group in command.groups)
+            return msgspec.structs.replace(command, groups=groups)
         return command
 
     patch.setattr(ConnectorScheduler, "_load", paired_from_the_start)
@@ -235,7 +231,6 @@ ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_se
 @pytest.mark.parametrize(
     ("break_it", "faults", "seed", "oracle"),
     [
-        (never_untrack, [], 3, "leaks"),
         (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
         (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
         (keep_no_blocks, [], 12, "scheduler"),

@@ -15,6 +15,7 @@ from connector.runtime.messages import (
 )
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
+from tests.rig.pulls import one_group
 
 LEASE_SECONDS = 9.0
 
@@ -40,8 +41,9 @@ def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPu
         request_id=request_id,
         peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
         remote_request_id=f"remote-{request_id}",
-        local_block_ids=blocks,
-        remote_block_ids=blocks,
+        groups=one_group(blocks, blocks),
+        num_tokens=None,
+        remote_num_tokens=None,
         awaited=awaited,
         age_seconds=0.0,
         lease_expires_at=None,
