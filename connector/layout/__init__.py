@@ -16,7 +16,7 @@ from connector.layout.geometry import (
     RankLayout,
     Region,
 )
-from connector.layout.plan import EnginePlan, Notified, ReadPlan, plan_engine, plan_reads, require_plain
+from connector.layout.plan import EnginePlan, Notified, ReadPlan, plan_engine
 from connector.layout.sources import partners
 
 __all__ = [
@@ -35,6 +35,4 @@ __all__ = [
     "Region",
     "partners",
     "plan_engine",
-    "plan_reads",
-    "require_plain",
 ]

@@ -7,8 +7,7 @@ attention backend addresses memory; the block ids that the scheduler hands out a
 
 What a block holds is said by pieces: unit `start` up to `stop` of one component of one layer, for instance KV heads 2
 to 4 of component `k`. Two ranks are paired by layer and component, never by position, so the sides may differ in tensor
-parallel size, block size, order of axes and number of regions. A region without pieces is opaque; it can be read only
-by a rank whose memory looks the same (`plan.plan_reads`), and then region i here corresponds to region i there.
+parallel size, block size, order of axes and number of regions.
 
 The block ids of a region come from one cache group. Where groups share memory, the memory is described once for each.
 """
@@ -72,7 +71,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     memory_kind: MemoryKind
     group: int = 0
     """Index of the KV cache group whose block ids apply."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...]
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,8 @@
 """What one rank reads from another engine: from which ranks, and the descriptors for given blocks.
 
 `plan_engine` pairs a rank with the ranks of a remote engine that it deals with (`sources.partners`), for any two
-layouts of the same model. `plan_reads` is what handshakes use so far: one remote rank whose memory looks like ours.
-What is beyond that is refused by `require_plain`, in one place, with the first field that differs and both values,
-before any memory is touched. A plan is made once per handshake, and everything is checked then; during a step only
-block ids are.
+layouts of the same model. What cannot be read is refused with the first field that differs and both values, before any
+memory is touched. A plan is made once per handshake, and everything is checked then; during a step only block ids are.
 
 Descriptors. For each remote rank both sides prepare one list of runs. A row of the plan is one contiguous stretch of
 each chunk: the descriptor of chunk c of kernel block b is start + b * block_step + c * chunk_step, with a start for
@@ -24,14 +22,12 @@ import numpy.typing as npt
 
 from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
 from connector.layout.copies import Copy, Place, copies_between
-from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, Piece, RankLayout
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankLayout
 from connector.layout.sources import find_sources, partners
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
 """Descriptor ids travel as int32."""
-
-_SAME_START = "start both engines with the same model, dtype, block size and parallel sizes"
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -159,14 +155,6 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
     return EnginePlan(reads=reads, notify_only=notify_only, groups=groups, own=tuple(own))
 
 
-def plan_reads(local: RankLayout, remote: RankLayout) -> ReadPlan:
-    """How `local` reads the KV of `remote`, the only rank it deals with. Raises LayoutMismatch when it cannot."""
-    require_plain(local, remote)
-    ours, theirs = _opaque(local), _opaque(remote)
-    ((read,), _, _) = _plan(ours, _require_partners(ours, [theirs]))
-    return read
-
-
 def _plan(
     local: RankLayout, by_number: Mapping[int, RankLayout]
 ) -> tuple[tuple[ReadPlan, ...], tuple[Notified, ...], tuple[GroupPair, ...]]:
@@ -189,33 +177,6 @@ def _plan(
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def require_plain(local: RankLayout, remote: RankLayout) -> None:
-    """Raise LayoutMismatch unless the two ranks' memory looks the same, which is all that handshakes serve so far.
-
-    That is: full attention in one cache group, the same tensor-parallel size on both sides (so that rank i reads all
-    of rank i), equal block sizes, and the same regions in the same order.
-    """
-    for field in (
-        "tp_size",
-        "tp_rank",
-        "kernel_block_size_tokens",
-        "kernel_blocks_per_block",
-        "layout_name",
-        "attention_backend",
-    ):
-        _require_equal(field, getattr(local, field), getattr(remote, field))
-    _require_equal("number of KV cache regions", len(local.regions), len(remote.regions))
-    for ours, theirs in zip(local.regions, remote.regions, strict=True):
-        _require_equal("KV cache region", ours.name, theirs.name)
-        for field in ("group", "block_length_bytes"):
-            _require_equal(f"{field} of {ours.name}", getattr(ours, field), getattr(theirs, field))
-
-
-def _require_equal(field: str, local: object, remote: object) -> None:
-    if local != remote:
-        raise LayoutMismatch(field, local, remote, _SAME_START)
 
 
 def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mapping[int, RankLayout]:
@@ -293,31 +254,6 @@ def _ids(layout: RankLayout, group: int, sizes: CacheGroup) -> int:
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------
-
-
-def _opaque(layout: RankLayout) -> RankLayout:
-    """The same memory as one piece for each block: unit r is whatever rank r holds."""
-    start = layout.tp_rank
-    regions = tuple(
-        msgspec.structs.replace(
-            region,
-            group=0,
-            pieces=(
-                Piece(
-                    layer=region.name,
-                    component="block",
-                    start=start,
-                    stop=start + 1,
-                    offset_bytes=0,
-                    bytes_per_unit=region.block_length_bytes,
-                    unit_stride_bytes=region.block_length_bytes,
-                ),
-            ),
-        )
-        for region in layout.regions
-    )
-    group = CacheGroup(tokens_per_kernel_block=0, kernel_blocks_per_block=layout.kernel_blocks_per_block)
-    return msgspec.structs.replace(layout, regions=regions, groups=(group,))
 
 
 class _Runs:

@@ -6,11 +6,12 @@ Nothing in here is mutable state of the protocol; that belongs to the actors.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout
+from connector.layout.shapes import LayerShape
 from connector.ports.side_channel import SideChannel
 from connector.runtime.clock import Clock
 from connector.runtime.messages import Outcome
@@ -21,9 +22,13 @@ from statemachine.failures import Failure
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """This rank: its memory, and what a peer must match."""
+    """This rank: its memory, and what a peer must match.
+
+    `shapes`: what each layer caches in the whole model, by name.
+    """
 
     layout: RankLayout
+    shapes: Mapping[str, LayerShape]
     compatibility_hash: str
 
 

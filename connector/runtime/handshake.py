@@ -1,21 +1,25 @@
 """One handshake with one remote engine, as a transaction.
 
-`exchange` asks the peer's side channel what its rank looks like, and measures its clock on the way. `connect` does
-that, plans the reads, loads the peer's agent and prepares its descriptors. Everything is validated before anything is
-loaded; whatever was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a
-`Connection`, or without a trace.
+A rank deals with those ranks of the engine that `partners` names. `exchange` asks the side channel what one of them
+looks like, and measures the engine's clock on the way. `connect` does that for all of them at once, plans the reads,
+loads the agents and prepares the descriptors. Everything is validated before anything is loaded; whatever was loaded is
+taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to all of these
+ranks, or without a trace.
 
-Every attempt opens a socket of its own. The built-in listener has no room for a request id, so a reply that comes after
-its timeout must have no socket to arrive at.
+Every question opens a socket of its own. The built-in listener has no room for a request id, so a reply that comes
+after its timeout must have no socket to arrive at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import trio
 
-from connector.layout.geometry import LayoutMismatch
-from connector.layout.plan import ReadPlan, plan_reads
+from connector.layout.geometry import LayoutMismatch, RankLayout
+from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
+from connector.layout.sources import partners
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Requester, SideChannelError
 from connector.runtime.clock import ClockSample, to_ns
@@ -26,13 +30,29 @@ from connector.wire.metadata import understand
 from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 
 
-class Connection(msgspec.Struct, kw_only=True):
-    """A loaded peer. `open_reads` counts READ orders on it that have not ended; the actor that owns it keeps it."""
+class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of the peer that keeps blocks for us, and has to be told when we are done with them."""
 
     agent: AgentName
+    consumers: int
+    """How many ranks of our engine it waits for."""
+
+
+class ReadSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of the peer that we read from."""
+
     plan: ReadPlan
     local_list: DescriptorListHandle
     remote_list: DescriptorListHandle
+
+
+class Connection(msgspec.Struct, kw_only=True):
+    """A loaded peer. `open_reads` counts READ orders on it that have not ended; the actor that owns it keeps it."""
+
+    plan: EnginePlan
+    ranks: tuple[RemoteRank, ...]
+    sources: tuple[ReadSource, ...]
+    """In the order of `plan.reads`."""
     clock_sample: ClockSample
     incarnation: str | None
     open_reads: int = 0
@@ -49,12 +69,17 @@ class Exchanged(msgspec.Struct, frozen=True, kw_only=True):
         return self.reply.actor.incarnation if self.reply.actor is not None else None
 
 
-async def exchange(context: ActorContext, peer: PeerAddress) -> Exchanged:
-    """One question and its answer. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
+async def exchange(context: ActorContext, peer: PeerAddress, rank: int | None = None) -> Exchanged:
+    """One question about one rank (None: any that we deal with) and its answer.
+
+    Raises HandshakeError; bounded by the option handshake_timeout_seconds.
+    """
+    if rank is None:
+        rank = _partners(context, peer)[0]
     timeout_seconds = context.options.handshake_timeout_seconds
     sent_ns = context.clock.now_ns()
     with trio.move_on_after(timeout_seconds) as scope:
-        frames_untrusted = await _ask(context, peer)
+        frames_untrusted = await _ask(context, peer, rank)
     received_ns = context.clock.now_ns()
     if scope.cancelled_caught:
         raise HandshakeError(HandshakeTimeout(peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds))
@@ -66,27 +91,73 @@ async def exchange(context: ActorContext, peer: PeerAddress) -> Exchanged:
     return Exchanged(reply=reply, clock_sample=sample)
 
 
-async def _ask(context: ActorContext, peer: PeerAddress) -> tuple[bytes, ...]:
+async def _ask(context: ActorContext, peer: PeerAddress, rank: int) -> tuple[bytes, ...]:
     """Send the question over a socket of its own, and wait for as long as the caller lets us."""
     requester: Requester | None = None
     try:
         requester = context.side_channel.connect(peer.host, peer.port)
-        return await requester.ask([encode_request(0, context.local.layout.tp_rank)])
+        return await requester.ask([encode_request(0, rank)])
     except SideChannelError as error:
-        detail = f"its address cannot be used: {error.error}"
-        raise HandshakeError(HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=detail)) from error
+        raise _refused(peer, f"its address cannot be used: {error.error}") from error
     finally:
         if requester is not None:
             requester.close()
 
 
+def _partners(context: ActorContext, peer: PeerAddress) -> range:
+    local = context.local.layout
+    return partners(local.tp_rank, local.tp_size, peer.tp_size)
+
+
 async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
     """The whole handshake. Raises HandshakeError, and then nothing of the attempt is left."""
-    local = context.local.layout
-    exchanged = await exchange(context, peer)
-    metadata = exchanged.reply.metadata
+    ranks = _partners(context, peer)
+    answers = await _exchange_all(context, peer, ranks)
+    incarnations = {answer.incarnation for answer in answers}
+    if len(incarnations) > 1:
+        raise _refused(peer, "it restarted while its ranks were asked")
+    plan = _plan(context, peer, ranks, answers)
     try:
-        plan = plan_reads(local, understand(metadata, tp_rank=local.tp_rank, tp_size=peer.tp_size))
+        remote_ranks, sources = await _load(context, peer, ranks, answers, plan)
+    except (NixlCallFailed, PortClosed) as error:
+        raise _refused(peer, f"NIXL refused its metadata: {error}") from error
+    return Connection(
+        plan=plan,
+        ranks=remote_ranks,
+        sources=sources,
+        clock_sample=min((answer.clock_sample for answer in answers), key=lambda sample: sample.error_ns),
+        incarnation=answers[0].incarnation,
+    )
+
+
+async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequence[int]) -> list[Exchanged]:
+    """The answers about all ranks, in their order. Raises the first rank's HandshakeError when any fails."""
+    answers: dict[int, Exchanged] = {}
+    errors: dict[int, HandshakeError] = {}
+
+    async def ask(rank: int, nursery: trio.Nursery) -> None:
+        try:
+            answers[rank] = await exchange(context, peer, rank)
+        except HandshakeError as error:
+            errors[rank] = error
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for rank in ranks:
+            nursery.start_soon(ask, rank, nursery)
+    if errors:
+        raise errors[min(errors)]
+    return [answers[rank] for rank in ranks]
+
+
+def _plan(context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged]) -> EnginePlan:
+    """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
+    try:
+        remotes: list[RankLayout] = [
+            understand(answer.reply.metadata, tp_rank=rank, tp_size=peer.tp_size, local=context.local)
+            for rank, answer in zip(ranks, answers, strict=True)
+        ]
+        return plan_engine(context.local.layout, remotes)
     except LayoutMismatch as mismatch:
         raise HandshakeError(
             Incompatible(
@@ -98,45 +169,56 @@ async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
                 advice=mismatch.advice,
             )
         ) from mismatch
-    try:
-        agent, local_list, remote_list = await _load(context, peer, metadata.agent_metadata, plan)
-    except (NixlCallFailed, PortClosed) as error:
-        raise HandshakeError(
-            HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=f"NIXL refused its metadata: {error}")
-        ) from error
-    return Connection(
-        agent=agent,
-        plan=plan,
-        local_list=local_list,
-        remote_list=remote_list,
-        clock_sample=exchanged.clock_sample,
-        incarnation=exchanged.incarnation,
-    )
 
 
 async def disconnect(context: ActorContext, connection: Connection) -> None:
     """Take back what `connect` loaded. No READ may be in flight on it."""
-    try:
-        await context.nixl.port.release_descriptor_list(connection.remote_list)
-        await context.nixl.unload_agent(connection.agent)
-    except (NixlCallFailed, PortClosed):
-        return  # The port is gone or has forgotten the peer by itself; there is nothing left to take back.
+    await _unload(context, [rank.agent for rank in connection.ranks], [each.remote_list for each in connection.sources])
 
 
 async def _load(
-    context: ActorContext, peer: PeerAddress, nixl_metadata: bytes, plan: ReadPlan
-) -> tuple[AgentName, DescriptorListHandle, DescriptorListHandle]:
+    context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged], plan: EnginePlan
+) -> tuple[tuple[RemoteRank, ...], tuple[ReadSource, ...]]:
     nixl = context.nixl
-    local_list = await nixl.local_list(plan.local_runs)
-    agent = await nixl.load_agent(nixl_metadata)
-    if agent is None:
-        detail = "READs of the previous connection to it have not ended"
-        raise HandshakeError(HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=detail))
+    consumers = {each.remote_rank: each.consumers for each in (*plan.reads, *plan.notify_only)}
+    local_lists = [await nixl.local_list(read.local_runs) for read in plan.reads]
+    agents: dict[int, AgentName] = {}
+    remote_lists: list[DescriptorListHandle] = []
     try:
-        remote_list = await nixl.port.prepare_remote(agent, plan.remote_runs)
+        for rank, answer in zip(ranks, answers, strict=True):
+            agent = await nixl.load_agent(answer.reply.metadata.agent_metadata)
+            if agent is None:
+                raise _refused(peer, "READs of the previous connection to it have not ended")
+            agents[rank] = agent
+        for read in plan.reads:
+            remote_list = await nixl.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
+            remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
         with trio.CancelScope(shield=True):
-            await nixl.unload_agent(agent)
+            await _unload(context, list(agents.values()), remote_lists)
         raise
-    return agent, local_list, remote_list
+    sources = zip(plan.reads, local_lists, remote_lists, strict=True)
+    return (
+        tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank]) for rank in ranks),
+        tuple(ReadSource(plan=read, local_list=local, remote_list=remote) for read, local, remote in sources),
+    )
+
+
+async def _unload(
+    context: ActorContext, agents: Sequence[AgentName], remote_lists: Sequence[DescriptorListHandle]
+) -> None:
+    try:
+        for remote_list in remote_lists:
+            await context.nixl.port.release_descriptor_list(remote_list)
+    except (NixlCallFailed, PortClosed):
+        pass  # The port is gone or has forgotten the peer by itself, and its lists with it.
+    for agent in agents:
+        try:
+            await context.nixl.unload_agent(agent)
+        except (NixlCallFailed, PortClosed):
+            continue  # Likewise; there is nothing left to take back.
+
+
+def _refused(peer: PeerAddress, detail: str) -> HandshakeError:
+    return HandshakeError(HandshakeRefused(peer=peer.engine_id, address=str(peer), detail=detail))

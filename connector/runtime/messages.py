@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from statemachine.failures import BadParams, Failure
 
@@ -133,16 +135,25 @@ PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | UntrackLease
 # --- outcomes -------------------------------------------------------------------------------------------------------
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Stretches of local memory, shape [n] each."""
+
+    addresses: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
 class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for KV has ended: loaded (`failure` None) or not.
 
-    `quarantined`: READs may still write into `local_block_ids`.
+    `quarantined`: READs may still write into `local_block_ids`. `unfilled`: parts of them that no READ has written, to
+    be zeroed before they are used.
     """
 
     request_id: str
     failure: Failure | None
     local_block_ids: list[int]
     quarantined: bool
+    unfilled: Memory | None = None
 
 
 class SendEnded(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,10 +34,11 @@ import trio
 
 from connector.layout.geometry import BlockIdError
 from connector.ports.nixl import NixlCallFailed, PortClosed
+from connector.runtime.block_tables import Resolved, resolve
 from connector.runtime.clock import NS_PER_SECOND, ClockSample, to_ns
 from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.context import ActorContext
-from connector.runtime.handshake import Connection, connect, disconnect, exchange
+from connector.runtime.handshake import Connection, RemoteRank, connect, disconnect, exchange
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.messages import (
     AbortPull,
@@ -454,6 +455,7 @@ class PeerActor:
                 failure=effect.failure,
                 local_block_ids=run.command.local_block_ids,
                 quarantined=quarantined,
+                unfilled=run.resolved.unfilled if run.resolved is not None else None,
             )
         )
 
@@ -473,7 +475,8 @@ class PeerActor:
         if expected is not None and connection.incarnation is not None and expected != connection.incarnation:
             self._doubt(run, connection.incarnation)
             return
-        if not self._resolve_blocks(run, connection):
+        resolved = self._resolve_blocks(run, connection)
+        if resolved is None:
             return
         now_ns = self._context.clock.now_ns()
         proof = self._proof(run, connection)
@@ -481,11 +484,10 @@ class PeerActor:
             self._measure_clock()
             return
         self._timers.set(("lease", run.request_id), proof.proven_until_ns)
-        reads = 1 if run.command.local_block_ids else 0
         sample_age_ns = now_ns - connection.clock_sample.measured_ns
         if sample_age_ns > to_ns(CLOCK_SAMPLE_AGE_SECONDS):
             self._measure_clock()
-        self._apply(run, request.PeerReady(now_ns=now_ns, reads=reads, proof=proof))
+        self._apply(run, request.PeerReady(now_ns=now_ns, reads=len(resolved.reads), proof=proof))
 
     def _is_clock_to_blame(self, run: RequestRun, proof: request.Proof, connection: Connection, now_ns: int) -> bool:
         """Whether a request that nothing is proven for should wait until the clock is measured anew. Only once: the
@@ -504,20 +506,15 @@ class PeerActor:
             self._measuring_clock = True
             self._spawn(self._ask_again, self.address, None)
 
-    def _resolve_blocks(self, run: RequestRun, connection: Connection) -> bool:
-        """Look up the descriptors of the request's blocks. False when the peer does not have them: it has failed."""
-        command = run.command
+    def _resolve_blocks(self, run: RequestRun, connection: Connection) -> Resolved | None:
+        """Look up the descriptors of the request's blocks. None when the peer does not have them: it has failed."""
         try:
-            local, remote = [], []
-            for group in command.groups:
-                local = group.local_block_ids
-                remote = group.remote_block_ids[group.local_first : group.local_first + len(local)]
-            run.descriptor_ids = connection.plan.descriptor_ids(local, remote)
+            run.resolved = resolve(connection.plan, run.command)
         except BlockIdError as error:
             failure = BadParams(field="remote_block_ids", expected="blocks that the engine has", found=str(error))
             self._apply(run, request.ParamsRejected(failure=failure))
-            return False
-        return True
+            return None
+        return run.resolved
 
     def _proof(self, run: RequestRun, connection: Connection) -> request.Proof:
         options = self._context.options
@@ -532,27 +529,29 @@ class PeerActor:
     def _post_reads(self, run: RequestRun) -> None:
         connection = self._connection
         assert connection is not None
-        ids = run.descriptor_ids
-        assert ids is not None
-        command = run.command
-        quarantine = Quarantine(local_block_ids=command.local_block_ids, open_reads=1)
+        resolved = run.resolved
+        assert resolved is not None
+        local_block_ids = run.command.local_block_ids
+        quarantine = Quarantine(local_block_ids=local_block_ids, open_reads=len(resolved.reads))
         run.quarantine = quarantine
-        connection.open_reads += 1
-        self._context.nixl.order(
-            ReadOrder(
-                request_id=run.request_id,
-                read=0,
-                peer=self.address.engine_id,
-                blocks=len(command.local_block_ids),
-                local=connection.local_list,
-                local_ids=ids[0],
-                remote=connection.remote_list,
-                remote_ids=ids[1],
-                quarantine=quarantine,
-                is_wanted=lambda: run.state is request.State.READING,
-                on_end=lambda ended: self._post_read_end(connection, ended),
+        connection.open_reads += len(resolved.reads)
+        for number, read in enumerate(resolved.reads):
+            source = connection.sources[read.source]
+            self._context.nixl.order(
+                ReadOrder(
+                    request_id=run.request_id,
+                    read=number,
+                    peer=self.address.engine_id,
+                    blocks=len(local_block_ids),
+                    local=source.local_list,
+                    local_ids=read.local_ids,
+                    remote=source.remote_list,
+                    remote_ids=read.remote_ids,
+                    quarantine=quarantine,
+                    is_wanted=lambda: run.state is request.State.READING,
+                    on_end=lambda ended: self._post_read_end(connection, ended),
+                )
             )
-        )
 
     def _post_read_end(self, connection: Connection, ended: ReadEnded) -> None:
         self.inbox.put(ReadMoved(connection=connection, ended=ended))
@@ -661,7 +660,8 @@ class PeerActor:
         self._schedule_heartbeat()
         if self._peer.value.state is peer.State.READY:
             for message in encode_heartbeats(self._holders):
-                self._notify(message)
+                for rank in self._connected_ranks():
+                    self._notify(rank, message)
         elif self._peer.value.state is peer.State.IDLE:
             self._want()
 
@@ -684,16 +684,19 @@ class PeerActor:
             self._flush_releases()
 
     def _flush_releases(self) -> None:
-        connection = self._connection
-        assert connection is not None
         for remote_request_id in self._pending_releases:
-            self._notify(encode_release(remote_request_id, connection.plan.consumers))
+            for rank in self._connected_ranks():
+                self._notify(rank, encode_release(remote_request_id, rank.consumers))
         self._pending_releases.clear()
 
-    def _notify(self, message: bytes) -> None:
+    def _connected_ranks(self) -> tuple[RemoteRank, ...]:
+        assert self._connection is not None
+        return self._connection.ranks
+
+    def _notify(self, rank: RemoteRank, message: bytes) -> None:
         connection = self._connection
         assert connection is not None
-        self._spawn(self._send, connection, message)
+        self._spawn(self._send, connection, rank, message)
 
     # --- child tasks --------------------------------------------------------------------------------------------
 
@@ -736,9 +739,9 @@ class PeerActor:
             )
         )
 
-    async def _send(self, connection: Connection, message: bytes) -> None:
+    async def _send(self, connection: Connection, rank: RemoteRank, message: bytes) -> None:
         try:
-            await self._context.nixl.port.send_notification(connection.agent, message)
+            await self._context.nixl.port.send_notification(rank.agent, message)
         except NixlCallFailed as error:
             failure = TransferError(
                 peer=self.address.engine_id,

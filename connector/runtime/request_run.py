@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from connector.ports.nixl import DescriptorIds
+from connector.runtime.block_tables import Resolved
 from connector.runtime.messages import StartPull
 from connector.runtime.nixl_owner import Quarantine
 from connector.runtime.tracked import Recorder, Tracked
@@ -20,7 +20,7 @@ class RequestRun:
         probed, probing: the peer's incarnation was looked up anew for this request, or is being looked up.
         clock_asked, clock_awaited: the peer's clock was measured anew for this request, or is being measured.
         quarantine: the READs of the current attempt.
-        descriptor_ids: local and remote descriptors of the current attempt, for the connection it was offered.
+        resolved: what the current attempt reads, on the connection that it was offered.
     """
 
     command: StartPull
@@ -31,7 +31,7 @@ class RequestRun:
     clock_asked: bool = False
     clock_awaited: bool = False
     quarantine: Quarantine | None = None
-    descriptor_ids: tuple[DescriptorIds, DescriptorIds] | None = None
+    resolved: Resolved | None = None
 
     @property
     def request_id(self) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from connector.layout.geometry import LayoutMismatch, MemoryKind, RankLayout, Region
+from connector.layout.shapes import page_strides, paged_pieces
 from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack
 
 REGIONS_MAX = 100_000
@@ -121,7 +122,7 @@ def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
     )
 
 
-def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int) -> RankLayout:
+def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: object) -> RankLayout:
     """The layout of the rank that sent `metadata`, which is `tp_rank` of `tp_size`.
 
     Raises LayoutMismatch when it describes something other than full attention, or leaves out what we need to know.
@@ -143,6 +144,19 @@ def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int) -> RankLa
             num_blocks=cast(int, count),
             memory_kind=cast(MemoryKind, kind),
             group=cast(int, group),
+            pieces=paged_pieces(
+                local.shapes[cast(str, name)],
+                tp_rank=tp_rank,
+                tp_size=tp_size,
+                strides=page_strides(
+                    metadata.kv_cache_layout,
+                    layers=1,
+                    blocks=cast(int, count),
+                    heads=max(1, local.shapes[cast(str, name)].components[0].units // tp_size),
+                    tokens=metadata.block_size,
+                    bytes_per_token=sum(c.bytes_per_unit for c in local.shapes[cast(str, name)].components),
+                ),
+            ),
         )
         for name, address, length, stride, count, kind, group in zip(
             names,

@@ -28,6 +28,7 @@ from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.tracked import Recorder
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
 from connector.wire.metadata import encode_agent_metadata
+from connector.worker.cache_memory import CacheMemory
 from connector.worker.ledger import TransferLedger
 from connector.worker.registration import Registration, derive_registration
 from statemachine.trace import TraceSink
@@ -52,6 +53,7 @@ class ConnectorWorker:
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._trace: TraceSink | None = None
+        self._cache_memory = CacheMemory(())
         self._clock = MonotonicClock()
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
 
@@ -64,6 +66,7 @@ class ConnectorWorker:
         """
         registration = derive_registration(self._vllm_config, self._kv_cache_config, kv_caches)
         layout = registration.layout
+        self._cache_memory = CacheMemory(kv_caches.values())
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=layout.tp_rank
@@ -100,7 +103,9 @@ class ConnectorWorker:
         clock = self._clock
         return Supervisor(
             options=self._options,
-            local=LocalRank(layout=layout, compatibility_hash=registration.compatibility_hash),
+            local=LocalRank(
+                layout=layout, shapes=registration.shapes, compatibility_hash=registration.compatibility_hash
+            ),
             nixl_port=nixl_port,
             side_channel=ZmqSideChannel(),
             clock=clock,
@@ -144,7 +149,10 @@ class ConnectorWorker:
         """What has ended since the last step."""
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
-        return self.ledger.take_results()
+        results = self.ledger.take_results()
+        for memory in self.ledger.take_unfilled():
+            self._cache_memory.zero(memory)
+        return results
 
 
 def _make_device_current(device_id: int) -> None:

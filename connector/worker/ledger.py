@@ -21,6 +21,7 @@ from connector.runtime.clock import Clock, to_ns
 from connector.runtime.messages import (
     Command,
     LeaseGranted,
+    Memory,
     Outcome,
     QuarantineLifted,
     ReceiveEnded,
@@ -50,6 +51,7 @@ class TransferLedger:
         self._stats = ConnectorStats()
         self._invalid_blocks: set[int] = set()
         self._report = WorkerReport()
+        self._unfilled: list[Memory] = []
         self._open_receives: dict[str, list[int]] = {}
         self._open_sends: dict[str, int] = {}
         self._dead_since_ns: int | None = None
@@ -122,6 +124,11 @@ class TransferLedger:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
+    def take_unfilled(self) -> list[Memory]:
+        """What has to be zeroed of the requests reported as loaded by the last `take_results`."""
+        unfilled, self._unfilled = self._unfilled, []
+        return unfilled
+
     def take_report(self) -> WorkerReport | None:
         """News about quarantined blocks for the scheduler process, if there are any."""
         if not self._report.quarantined and not self._report.lifted:
@@ -167,6 +174,8 @@ class TransferLedger:
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
         results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
+            if outcome.unfilled is not None:
+                self._unfilled.append(outcome.unfilled)
             return
         results.failed_recving.add(outcome.request_id)
         self._invalid_blocks.update(outcome.local_block_ids)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
-from connector.layout.geometry import RankLayout, Region
+from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange, PortCounts
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -26,6 +26,7 @@ from connector.runtime.clock import NS_PER_SECOND, MonotonicClock
 from connector.runtime.context import LocalRank
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.messages import (
+    GroupPull,
     LeaseComputing,
     LeaseGranted,
     Outcome,
@@ -40,11 +41,15 @@ from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 
 LAYERS = 3
 BLOCKS = 64
-BLOCK_BYTES = 4096
+TOKENS = 32
+HEADS = 4
+HEAD_BYTES = 32
+"""K and V of one head of one token."""
 HASH = "same-model"
 
 T = TypeVar("T")
@@ -70,9 +75,10 @@ class ListSink:
 
 @dataclass
 class Engine:
-    """One engine of one rank: memory, actors, and what they told the engine thread."""
+    """One rank of an engine: memory, actors, and what they told the engine thread."""
 
     engine_id: str
+    local: LocalRank
     memory: npt.NDArray[np.uint8]
     supervisor: Supervisor
     port: RealNixlPort
@@ -86,7 +92,18 @@ class Engine:
     @property
     def address(self) -> PeerAddress:
         assert self.listener is not None
-        return PeerAddress(engine_id=self.engine_id, host="127.0.0.1", port=self.listener.port, tp_size=1)
+        tp_size = self.local.layout.tp_size
+        return PeerAddress(engine_id=self.engine_id, host="127.0.0.1", port=self.listener.port, tp_size=tp_size)
+
+    def by_head(self) -> npt.NDArray[np.uint8]:
+        """The memory as shape [layers, blocks, heads of this rank, tokens, bytes]."""
+        heads, tokens = max(1, HEADS // self.local.layout.tp_size), self.local.layout.kernel_block_size_tokens
+        return self.memory.reshape(LAYERS, BLOCKS, heads, tokens, -1)
+
+    def payload(self) -> bytes:
+        """What the listener answers for this rank."""
+        metadata = encode_agent_metadata(describe(self.local.layout, self.port.agent_metadata))
+        return encode_payload(self.local.compatibility_hash, metadata, self.incarnation)
 
     def blocks(self, ids: list[int]) -> npt.NDArray[np.uint8]:
         """Contents of blocks in all layers, shape [layers, blocks, bytes]."""
@@ -125,6 +142,30 @@ class Engine:
         awaited: bool = True,
         remote_request_id: str | None = None,
     ) -> None:
+        groups = one_group(local, remote) if awaited else ()
+        self.pull_groups(
+            request_id,
+            peer,
+            groups,
+            None,
+            lease_expires_at=lease_expires_at,
+            incarnation=incarnation,
+            awaited=awaited,
+            remote_request_id=remote_request_id,
+        )
+
+    def pull_groups(
+        self,
+        request_id: str,
+        peer: Engine | PeerAddress,
+        groups: tuple[GroupPull, ...],
+        num_tokens: int | None,
+        *,
+        lease_expires_at: float | None = None,
+        incarnation: str | None = None,
+        awaited: bool = True,
+        remote_request_id: str | None = None,
+    ) -> None:
         address = peer.address if isinstance(peer, Engine) else peer
         known = peer.incarnation if isinstance(peer, Engine) and incarnation is None else incarnation
         self.supervisor.deliver(
@@ -132,9 +173,9 @@ class Engine:
                 request_id=request_id,
                 peer=address,
                 remote_request_id=remote_request_id or f"remote-{request_id}",
-                groups=one_group(local, remote),
-                num_tokens=None,
-                remote_num_tokens=None,
+                groups=groups,
+                num_tokens=num_tokens,
+                remote_num_tokens=num_tokens,
                 awaited=awaited,
                 age_seconds=0.0,
                 lease_expires_at=lease_expires_at,
@@ -152,74 +193,104 @@ async def engine(
     port: int = 0,
     incarnation: str | None = None,
     compatibility_hash: str = HASH,
-    block_bytes: int = BLOCK_BYTES,
+    head_bytes: int = HEAD_BYTES,
+    tokens: int = TOKENS,
 ) -> AsyncIterator[Engine]:
-    """Start one engine; its actors are stopped and its doors closed at the end."""
+    """Start an engine of one rank; its actors are stopped and its doors closed at the end."""
+    async with parallel_engine(
+        engine_id,
+        1,
+        options=options,
+        serves=serves,
+        port=port,
+        incarnation=incarnation,
+        compatibility_hash=compatibility_hash,
+        head_bytes=head_bytes,
+        tokens=tokens,
+    ) as ranks:
+        yield ranks[0]
+
+
+@asynccontextmanager
+async def parallel_engine(
+    engine_id: str,
+    tp_size: int,
+    *,
+    options: ConnectorOptions | None = None,
+    serves: bool = False,
+    port: int = 0,
+    incarnation: str | None = None,
+    compatibility_hash: str = HASH,
+    head_bytes: int = HEAD_BYTES,
+    tokens: int = TOKENS,
+) -> AsyncIterator[list[Engine]]:
+    """The same with several tensor-parallel ranks. The first one has the listener, which answers for all of them."""
+    shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
+    ranks = [
+        _rank(engine_id, shapes, tp_rank, tp_size, options or ConnectorOptions(), compatibility_hash, tokens)
+        for tp_rank in range(tp_size)
+    ]
+    for each in ranks:
+        each.incarnation = incarnation or ranks[0].incarnation
+    try:
+        async with trio.open_nursery() as nursery:
+            for each in ranks:
+                await nursery.start(each.supervisor.run)
+            if serves:
+                ranks[0].listener = HandshakeListener(
+                    side_channel=ZmqSideChannel(),
+                    host="127.0.0.1",
+                    port=port,
+                    payloads={(0, tp_rank): each.payload() for tp_rank, each in enumerate(ranks)},
+                    clock=MonotonicClock(),
+                    log_bad_frame=lambda detail: None,
+                )
+                await nursery.start(ranks[0].listener.run)
+            try:
+                yield ranks
+            finally:
+                if ranks[0].listener is not None:
+                    ranks[0].listener.stop()
+                for each in ranks:
+                    each.supervisor.stop()
+    finally:
+        with trio.CancelScope(shield=True):
+            for each in ranks:
+                await each.port.aclose(1.0)
+
+
+def _rank(
+    engine_id: str,
+    shapes: dict[str, LayerShape],
+    tp_rank: int,
+    tp_size: int,
+    options: ConnectorOptions,
+    compatibility_hash: str,
+    tokens: int,
+) -> Engine:
+    shape = next(iter(shapes.values()))
+    block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
     memory = np.zeros((LAYERS, BLOCKS, block_bytes), np.uint8)
-    layout = RankLayout(
-        engine_id=engine_id,
-        tp_rank=0,
-        tp_size=1,
-        dcp_size=1,
-        pcp_size=1,
-        regions=tuple(
-            Region(
-                name=f"layers.{layer}",
-                base_address=memory[layer].ctypes.data,
-                block_length_bytes=block_bytes,
-                block_stride_bytes=block_bytes,
-                num_blocks=BLOCKS,
-                memory_kind="DRAM",
-            )
-            for layer in range(LAYERS)
-        ),
-        kernel_block_size_tokens=32,
-        kernel_blocks_per_block=1,
-        layout_name="LBHNC",
-        attention_backend="TEST",
+    layout = attention_rank(
+        engine_id, shapes, address=memory.ctypes.data, blocks=BLOCKS, tokens=tokens, tp_rank=tp_rank, tp_size=tp_size
     )
-    nixl_port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
+    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
+    port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
     clock, trace, outcomes = MonotonicClock(), ListSink(), list[Outcome]()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
     supervisor = Supervisor(
-        options=options or ConnectorOptions(),
-        local=LocalRank(layout=layout, compatibility_hash=compatibility_hash),
-        nixl_port=nixl_port,
+        options=options,
+        local=local,
+        nixl_port=port,
         side_channel=ZmqSideChannel(),
         clock=clock,
-        recorder=Recorder(engine_id=engine_id, rank=0, role="worker", clock=clock, sink=trace),
+        recorder=Recorder(engine_id=engine_id, rank=tp_rank, role="worker", clock=clock, sink=trace),
         emit=outcomes.append,
         log_failure=lambda subject, failure: failures.append((subject, failure)),
         log_crash=lambda name, error: crashes.append((name, error)),
         jitter=random.Random(0),
     )
-    made = Engine(engine_id, memory, supervisor, nixl_port, trace, outcomes, failures, crashes)
-    if incarnation is not None:
-        made.incarnation = incarnation
-    try:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(supervisor.run)
-            if serves:
-                metadata = encode_agent_metadata(describe(layout, nixl_port.agent_metadata))
-                payload = encode_payload(compatibility_hash, metadata, made.incarnation)
-                made.listener = HandshakeListener(
-                    side_channel=ZmqSideChannel(),
-                    host="127.0.0.1",
-                    port=port,
-                    payloads={(0, 0): payload},
-                    clock=clock,
-                    log_bad_frame=lambda detail: None,
-                )
-                await nursery.start(made.listener.run)
-            try:
-                yield made
-            finally:
-                if made.listener is not None:
-                    made.listener.stop()
-                supervisor.stop()
-    finally:
-        with trio.CancelScope(shield=True):
-            await nixl_port.aclose(1.0)
+    return Engine(engine_id, local, memory, supervisor, port, trace, outcomes, failures, crashes)
 
 
 async def until(found: Callable[[], T | None], seconds: float = 10.0) -> T:

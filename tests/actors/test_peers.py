@@ -87,7 +87,7 @@ def test_another_engine_at_the_address_is_named() -> None:
 
 def test_incompatible_engines_are_refused_with_both_values() -> None:
     async def test() -> None:
-        async with engine("p", serves=True, block_bytes=8192) as p, engine("d") as d:
+        async with engine("p", serves=True, head_bytes=64) as p, engine("d") as d:
             d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
             failure = await failure_of(d, "a")
             assert failure.kind == "Incompatible"

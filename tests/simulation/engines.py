@@ -23,7 +23,6 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
-from connector.layout.geometry import RankLayout, Region
 from connector.ports.nixl import MemoryRange
 from connector.runtime.clock import NS_PER_SECOND, to_ns
 from connector.runtime.context import LocalRank
@@ -50,6 +49,7 @@ from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine import request
 from statemachine.failures import BadParams, Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -179,12 +179,11 @@ class Process:
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         name = f"{engine.name}.{life}"
         self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        layout = _layout(engine_id, self.memory.ctypes.data, blocks, variant)
-        compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
+        local = _local(engine_id, self.memory.ctypes.data, blocks, variant)
         recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
         self.supervisor = Supervisor(
             options=around.options,
-            local=LocalRank(layout=layout, compatibility_hash=compatibility_hash),
+            local=local,
             nixl_port=self.port,
             side_channel=FakeSideChannel(around.network, host),
             clock=self.clock,
@@ -194,12 +193,12 @@ class Process:
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             jitter=random.Random(chance.getrandbits(64)),
         )
-        self.agent_metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        self.agent_metadata = encode_agent_metadata(describe(local.layout, self.port.agent_metadata))
         self.listener = HandshakeListener(
             side_channel=FakeSideChannel(around.network, host),
             host=host,
             port=PORT,
-            payloads={(0, 0): encode_payload(compatibility_hash, self.agent_metadata, self.incarnation)},
+            payloads={(0, 0): encode_payload(local.compatibility_hash, self.agent_metadata, self.incarnation)},
             clock=self.listener_clock,
             log_bad_frame=lambda detail: None,
         )
@@ -266,30 +265,14 @@ class Process:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
 
 
-def _layout(engine_id: str, address: int, blocks: int, variant: Variant) -> RankLayout:
-    block_bytes = BLOCK_BYTES // 2 if variant is Variant.OTHER_BLOCKS else BLOCK_BYTES
-    return RankLayout(
-        engine_id=engine_id,
-        tp_rank=0,
-        tp_size=1,
-        dcp_size=1,
-        pcp_size=1,
-        regions=tuple(
-            Region(
-                name=f"layers.{layer}",
-                base_address=address + layer * blocks * BLOCK_BYTES,
-                block_length_bytes=block_bytes,
-                block_stride_bytes=BLOCK_BYTES,
-                num_blocks=blocks,
-                memory_kind="DRAM",
-            )
-            for layer in range(LAYERS)
-        ),
-        kernel_block_size_tokens=32,
-        kernel_blocks_per_block=1,
-        layout_name="LBHNC",
-        attention_backend="TEST",
+def _local(engine_id: str, address: int, blocks: int, variant: Variant) -> LocalRank:
+    word_bytes = WORD_BYTES // 2 if variant is Variant.OTHER_BLOCKS else WORD_BYTES
+    shapes = attention_shapes(layers=LAYERS, heads=1, head_bytes=word_bytes)
+    layout = attention_rank(
+        engine_id, shapes, address=address, blocks=blocks, tokens=BLOCK_WORDS, stride_bytes=BLOCK_BYTES
     )
+    compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
+    return LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
 
 
 @dataclass

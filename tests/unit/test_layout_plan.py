@@ -20,7 +20,6 @@ from connector.layout import (
     Region,
     partners,
     plan_engine,
-    plan_reads,
 )
 from connector.layout.copies import STRETCHES_MAX
 from connector.layout.shapes import (
@@ -217,7 +216,7 @@ def test_both_ways_to_ids_agree() -> None:
     decode, prefill = rank("d", ratio=2), rank("p", ratio=2)
     plan = plan_engine(decode, [prefill])
     ids = plan.reads[0].chunk_descriptor_ids(plan.pair([GroupBlocks(local=[3, 0, 1], remote=[2, 3, 0])]))
-    for one, other in zip(ids, plan_reads(decode, prefill).descriptor_ids([3, 0, 1], [2, 3, 0]), strict=True):
+    for one, other in zip(ids, plan.reads[0].descriptor_ids([3, 0, 1], [2, 3, 0]), strict=True):
         assert one.tolist() == other.tolist()
 
 
