@@ -78,6 +78,7 @@ def test_every_feature_occurs() -> None:
         "window",
         "prefix hit",
         "groups share tensors",
+        "blocks of several lengths in a group",
         "states",
         "different orders of axes",
         "block outermost on both sides",
