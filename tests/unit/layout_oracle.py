@@ -712,6 +712,11 @@ def case_of(seed: int, family: str) -> Case:
     return draw_case(random.Random(f"{family} {seed}"), family)
 
 
+def again(seed: int, family: str) -> str:
+    """The command that judges that one case."""
+    return f"python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 when a case failed."""
     parser = argparse.ArgumentParser(
@@ -732,7 +737,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             descriptors += check(case)
         except Exception as error:
             print(f"seed {seed} of {family}: {type(error).__name__}: {error}\n{case}")
-            print(f"again: python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            print(f"again: {again(seed, family)}")
             return 1
     for feature, count in sorted(counts.items()):
         print(f"{count:8}  {feature}")
