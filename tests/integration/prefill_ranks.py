@@ -22,8 +22,8 @@ from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
 
-START_SECONDS = 60.0
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
+"""A case takes a fraction of a second, the first one a few (imports); more on a machine that is busy."""
 CLOSE_SECONDS = 10.0
 
 
@@ -41,7 +41,10 @@ def open_port(engine: Engine, rank: Rank) -> RealNixlPort:
 
 
 class PrefillProcess:
-    """The test's handle of the process. Every wait has a deadline, and ends when the process does."""
+    """The test's handle of the process. Every wait has a deadline, and ends when the process does.
+
+    A process that misses a deadline is killed, or its answer would be taken for that of the next case.
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -52,7 +55,7 @@ class PrefillProcess:
         self._process.start()
         self._child_end.close()
         try:
-            self._answer(START_SECONDS)
+            self._answer()
         except BaseException:
             self.__exit__()
             raise
@@ -69,16 +72,18 @@ class PrefillProcess:
     def ranks(self, case: Case) -> Iterator[list[PrefillRank]]:
         """All prefill ranks of a case, in order. Once they were read: AssertionError if that changed their memory."""
         self._connection.send(case)
-        ranks = self._answer(ANSWER_SECONDS)
+        ranks = self._answer()
         try:
             yield ranks
         finally:
             self._connection.send("read")
-            changed = self._answer(ANSWER_SECONDS)
+            changed = self._answer()
         assert changed == [], f"prefill ranks {changed} are not what they were"
 
-    def _answer(self, timeout_seconds: float) -> Any:
-        assert self._connection.poll(timeout_seconds), f"no answer within {timeout_seconds:g} s"
+    def _answer(self) -> Any:
+        if not self._connection.poll(ANSWER_SECONDS):
+            self._process.kill()
+            raise AssertionError(f"no answer from the prefill ranks within {ANSWER_SECONDS:g} s")
         return self._connection.recv()
 
 

@@ -34,7 +34,7 @@ from tests.unit.layout_oracle import (
     make_content,
 )
 
-READ_SECONDS = 30.0
+READ_SECONDS = 60.0
 CASES_OF_A_ROW = 2
 SEEDS = 3000
 """Among how many cases those of a row are looked for."""
