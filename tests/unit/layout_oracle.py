@@ -13,6 +13,7 @@ loop over single tokens. Of the product it uses what it judges: the shapes, stri
     python -m tests.unit.layout_oracle --examples 100000 [--first-seed 0] [--family attention]
 
 runs that many seeds in turn, prints how often each feature occurred, and stops at the first case that fails.
+tests/integration/test_layout_over_nixl.py has the same cases carried out by NIXL.
 """
 
 from __future__ import annotations
@@ -324,6 +325,9 @@ def features_of(case: Case) -> tuple[str, ...]:
             found.append("prefix hit")
     if any(sum(shape is not None for shape in row) > 1 for tensor in case.tensors for row in tensor.layers):
         found.append("groups share tensors")
+    lengths = {(s.group, sum(c.units * c.bytes_per_unit for c in s.components)) for s in shapes if not s.is_state}
+    if len(lengths) > len({group for group, _ in lengths}):
+        found.append("blocks of several lengths in a group")
     if decode.layout_name != prefill.layout_name:
         found.append("different orders of axes")
     if decode.padding_bytes or prefill.padding_bytes:
@@ -347,15 +351,24 @@ def held(units: int, rank: int, ranks: int) -> list[int]:
 class Rank:
     """The memory of one rank, one array of bytes for each tensor, and views of it by what the bytes mean.
 
+    Args:
+        in_place: addresses are those of the arrays in this process, for NIXL. Otherwise they are made up, the same in
+            every run.
+
     Attributes:
-        memory: by tensor; the array of tensor i begins at address (i + 1) << _ADDRESS_BITS.
+        memory: by tensor.
+        addresses: where each of these arrays begins.
         pages: by layer of tokens: [kernel blocks, heads held, tokens, content].
         states: by layer of states, for each component: the units held, and [ids, units held, bytes of a unit].
     """
 
-    def __init__(self, case: Case, engine: Engine, tp_rank: int, noise: np.random.Generator) -> None:
+    def __init__(
+        self, case: Case, engine: Engine, tp_rank: int, noise: np.random.Generator, *, in_place: bool = False
+    ) -> None:
         self.engine, self.tp_rank = engine, tp_rank
         self.memory: list[Bytes] = []
+        self.addresses: list[int] = []
+        self._in_place = in_place
         self.pages: dict[str, Bytes] = {}
         self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
         regions: list[Region] = []
@@ -375,13 +388,19 @@ class Rank:
             groups=engine.groups,
         )
 
+    def _allocate(self, length_bytes: int, noise: np.random.Generator) -> tuple[Bytes, int]:
+        """Memory full of noise, and its address."""
+        flat = noise.integers(0, 256, length_bytes, dtype=np.uint8)
+        self.memory.append(flat)
+        self.addresses.append(flat.ctypes.data if self._in_place else len(self.memory) << _ADDRESS_BITS)
+        return flat, self.addresses[-1]
+
     def _lay_out(self, tensor: Tensor, noise: np.random.Generator) -> list[Region]:
-        address = (len(self.memory) + 1) << _ADDRESS_BITS
         shapes = [shape for row in tensor.layers for shape in row if shape is not None]
         tokens = next((shape for shape in shapes if not shape.is_state), None)
         state_bytes = max((self._state_bytes(shape) for shape in shapes if shape.is_state), default=0)
         if tokens is None:
-            return self._lay_out_states(tensor, address, state_bytes, noise)
+            return self._lay_out_states(tensor, state_bytes, noise)
         group = self.engine.groups[tokens.group]
         sizes = {
             "L": len(tensor.layers),
@@ -397,8 +416,7 @@ class Rank:
         split = axes.index("B") + 1
         inner_bytes = math.prod(sizes[axis] for axis in axes[split:])
         outer = tuple(sizes[axis] for axis in axes[:split])
-        flat = noise.integers(0, 256, math.prod(outer) * (inner_bytes + padding_bytes), dtype=np.uint8)
-        self.memory.append(flat)
+        flat, address = self._allocate(math.prod(outer) * (inner_bytes + padding_bytes), noise)
         rows = flat.reshape(*outer, inner_bytes + padding_bytes)
         view = rows[..., :inner_bytes].reshape(tuple(sizes[axis] for axis in axes))
         view = view.transpose([axes.index(axis) for axis in "LBHNC"])
@@ -429,12 +447,9 @@ class Rank:
                     regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
         return regions
 
-    def _lay_out_states(
-        self, tensor: Tensor, address: int, state_bytes: int, noise: np.random.Generator
-    ) -> list[Region]:
+    def _lay_out_states(self, tensor: Tensor, state_bytes: int, noise: np.random.Generator) -> list[Region]:
         page_bytes = state_bytes + self.engine.padding_bytes
-        flat = noise.integers(0, 256, len(tensor.layers) * self.engine.num_ids * page_bytes, dtype=np.uint8)
-        self.memory.append(flat)
+        flat, address = self._allocate(len(tensor.layers) * self.engine.num_ids * page_bytes, noise)
         slices = flat.reshape(len(tensor.layers), self.engine.num_ids, page_bytes)
         regions = []
         for index, row in enumerate(tensor.layers):
@@ -464,15 +479,21 @@ class Rank:
             start = end
         return views
 
+    def locate(self, address: int, length_bytes: int) -> tuple[int, slice]:
+        """Which array, and what of it. OracleError when it is not this rank's memory, or not all of it."""
+        for index, (array, begin) in enumerate(zip(self.memory, self.addresses, strict=True)):
+            if begin <= address and address + length_bytes <= begin + array.size:
+                return index, slice(address - begin, address - begin + length_bytes)
+        raise OracleError(f"{length_bytes} bytes at {address:#x} are outside of rank {self.tp_rank}'s memory")
+
     def bytes_at(self, address: int, length_bytes: int) -> Bytes:
-        """The memory there. OracleError when it is not this rank's, or not all of it."""
-        index, start = (address >> _ADDRESS_BITS) - 1, address % (1 << _ADDRESS_BITS)
-        if not 0 <= index < len(self.memory) or start + length_bytes > self.memory[index].size:
-            raise OracleError(f"{length_bytes} bytes at {address:#x} are outside of rank {self.tp_rank}'s memory")
-        return self.memory[index][start : start + length_bytes]
+        """The memory there. OracleError as for `locate`."""
+        index, part = self.locate(address, length_bytes)
+        return self.memory[index][part]
 
 
 _ADDRESS_BITS = 28
+"""Distance of made-up addresses."""
 
 
 def _region(
@@ -542,7 +563,7 @@ def write_prefill(case: Case, rank: Rank, content: Content) -> None:
             rank.pages[shape.name][kernel_block, :, token] = content.pages[shape.name][position, units]
 
 
-def write_expected(case: Case, rank: Rank, content: Content) -> None:
+def _write_expected(case: Case, rank: Rank, content: Content) -> None:
     """Change a decode rank's memory into what it has to be after the request was read."""
     for shape in case.shapes:
         table = case.tables[shape.group]
@@ -576,6 +597,30 @@ def _positions(blocks: Sequence[int], first: int, group: CacheGroup) -> list[tup
     ]
 
 
+class Expectation:
+    """What all of a decode rank's memory has to be after the request was read; made before that."""
+
+    def __init__(self, case: Case, rank: Rank, content: Content) -> None:
+        self._rank = rank
+        self._before = [array.copy() for array in rank.memory]
+        _write_expected(case, rank, content)
+        self._expected = [array.copy() for array in rank.memory]
+        for array, old in zip(rank.memory, self._before, strict=True):
+            array[:] = old
+
+    def require(self) -> None:
+        """Raise OracleError when a byte is wrong."""
+        for index, (found, right) in enumerate(zip(self._rank.memory, self._expected, strict=True)):
+            wrong = np.flatnonzero(found != right)
+            if wrong.size:
+                at = wrong[0]
+                was = "unchanged" if found[at] == self._before[index][at] else "changed"
+                raise OracleError(
+                    f"{wrong.size} bytes of tensor {index} of rank {self._rank.tp_rank} are wrong, the first at {at}: "
+                    f"{found[at]} ({was}) instead of {right[at]}"
+                )
+
+
 def check(case: Case) -> int:
     """Judge the product's plan of a case; returns the number of descriptors it needs. Raises OracleError."""
     noise = np.random.default_rng(case.noise)
@@ -592,23 +637,11 @@ def check(case: Case) -> int:
     for rank in prefill.values():
         write_prefill(case, rank, content)
     decode = Rank(case, case.decode, case.decode_rank, noise)
-    before = [array.copy() for array in decode.memory]
-    write_expected(case, decode, content)
-    expected = [array.copy() for array in decode.memory]
-    for array, old in zip(decode.memory, before, strict=True):
-        array[:] = old
+    expectation = Expectation(case, decode, content)
     engine_plan = plan_engine(decode.layout, [rank.layout for rank in prefill.values()])
     _check_notified(case, engine_plan, wanted)
     descriptors = carry_out(engine_plan, case.tables, decode, prefill)
-    for index, (found, right) in enumerate(zip(decode.memory, expected, strict=True)):
-        wrong = np.flatnonzero(found != right)
-        if wrong.size:
-            at = wrong[0]
-            was = "unchanged" if found[at] == before[index][at] else "changed"
-            raise OracleError(
-                f"{wrong.size} bytes of tensor {index} are wrong, the first at {at}: "
-                f"{found[at]} ({was}) instead of {right[at]}"
-            )
+    expectation.require()
     return descriptors
 
 
@@ -630,11 +663,13 @@ def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Ra
             (to, length_bytes), (source, source_length_bytes) = local[ours], remote[theirs]
             if length_bytes != source_length_bytes:
                 raise OracleError(f"{source_length_bytes} bytes into {length_bytes}")
-            decode.bytes_at(to, length_bytes)[:] = remote_rank.bytes_at(source, length_bytes)
-            _mark(written, to, length_bytes)
+            index, part = decode.locate(to, length_bytes)
+            decode.memory[index][part] = remote_rank.bytes_at(source, length_bytes)
+            _mark(written[index][part], to)
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs)), strict=True):
-        decode.bytes_at(address, length_bytes)[:] = 0
-        _mark(written, address, length_bytes)
+        index, part = decode.locate(address, length_bytes)
+        decode.memory[index][part] = 0
+        _mark(written[index][part], address)
     return descriptors
 
 
@@ -646,12 +681,10 @@ def expand_runs(runs: Sequence[MemoryRun]) -> list[tuple[int, int]]:
     return [(run.address + i * run.stride_bytes, run.length_bytes) for run in runs for i in range(run.count)]
 
 
-def _mark(written: Sequence[npt.NDArray[np.bool_]], address: int, length_bytes: int) -> None:
-    start = address % (1 << _ADDRESS_BITS)
-    part = written[(address >> _ADDRESS_BITS) - 1][start : start + length_bytes]
-    if part.any():
+def _mark(written: npt.NDArray[np.bool_], address: int) -> None:
+    if written.any():
         raise OracleError(f"bytes at {address:#x} are written twice")
-    part[:] = True
+    written[:] = True
 
 
 def _check_notified(case: Case, engine_plan: EnginePlan, wanted: Sequence[int]) -> None:
@@ -679,6 +712,11 @@ def case_of(seed: int, family: str) -> Case:
     return draw_case(random.Random(f"{family} {seed}"), family)
 
 
+def again(seed: int, family: str) -> str:
+    """The command that judges that one case."""
+    return f"python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 when a case failed."""
     parser = argparse.ArgumentParser(
@@ -699,7 +737,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             descriptors += check(case)
         except Exception as error:
             print(f"seed {seed} of {family}: {type(error).__name__}: {error}\n{case}")
-            print(f"again: python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            print(f"again: {again(seed, family)}")
             return 1
     for feature, count in sorted(counts.items()):
         print(f"{count:8}  {feature}")

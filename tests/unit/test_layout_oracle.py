@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from connector.layout import LayoutMismatch, blocks, copies, plan, shapes, sources
 from connector.layout.blocks import GroupBlocks, GroupPair
 from tests.unit import layout_oracle
-from tests.unit.layout_oracle import FAMILIES, OracleError, case_of, check, draw_case
+from tests.unit.layout_oracle import FAMILIES, OracleError, again, case_of, check, draw_case
 from tests.unit.properties import on_any_machine
 
 SEEDS = 300
@@ -35,7 +35,7 @@ def test_seeds(family: str) -> None:
         try:
             check(case_of(seed, family))
         except Exception as error:
-            error.add_note(f"python -m tests.unit.layout_oracle --examples 1 --first-seed {seed} --family {family}")
+            error.add_note(again(seed, family))
             raise
 
 
@@ -78,6 +78,7 @@ def test_every_feature_occurs() -> None:
         "window",
         "prefix hit",
         "groups share tensors",
+        "blocks of several lengths in a group",
         "states",
         "different orders of axes",
         "block outermost on both sides",

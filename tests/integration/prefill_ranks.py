@@ -1,0 +1,122 @@
+"""The prefill engine of tests/integration/test_layout_over_nixl.py: memory and NIXL agents of all its ranks, elsewhere.
+
+One process serves all cases, one after another. For a case it fills the memory of each prefill rank as the oracle says,
+registers it with an agent of its own, says where it lies, waits until the decode ranks have read, and answers whether
+its memory is as it was. It computes nothing else: who reads what is the other side's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import uuid
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from connector.layout import RankLayout
+from connector.ports.nixl import MemoryRange
+from connector.ports.nixl_agent import RealNixlPort
+from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
+
+ANSWER_SECONDS = 60.0
+"""A case takes a fraction of a second, the first one a few (imports); more on a machine that is busy."""
+CLOSE_SECONDS = 10.0
+
+
+class PrefillRank(msgspec.Struct, frozen=True):
+    """What a decode rank has to know of a prefill rank."""
+
+    layout: RankLayout
+    agent_metadata: bytes
+
+
+def open_port(engine: Engine, rank: Rank) -> RealNixlPort:
+    """An agent that has registered a rank's memory, and nothing else."""
+    ranges = [MemoryRange(address, array.size) for address, array in zip(rank.addresses, rank.memory, strict=True)]
+    return RealNixlPort.open(f"{engine.engine_id}-{rank.tp_rank}-{uuid.uuid4()}", ranges, "DRAM")
+
+
+class PrefillProcess:
+    """The test's handle of the process. Every wait has a deadline, and ends when the process does.
+
+    A process that misses a deadline is killed, or its answer would be taken for that of the next case.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, self._child_end = context.Pipe()
+        self._process = context.Process(target=_main, args=(self._child_end,), name="prefill-ranks", daemon=True)
+
+    def __enter__(self) -> PrefillProcess:
+        self._process.start()
+        self._child_end.close()
+        try:
+            self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.join(CLOSE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    @contextlib.contextmanager
+    def ranks(self, case: Case) -> Iterator[list[PrefillRank]]:
+        """All prefill ranks of a case, in order. Once they were read: AssertionError if that changed their memory."""
+        self._connection.send(case)
+        ranks = self._answer()
+        try:
+            yield ranks
+        finally:
+            self._connection.send("read")
+            changed = self._answer()
+        assert changed == [], f"prefill ranks {changed} are not what they were"
+
+    def _answer(self) -> Any:
+        if not self._connection.poll(ANSWER_SECONDS):
+            self._process.kill()
+            raise AssertionError(f"no answer from the prefill ranks within {ANSWER_SECONDS:g} s")
+        return self._connection.recv()
+
+
+def _main(connection: Connection) -> None:
+    """Entry point of the process; it ends when the test's end of the pipe is closed."""
+    connection.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            _serve(connection, connection.recv())
+
+
+def _serve(connection: Connection, case: Case) -> None:
+    noise = np.random.default_rng(case.noise)
+    content = make_content(case, noise)
+    ranks = [Rank(case, case.prefill, number, noise, in_place=True) for number in range(case.prefill.tp_size)]
+    for rank in ranks:
+        write_prefill(case, rank, content)
+    before = [[array.copy() for array in rank.memory] for rank in ranks]
+    ports: list[RealNixlPort] = []
+    try:
+        for rank in ranks:
+            ports.append(open_port(case.prefill, rank))
+            ports[-1].expect_notifications(True)  # a first READ needs this side's polls to connect
+        connection.send(
+            [PrefillRank(rank.layout, port.agent_metadata) for rank, port in zip(ranks, ports, strict=True)]
+        )
+        connection.recv()
+        changed = [
+            rank.tp_rank
+            for rank, old in zip(ranks, before, strict=True)
+            if not all(map(np.array_equal, rank.memory, old))
+        ]
+    finally:
+        for port in ports:
+            port.close_blocking(CLOSE_SECONDS)
+    connection.send(changed)

@@ -1,0 +1,311 @@
+"""Read plans carried out by NIXL: two processes, an agent for each rank, and the byte oracle's judgement.
+
+tests/unit/layout_oracle.py carries a plan out as plain copies; here the same cases go through what a connector does
+with a plan: prepared lists of runs, descriptor ids, READs, and zeros for what no READ fills. That takes the plan's word
+for nothing: NIXL numbers the descriptors of a run itself, refuses memory that is not registered and pairs of different
+lengths, and joins neighbours. All decode ranks of a case read at once, each from all its prefill ranks, and all memory
+of each is compared with what the oracle expects.
+
+The prefill ranks live in a process of their own (`prefill_ranks`), the decode ranks in this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import trio
+
+from connector.layout import ReadPlan, partners, plan_engine
+from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadDone
+from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
+from tests.unit.layout_oracle import (
+    FAMILIES,
+    Case,
+    Expectation,
+    OracleError,
+    Rank,
+    again,
+    case_of,
+    make_content,
+)
+
+READ_SECONDS = 60.0
+CASES_OF_A_ROW = 2
+SEEDS = 3000
+"""Among how many cases those of a row are looked for."""
+
+Change = Callable[[ReadPlan, DescriptorIds, DescriptorIds], tuple[DescriptorIds, DescriptorIds]]
+"""What to do to the local and remote descriptor ids of a READ before it is posted."""
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[PrefillProcess]:
+    with PrefillProcess() as process:
+        yield process
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+Condition = Callable[[Case], bool]
+
+
+def _all(*conditions: Condition) -> Condition:
+    return lambda case: all(condition(case) for condition in conditions)
+
+
+def _has(*features: str) -> Condition:
+    return lambda case: set(features) <= set(case.features)
+
+
+def _has_ratio(decode: int, prefill: int) -> Condition:
+    return lambda case: case.decode.tp_size * prefill == case.prefill.tp_size * decode
+
+
+def _has_heads(case: Case) -> bool:
+    """Several in a page on both sides, so that ranks of different numbers hold different parts."""
+    heads = case.shapes[0].components[0].units
+    return all(heads >= 2 * engine.tp_size for engine in (case.decode, case.prefill))
+
+
+def _has_few_heads(case: Case) -> bool:
+    """Some ranks hold the same head, but not all do."""
+    return 1 < case.shapes[0].components[0].units < max(case.decode.tp_size, case.prefill.tp_size)
+
+
+def _has_layouts(decode: str, prefill: str) -> Condition:
+    """Two orders of axes, and pages of several heads and tokens, which alone tell them apart."""
+    return lambda case: (
+        _has_heads(case)
+        and (decode, prefill) == (case.decode.layout_name, case.prefill.layout_name)
+        and all(group.tokens_per_kernel_block > 1 for group in case.decode.groups + case.prefill.groups)
+    )
+
+
+def _groups_apart(case: Case) -> bool:
+    return "groups share tensors" not in case.features
+
+
+def _blocks_outermost_on_one_side(case: Case) -> bool:
+    return case.decode.layout_name.startswith("B") != case.prefill.layout_name.startswith("B")
+
+
+ROWS: dict[str, tuple[str, Condition]] = {
+    "equal TP": ("attention", _all(_has("attention"), _has_heads, _has_ratio(1, 1))),
+    "D_TP twice P_TP": ("attention", _all(_has("attention"), _has_heads, _has_ratio(2, 1))),
+    "D_TP four times P_TP": ("attention", _all(_has("attention"), _has_heads, _has_ratio(4, 1))),
+    "P_TP twice D_TP": ("attention", _all(_has("attention"), _has_heads, _has_ratio(1, 2))),
+    "P_TP four times D_TP": ("attention", _all(_has("attention"), _has_heads, _has_ratio(1, 4))),
+    "neither TP divides the other": (
+        "attention",
+        _all(_has("attention", "neither TP divides the other"), _has_heads),
+    ),
+    "GQA, fewer heads than ranks of D": (
+        "attention",
+        _all(_has("GQA with fewer heads than ranks of D"), _has_few_heads, _has_ratio(4, 1)),
+    ),
+    "GQA, fewer heads than ranks of P": (
+        "attention",
+        _all(_has("GQA with fewer heads than ranks of P"), _has_few_heads, _has_ratio(1, 4)),
+    ),
+    "GQA, fewer heads than ranks of both": (
+        "attention",
+        _all(
+            _has("GQA with fewer heads than ranks of D", "GQA with fewer heads than ranks of P"),
+            _has_few_heads,
+            _has_ratio(2, 1),
+        ),
+    ),
+    "MLA, D_TP twice P_TP": ("attention", _all(_has("MLA"), _has_ratio(2, 1))),
+    "MLA, P_TP twice D_TP": ("attention", _all(_has("MLA"), _has_ratio(1, 2))),
+    "MLA, block lengths of each layer's own": (
+        "attention",
+        lambda case: (
+            case.shapes[0].components[0].name == "latent" and _has("blocks of several lengths in a group")(case)
+        ),
+    ),
+    "sliding windows": ("groups", _all(_has("window", "attention"), _groups_apart)),
+    "sliding windows, groups share tensors": ("groups", _has("window", "attention", "groups share tensors")),
+    "sliding windows, groups share tensors, D_TP twice P_TP": (
+        "groups",
+        _all(_has("window", "attention", "groups share tensors"), _has_ratio(2, 1)),
+    ),
+    "sliding windows, groups share tensors, P_TP twice D_TP": (
+        "groups",
+        _all(_has("window", "attention", "groups share tensors"), _has_ratio(1, 2)),
+    ),
+    "states and attention, equal TP": ("states", _all(_has("states", "attention"), _has_ratio(1, 1))),
+    "states and attention, D_TP twice P_TP": ("states", _all(_has("states", "attention"), _has_ratio(2, 1))),
+    "states and attention, D_TP four times P_TP": ("states", _all(_has("states", "attention"), _has_ratio(4, 1))),
+    "states and attention, P_TP twice D_TP": ("states", _all(_has("states", "attention"), _has_ratio(1, 2))),
+    "states and attention, P_TP four times D_TP": ("states", _all(_has("states", "attention"), _has_ratio(1, 4))),
+    "states in the pages of attention": ("states", _has("states", "attention", "groups share tensors")),
+    "P's blocks smaller": ("attention", _has("attention", "P's kernel block smaller")),
+    "P's blocks larger": ("attention", _has("attention", "P's kernel block larger")),
+    "neither block divides the other": ("attention", _has("attention", "neither kernel block divides the other")),
+    "equal kernel pages under different logical sizes": (
+        "attention",
+        _has("attention", "equal kernel blocks", "different ratios of logical to kernel block"),
+    ),
+    "heads before tokens into tokens before heads": ("attention", _has_layouts("LBNHC", "LBHNC")),
+    "tokens before heads into heads before tokens": ("attention", _has_layouts("LBHNC", "LBNHC")),
+    "heads outside of blocks": ("attention", _has_layouts("LHBNC", "LHBNC")),
+    "blocks outermost": ("attention", _all(_has("attention", "block outermost on both sides"), _has_heads)),
+    "blocks outermost on one side": ("attention", _all(_has("attention"), _has_heads, _blocks_outermost_on_one_side)),
+    "padded pages": ("attention", _all(_has("attention", "padding"), _has_heads)),
+    "prefix hit": ("attention", _all(_has("attention", "prefix hit"), _has_heads)),
+}
+"""What has to be shown: family of cases, and what makes a case one of the row."""
+
+
+def _is_worth_it(case: Case) -> bool:
+    """More than one rank somewhere, and every cache group has something to read."""
+    return max(case.decode.tp_size, case.prefill.tp_size) > 1 and all(
+        max(table.local_first * ours, table.remote_first * theirs)
+        < min(
+            (table.local_first + len(table.local)) * ours,
+            (table.remote_first + len(table.remote)) * theirs,
+            math.inf if table.num_tokens is None else table.num_tokens,
+        )
+        for table, ours, theirs in zip(
+            case.tables,
+            (group.positions_per_block for group in case.decode.groups),
+            (group.positions_per_block for group in case.prefill.groups),
+            strict=True,
+        )
+    )
+
+
+@functools.cache
+def _cases() -> dict[str, list[tuple[str, int]]]:
+    """Family and seed of the cases of each row; no case is in two."""
+    chosen: dict[str, list[tuple[str, int]]] = {row: [] for row in ROWS}
+    for seed, family in itertools.product(range(SEEDS), FAMILIES):
+        case = case_of(seed, family)
+        lacking = [row for row, found in chosen.items() if len(found) < CASES_OF_A_ROW]
+        if not lacking:
+            break
+        row = next((row for row in lacking if ROWS[row][0] == family and ROWS[row][1](case)), None)
+        if row is not None and _is_worth_it(case):
+            chosen[row].append((family, seed))
+    return chosen
+
+
+# --- what a connector does with a plan ------------------------------------------------------------------------------
+
+
+def _as_planned(
+    _: ReadPlan, local_ids: DescriptorIds, remote_ids: DescriptorIds
+) -> tuple[DescriptorIds, DescriptorIds]:
+    return local_ids, remote_ids
+
+
+def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned) -> int:
+    """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong."""
+    content = make_content(case, np.random.default_rng(case.noise))
+    ranks = [
+        Rank(case, case.decode, number, np.random.default_rng((case.noise, number)), in_place=True)
+        for number in range(case.decode.tp_size)
+    ]
+    expectations = [Expectation(case, rank, content) for rank in ranks]
+    descriptors = 0
+
+    async def read(rank: Rank) -> None:
+        nonlocal descriptors
+        descriptors += await _read(case, rank, prefill_ranks, change)
+
+    async def read_all() -> None:
+        with trio.fail_after(READ_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for rank in ranks:
+                    nursery.start_soon(read, rank)
+
+    with prefill.ranks(case) as prefill_ranks:
+        trio.run(read_all)
+    for expectation in expectations:
+        expectation.require()
+    return descriptors
+
+
+async def _read(case: Case, rank: Rank, prefill_ranks: Sequence[PrefillRank], change: Change) -> int:
+    """One decode rank's part; returns the number of descriptors."""
+    partner_numbers = partners(rank.tp_rank, case.decode.tp_size, case.prefill.tp_size)
+    engine_plan = plan_engine(rank.layout, [prefill_ranks[number].layout for number in partner_numbers])
+    pairs = engine_plan.pair(case.tables)
+    descriptors, posted = 0, set()
+    send, events = trio.open_memory_channel[NixlEvent](math.inf)
+    port = open_port(case.decode, rank)
+    try:
+        port.set_event_callback(send.send_nowait)
+        for read in engine_plan.reads:
+            local_ids, remote_ids = change(read, *read.chunk_descriptor_ids(pairs))
+            agent = await port.add_remote_agent(prefill_ranks[read.remote_rank].agent_metadata)
+            local = await port.prepare_local(read.local_runs)
+            remote = await port.prepare_remote(agent, read.remote_runs)
+            posted.add(await port.post_read(local, local_ids, remote, remote_ids, b""))
+            descriptors += local_ids.size
+        while posted:
+            event = await events.receive()
+            assert isinstance(event, ReadDone), event
+            posted.remove(event.handle)
+    finally:
+        with trio.CancelScope(shield=True):
+            assert await port.aclose(CLOSE_SECONDS) == []
+    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs)), strict=True):
+        rank.bytes_at(address, length_bytes)[:] = 0
+    return descriptors
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_all_bytes_are_right(row: str, prefill: PrefillProcess) -> None:
+    cases = _cases()[row]
+    assert len(cases) == CASES_OF_A_ROW
+    for family, seed in cases:
+        try:
+            assert _carry_out(case_of(seed, family), prefill) > 0
+        except Exception as error:
+            error.add_note(f"the plan alone: {again(seed, family)}")
+            raise
+
+
+def _neighbour(runs: Sequence[MemoryRun], number: int) -> int:
+    """Another descriptor of the same run, so that nothing but its place in memory differs."""
+    end = 0
+    for run in runs:
+        end += run.count
+        if number < end:
+            assert run.count > 1
+            return number + 1 if number + 1 < end else number - 1
+    raise AssertionError(f"{number} is not prepared")
+
+
+def _shift_remote(
+    read: ReadPlan, local_ids: DescriptorIds, remote_ids: DescriptorIds
+) -> tuple[DescriptorIds, DescriptorIds]:
+    shifted = remote_ids.copy()
+    shifted[-1] = _neighbour(read.remote_runs, int(shifted[-1]))
+    return local_ids, shifted
+
+
+def _shift_local(
+    read: ReadPlan, local_ids: DescriptorIds, remote_ids: DescriptorIds
+) -> tuple[DescriptorIds, DescriptorIds]:
+    shifted = local_ids.copy()
+    shifted[-1] = _neighbour(read.local_runs, int(shifted[-1]))
+    return shifted, remote_ids
+
+
+@pytest.mark.parametrize("shift", [_shift_remote, _shift_local])
+@pytest.mark.parametrize("row", ["equal TP", "P_TP twice D_TP", "states and attention, D_TP twice P_TP"])
+def test_a_shifted_descriptor_is_noticed(row: str, shift: Change, prefill: PrefillProcess) -> None:
+    """One id of each READ; without the fault the same case is right (above)."""
+    family, seed = _cases()[row][0]
+    with pytest.raises(OracleError, match="are wrong"):
+        _carry_out(case_of(seed, family), prefill, shift)
