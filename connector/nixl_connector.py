@@ -75,6 +75,11 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None, "a method of the worker role was called on the scheduler's instance"
         return self._worker
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A prefix hit of full attention may reach further than the last cached state: a load always brings a state."""
+        return True
+
     # --- both roles ---------------------------------------------------------------------------------------------
 
     @classmethod

@@ -13,9 +13,13 @@ kv_transfer_params comes from outside. What cannot be decoded still parks the re
 fails it: that is the one path that ends in an error for the client under the policy `fail`, and in a recomputation
 under `recompute`.
 
-Blocks are paired by position. D's block i of a request corresponds to P's block i, so after a prefix-cache hit of h
-blocks D reads P's blocks h.. into its own, whatever the length of P's list (a prefill that sampled more than one token
-has more blocks than the prompt needs).
+An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
+block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
+are paired by position: after a prefix-cache hit of h blocks D reads P's blocks h.. into its own.
+
+Some models make D compute the last tokens of every prompt itself: a state (Mamba) cannot be rewound to before the token
+that samples, and draft modules that look several tokens ahead must not see drafts. P then leaves these tokens out of
+the prompt, because a state of one token more is another state.
 
 Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are,
 until when, and by which incarnation of this engine.
@@ -28,7 +32,7 @@ list when vLLM frees the request, until the worker reports that the READ has end
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +57,7 @@ from connector.runtime.messages import (
     TrackLease,
     UntrackLease,
 )
+from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.params import (
@@ -114,7 +119,12 @@ class ConnectorScheduler:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
-        self._tp_size: int = parallel.tensor_parallel_size
+        # With TP 1, the ranks that share each block's tokens count as transfer ranks.
+        self._tp_size: int = max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size)
+        self._dcp_size: int = parallel.decode_context_parallel_size
+        self._pp_size: int = parallel.pipeline_parallel_size
+        self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
+        self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
         self._clock = clock
         self._incarnation = incarnation
         self._pulls: dict[str, Pull] = {}
@@ -129,6 +139,8 @@ class ConnectorScheduler:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on."""
         pull = self._read_params(request)
         if pull is None:
+            if _wants_remote_decode(request):
+                self._leave_tokens_to_decode(request)
             return
         self._pulls[request.request_id] = pull
         if pull.remote is not None:
@@ -146,7 +158,7 @@ class ConnectorScheduler:
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.phase is not PullPhase.WAITING:
             return 0, False
-        count = request.num_prompt_tokens - num_computed_tokens
+        count = self._tokens_to_load(request) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -156,7 +168,7 @@ class ConnectorScheduler:
         if pull is not None and pull.phase is PullPhase.WAITING:
             if num_external_tokens > 0:
                 pull.phase = PullPhase.LOADING
-                self._commands.append(self._load(request_id, pull, blocks, request.num_prompt_tokens))
+                self._commands.append(self._load(request, pull, blocks))
             else:
                 self._settle_without_loading(request_id, pull)
         elif _wants_remote_decode(request) and request_id not in self._computing:
@@ -234,21 +246,54 @@ class ConnectorScheduler:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
             remote = parse_remote_prefill(params_untrusted)
-            if len(remote.block_ids) != 1:
-                groups = f"{len(remote.block_ids)} groups"
-                raise ParamsError(BadParams(field="remote_block_ids", expected="one KV cache group", found=groups))
+            self._check_fit(remote, request)
         except ParamsError as error:
             return Pull(remote=None, rejection=error.failure, heard_ns=self._clock.now_ns())
         return Pull(remote=remote, rejection=None, heard_ns=self._clock.now_ns())
 
-    def _load(self, request_id: str, pull: Pull, blocks: KVCacheBlocks, num_tokens: int) -> StartPull | RejectPull:
-        local = [block.block_id for block in blocks.blocks[0] if block.block_hash is None and not block.is_null]
-        cached = len(blocks.blocks[0]) - len(local)
-        if pull.remote is None:
+    def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
+        """Raise ParamsError for what no READ could make sense of."""
+        ours, theirs = len(self._groups), len(remote.block_ids)
+        if ours != theirs:
+            expected = f"block ids of {ours} KV cache group(s), as this engine has"
+            raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
+        tokens = self._tokens_to_load(request)
+        has_states = any(group.is_state for group in self._groups)
+        if has_states and tokens and not request.skip_reading_prefix_cache and remote.num_tokens not in (None, tokens):
+            expected = f"{tokens}, the state after exactly so many tokens"
+            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(remote.num_tokens)))
+
+    def _tokens_to_load(self, request: Request) -> int:
+        """Counted from the start of the request, prefix hits included."""
+        tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
+        return tokens
+
+    def _leave_tokens_to_decode(self, request: Request) -> None:
+        """P: take the tokens that D computes itself out of the prompt. What is sampled after it is of no use then."""
+        count = self._tokens_left_to_decode
+        # D loads nothing for a request that must not read cached KV (prompt logprobs): it needs no particular state.
+        if not count or request.num_prompt_tokens <= count or request.skip_reading_prefix_cache:
+            return
+        if request.prompt_token_ids is not None:
+            request.prompt_token_ids = request.prompt_token_ids[:-count]
+        if request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-count]
+        del request._all_token_ids[-count:]
+        request.num_prompt_tokens -= count
+        request.max_tokens = 1
+
+    def _load(self, request: Request, pull: Pull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+        request_id, remote, tokens = request.request_id, pull.remote, self._tokens_to_load(request)
+        tables: Sequence[Sequence[int]] = remote.block_ids if remote is not None else [()] * len(self._groups)
+        groups = tuple(
+            group.pull(blocks.blocks[group.group_id], table, tokens)
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+        if remote is None:
             assert pull.rejection is not None
+            local = [block_id for group in groups for block_id in group.local_block_ids]
             return RejectPull(request_id=request_id, local_block_ids=local, failure=pull.rejection)
-        group = GroupPull(local_block_ids=local, local_first=cached, remote_block_ids=list(pull.remote.block_ids[0]))
-        return self._start_pull(request_id, pull, pull.remote, (group,), num_tokens, awaited=True)
+        return self._start_pull(request_id, pull, remote, groups, tokens, awaited=True)
 
     def _settle_without_loading(self, request_id: str, pull: Pull) -> None:
         """Nothing is read: the prefill engine may free its blocks now."""
@@ -295,8 +340,10 @@ class ConnectorScheduler:
 
     def _grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         lease_seconds = self._options.kv_lease_duration
+        tokens = request.num_computed_tokens
+        lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
         self._commands.append(
-            LeaseGranted(request_id=request.request_id, lease_seconds=lease_seconds, blocks=len(block_ids[0]))
+            LeaseGranted(request_id=request.request_id, lease_seconds=lease_seconds, blocks=sum(map(len, lent)))
         )
         # The worker starts its timer when it hears of the grant, which is later: what D is told is the earlier end.
         return build_remote_prefill(
@@ -304,9 +351,11 @@ class ConnectorScheduler:
             request_id=request.request_id,
             host=self._host,
             port=self._port,
-            block_ids=block_ids,
+            block_ids=lent,
             tp_size=self._tp_size,
-            num_tokens=request.num_computed_tokens,
+            dcp_size=self._dcp_size,
+            pp_size=self._pp_size,
+            num_tokens=tokens,
             lease_expires_at=self._clock.now_ns() / NS_PER_SECOND + lease_seconds,
             incarnation=self._incarnation,
         )
@@ -321,6 +370,14 @@ class ConnectorScheduler:
         for block_ids in report.lifted:
             _log.info("%d quarantined blocks are free again", len(block_ids))
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
+
+
+def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many tokens at the end of a prompt D computes itself; the built-in connector counts in the same way."""
+    replays = any(group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups)
+    for_state = 1 if kv_cache_config.has_mamba_layers or replays else 0
+    count: int = max(for_state, vllm_config.num_prefill_lookahead_tokens - 1)
+    return count
 
 
 def _wants_remote_decode(request: Request) -> bool:

@@ -1,0 +1,118 @@
+"""Which blocks of a request travel, one KV cache group at a time. Pure: block tables in, block tables out.
+
+vLLM keeps one block table per group. Each is positional: block i stands for the same stretch of the request's tokens,
+and the null block stands in for what nobody needs any more. What a table still holds after n tokens differs:
+
+    everything        full attention, MLA
+    the last tokens   sliding window: the w-1 that the token after the n-th looks back on;
+                      chunked local attention: those of the chunk that this token belongs to
+    one state         Mamba and its like: the block of the n-th token. Blocks after it are scratch space of speculative
+                      decoding, blocks before it hold older states, if anything.
+
+vLLM clips both sides' tables by these rules, at n = the tokens computed on P and at n = the tokens to load on D. So
+neither side has a block for a token that only the n-th token itself would have looked back on. D computes that one
+anew after it has loaded a whole prompt: without the token at the far end of its window when a block ends there, and
+without its chunk when the chunk ends with it. vLLM loads such prompts in this way whatever the connector.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
+
+from connector.runtime.messages import GroupPull
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+_Block = TypeVar("_Block")
+
+NULL_BLOCK_ID = 0
+"""vLLM's placeholder in block tables; never a block of a request, in any engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferGroup:
+    """A cache group that takes part in transfers. At most one of the last three is set; none: it keeps everything.
+
+    Attributes:
+        group_id: its place in block tables of the engine.
+        block_size: tokens of a block.
+        window: tokens that a token's attention sees, itself included.
+        chunk: tokens of a chunk of local attention.
+        is_state: a block is the state of everything before it.
+    """
+
+    group_id: int
+    block_size: int
+    window: int | None = None
+    chunk: int | None = None
+    is_state: bool = False
+
+    def pull(self, blocks: Sequence[KVCacheBlock], remote_block_ids: Sequence[int], num_tokens: int) -> GroupPull:
+        """D: what has to be read so that the first `num_tokens` of a request are there.
+
+        A prefix hit or a window may have filled or emptied the front of `blocks`: what lacks is the tail without hash.
+        """
+        table = self._last_state(blocks[: self._blocks_of(num_tokens)])
+        tail = list(itertools.takewhile(_is_to_be_filled, reversed(table)))
+        return GroupPull(
+            local_block_ids=[block.block_id for block in reversed(tail)],
+            local_first=len(table) - len(tail),
+            remote_block_ids=self._without_placeholders(self._last_state(remote_block_ids)),
+            window_tokens=self._tokens_kept(num_tokens),
+        )
+
+    def lend(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """P: what D may need of a request of which `num_tokens` are computed.
+
+        A built-in D pairs from the end and takes windows to be clipped to this number of blocks.
+        """
+        table = self._last_state(block_ids[: self._blocks_of(num_tokens)])
+        if self.window is not None:
+            table = table[-(-(-self.window // self.block_size) + 1) :]
+        return self._without_placeholders(table)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _last_state(self, table: Sequence[_Block]) -> Sequence[_Block]:
+        return table[-1:] if self.is_state else table
+
+    def _tokens_kept(self, num_tokens: int) -> int | None:
+        """How many of the last of `num_tokens` tokens a table holds for certain; None: all."""
+        if self.window is not None:
+            return self.window - 1
+        return num_tokens % self.chunk if self.chunk is not None else None
+
+    def _without_placeholders(self, block_ids: Sequence[int]) -> list[int]:
+        """A table that keeps everything has none, and its first entry counts as the request's first block."""
+        if self.window is None and self.chunk is None and not self.is_state:
+            return list(block_ids)
+        return list(itertools.dropwhile(lambda block_id: block_id == NULL_BLOCK_ID, block_ids))
+
+
+def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size: int) -> tuple[TransferGroup, ...]:
+    """The groups that take part in transfers, in the order in which both sides list them."""
+    groups = []
+    for group_id, group in zip(kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True):
+        spec = group.kv_cache_spec
+        groups.append(
+            TransferGroup(
+                group_id=group_id,
+                # A block that several ranks share holds its number of tokens on each of them.
+                block_size=spec.block_size * (decode_context_parallel_size if spec.dcp_sharded else 1),
+                window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+                chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
+                is_state=isinstance(spec, MambaSpec),
+            )
+        )
+    return tuple(groups)
+
+
+def _is_to_be_filled(block: KVCacheBlock) -> bool:
+    return block.block_hash is None and not block.is_null
