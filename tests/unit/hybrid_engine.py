@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ class HybridEngine:
         self.commands: list[Command] = []
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}
+        self.computed: Counter[str] = Counter()
+        """Tokens computed here, per request."""
 
     def submit(
         self,
@@ -169,6 +172,7 @@ class HybridEngine:
             request = self.scheduler.requests[request_id]
             # The scheduler has counted the scheduled tokens already.
             sampled.append([SAMPLED_TOKEN] if scheduled and request.num_computed_tokens >= request.num_tokens else [])
+        self.computed.update(output.num_scheduled_tokens)
         names = list(output.num_scheduled_tokens)
         ended = self.scheduler.update_from_output(
             output,
