@@ -167,9 +167,6 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._worker_side.get_transfer_results()
         return results.finished_sending, results.finished_recving
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker_side.ledger.take_invalid_blocks()
-
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker_side.ledger.take_report()
 

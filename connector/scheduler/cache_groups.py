@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from connector.runtime.messages import GroupPull
@@ -104,8 +105,7 @@ def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size
         groups.append(
             TransferGroup(
                 group_id=group_id,
-                # A block that several ranks share holds its number of tokens on each of them.
-                block_size=spec.block_size * (decode_context_parallel_size if spec.dcp_sharded else 1),
+                block_size=resolve_dcp_kv_block_size(spec, decode_context_parallel_size),
                 window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
                 chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
                 is_state=isinstance(spec, MambaSpec),

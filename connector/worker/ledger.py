@@ -7,6 +7,10 @@ actors are gone: the requests that wait for KV and the leases that vLLM holds bl
 If the actors die, everything fails closed (`fail_closed`). Waiting requests are reported as failed with their blocks
 quarantined, because nobody watches their READs any more; leases are given back once they could have been renewed no
 longer; new requests are refused.
+
+A load fails as a whole: requests are reported, not blocks. vLLM takes single blocks only from an engine with one cache
+group, and makes nothing of them for a request that is reported as failed: the request ends, or starts again from its
+first token.
 """
 
 from __future__ import annotations
@@ -49,7 +53,6 @@ class TransferLedger:
         self._longest_renewal_ns = to_ns(lease_seconds * RENEWAL_FRACTION)
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
-        self._invalid_blocks: set[int] = set()
         self._report = WorkerReport()
         self._unfilled: list[Memory] = []
         self._open_receives: dict[str, list[int]] = {}
@@ -119,11 +122,6 @@ class TransferLedger:
                     pass
         return results
 
-    def take_invalid_blocks(self) -> set[int]:
-        """Blocks that were not loaded, of the requests reported as failed by the last `take_results`."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
-
     def take_unfilled(self) -> list[Memory]:
         """What has to be zeroed of the requests reported as loaded by the last `take_results`."""
         unfilled, self._unfilled = self._unfilled, []
@@ -178,6 +176,5 @@ class TransferLedger:
                 self._unfilled.append(outcome.unfilled)
             return
         results.failed_recving.add(outcome.request_id)
-        self._invalid_blocks.update(outcome.local_block_ids)
         if outcome.quarantined:
             self._report.quarantined.append(outcome.local_block_ids)

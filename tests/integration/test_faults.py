@@ -80,7 +80,7 @@ def check_never_handed_out(decode: EngineRig, name: str, quarantined: frozenset[
 
 @_POLICIES
 def test_a_lease_that_has_ended_is_never_believed(house: House, policy: str) -> None:
-    """Scenarios 1 and 2: P frees and overwrites before D is told; D ends expired, with its blocks invalid."""
+    """Scenarios 1 and 2: P frees and overwrites before D is told; D ends expired, with nothing loaded."""
     decode, name = engine_of(house, policy), f"lapsed-{policy}"
     tokens = prompt(name, 3 * BLOCK_TOKENS)
     params = house.prefill.prefill(name, tokens)
@@ -89,7 +89,6 @@ def test_a_lease_that_has_ended_is_never_believed(house: House, policy: str) -> 
     assert house.prefill.overwrite_free_blocks() == USABLE_BLOCKS
     outcome = decode.decode(name, tokens, params, max_tokens=2)
     check_not_loaded(decode, outcome, tokens)
-    assert outcome.invalid_blocks == 3
     assert house.traces.wait_for_state("request", name, "expired") == ["pending_handshake", "expired"]
     assert house.traces.reason("request", name) == "LeaseNotProven"
     house.expect_loaded(decode, f"after-{name}", prompt(f"after-{name}", 100))

@@ -108,7 +108,6 @@ class _Live:
     request: Request
     submitted_ns: int
     load_started_ns: int | None = None
-    invalid_blocks: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     local_cached_tokens: int = 0
     external_cached_tokens: int = 0
@@ -130,7 +129,6 @@ class EngineProcess:
         self._core: EngineCore = EngineCore(_vllm_config(options, model_directory), UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads
-        self._worker.on_invalid_blocks = self._note_invalid_blocks
         self._inside = Inside.of(self._worker.connector, self._core.scheduler.connector)
         self._live: dict[str, _Live] = {}
         self._paused = False
@@ -172,12 +170,6 @@ class EngineProcess:
             if live.load_started_ns is None and live.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 live.load_started_ns = now_ns
 
-    def _note_invalid_blocks(self, block_ids: set[int]) -> None:
-        """Count them for the requests that own them; a moment later the scheduler may have taken them away."""
-        for request_id, live in self._live.items():
-            (owned,) = self._core.scheduler.kv_cache_manager.get_block_ids(request_id)
-            live.invalid_blocks += len(block_ids.intersection(owned))
-
     def _take_output(self, output: EngineCoreOutput) -> None:
         live = self._live.get(output.request_id)
         if live is None:
@@ -201,7 +193,6 @@ class EngineProcess:
                 kv_transfer_params=params,
                 received=reported_ns is not None and not failed,
                 receive_failed=failed,
-                invalid_blocks=live.invalid_blocks,
                 mismatched_pages=probe.mismatched_pages.get(request_id, 0),
                 checked_pages=probe.checked_pages.get(request_id, 0),
                 local_cached_tokens=live.local_cached_tokens,

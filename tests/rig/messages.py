@@ -159,8 +159,6 @@ class RequestOutcome:
     """The connector reported the receive finished, and not failed."""
     receive_failed: bool
     """The connector reported the receive failed."""
-    invalid_blocks: int
-    """Blocks of this request that the connector reported as invalid."""
     mismatched_pages: int
     """Pages (a block of a layer) with a byte that is not the prompt's, each time a load was used."""
     checked_pages: int

@@ -175,8 +175,6 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         self.probe = ConnectorProbe()
         self.before_load: Callable[[int], None] = lambda _now_ns: None
         """Called with the time right before `start_load_kv`."""
-        self.on_invalid_blocks: Callable[[set[int]], None] = lambda _block_ids: None
-        """Called when the connector reports invalid blocks, before the scheduler hears of them."""
         self._requests: dict[str, _Tokens] = {}
         self._pages: _Pages | None = None
         self.files_before_connector: set[str] = set()
@@ -284,8 +282,6 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
         self.probe.note_results(output, time.monotonic_ns())
-        if output.invalid_block_ids:
-            self.on_invalid_blocks(output.invalid_block_ids)
         return wall_ns
 
     def _forward(self, scheduler_output: SchedulerOutput) -> dict[str, list[int]]:

@@ -1,0 +1,264 @@
+"""vLLM's own scheduler with several KV cache groups and the connector's scheduler side, without an engine.
+
+The production connector is made by vLLM's factory and called by vLLM's scheduler; there is no worker, so a step's
+tokens are made up and what a worker would report is handed in by the test. Every command of the scheduler side is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector.nixl_connector import NixlConnector
+from connector.runtime.messages import Command, LeaseGranted, RejectPull, StartPull
+from connector.scheduler.metadata import StepMetadata
+from connector.wire.params import RemotePrefill, parse_remote_prefill
+from tests.unit.vllm_setup import engine_config, write_model
+
+BLOCK_TOKENS = 16
+MAX_MODEL_TOKENS = 512
+SAMPLED_TOKEN = 7
+
+_HEAD = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def full() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK_TOKENS, **_HEAD)
+
+
+def mla() -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=BLOCK_TOKENS, **_HEAD)
+
+
+def window(tokens: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=tokens, **_HEAD)
+
+
+def chunked(tokens: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(block_size=BLOCK_TOKENS, attention_chunk_size=tokens, **_HEAD)
+
+
+def state(mode: str, *, speculative: int = 0) -> MambaSpec:
+    """One block for the whole request, or, when states are cached, one per block of tokens."""
+    return MambaSpec(
+        block_size=MAX_MODEL_TOKENS if mode == "none" else BLOCK_TOKENS,
+        shapes=((4,), (4,)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=speculative,
+    )
+
+
+class HybridEngine:
+    """A scheduler whose model has one layer per cache group.
+
+    Args:
+        specs: one per cache group.
+        recomputes: policy for a failed load: compute the prompt here, or fail the request.
+        admits_what_fits: a prompt is begun only when there are blocks for all of it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVCacheSpec],
+        *,
+        engine_id: str = "engine",
+        blocks: int = 200,
+        batch_tokens: int = MAX_MODEL_TOKENS,
+        caches_prefixes: bool = True,
+        recomputes: bool = False,
+        admits_what_fits: bool = True,
+    ) -> None:
+        config = self.config = copy.copy(_base_config())
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.max_num_batched_tokens = batch_tokens
+        config.scheduler_config.async_scheduling = False
+        config.scheduler_config.scheduler_reserve_full_isl = admits_what_fits
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.enable_prefix_caching = caches_prefixes
+        config.cache_config.mamba_cache_mode = next(
+            (spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)), "none"
+        )
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_connector_module_path="connector",
+            engine_id=engine_id,
+            kv_role="kv_both",
+            kv_buffer_device="cpu",
+            kv_load_failure_policy="recompute" if recomputes else "fail",
+        )
+        self.cache_config = _cache_config(specs, blocks)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.cache_config, config)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=self.cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        assert isinstance(self.scheduler.connector, NixlConnector)
+        self.commands: list[Command] = []
+        self.params: dict[str, Any] = {}
+        self.finished: dict[str, str] = {}
+        self.computed: Counter[str] = Counter()
+        """Tokens computed here, per request."""
+
+    def submit(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: dict[str, Any] | None,
+        *,
+        max_tokens: int = 1,
+        prompt_logprobs: int | None = None,
+    ) -> Request:
+        """A request arrives. `params` as the client sends them."""
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                prompt_logprobs=prompt_logprobs,
+                extra_args={"kv_transfer_params": params},
+            ),
+            pooling_params=None,
+            block_hasher=_block_hasher(),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, reported: KVConnectorOutput | None = None) -> None:
+        """Schedule, compute, and tell the scheduler of it, together with what the worker reports."""
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        self.commands += metadata.commands
+        sampled = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            # The scheduler has counted the scheduled tokens already.
+            sampled.append([SAMPLED_TOKEN] if scheduled and request.num_computed_tokens >= request.num_tokens else [])
+        self.computed.update(output.num_scheduled_tokens)
+        names = list(output.num_scheduled_tokens)
+        ended = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=reported,
+            ),
+        )
+        for outputs in ended.values():
+            for each in outputs.outputs:
+                self._note(each)
+
+    def _note(self, output: EngineCoreOutput) -> None:
+        if output.kv_transfer_params is not None:
+            self.params[output.request_id] = output.kv_transfer_params
+        if output.finish_reason is not None:
+            self.finished[output.request_id] = str(output.finish_reason)
+
+    def run(self, name: str, tokens: Sequence[int], params: dict[str, Any] | None, *, max_tokens: int = 1) -> None:
+        """A request that needs nothing from outside, from its arrival to its end."""
+        self.submit(name, tokens, params, max_tokens=max_tokens)
+        for _ in range(50):
+            self.step()
+            if name in self.finished:
+                return
+        raise AssertionError(f"{name} has not finished in 50 steps")
+
+    def prefill(self, name: str, tokens: Sequence[int]) -> RemotePrefill:
+        """Compute a prompt for somebody else; what the answer says about its KV."""
+        self.run(name, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+        self.step()  # The grant goes to the worker with the next step.
+        return parse_remote_prefill(self.params[name])
+
+    def load(self, name: str, tokens: Sequence[int], params: dict[str, Any], *, max_tokens: int = 1) -> StartPull:
+        """Submit a request whose KV lies elsewhere; the pull that it starts."""
+        self.submit(name, tokens, params, max_tokens=max_tokens)
+        self.step()
+        return self.pull_of(name)
+
+    def loaded(self, name: str) -> None:
+        """The worker reports success."""
+        self.step(KVConnectorOutput(finished_recving={name}))
+
+    def pull_of(self, name: str) -> StartPull:
+        (pull,) = [each for each in self.commands if isinstance(each, StartPull) and each.request_id == name]
+        return pull
+
+    def rejection_of(self, name: str) -> RejectPull:
+        (rejection,) = [each for each in self.commands if isinstance(each, RejectPull) and each.request_id == name]
+        return rejection
+
+    def grant_of(self, name: str) -> LeaseGranted:
+        (grant,) = [each for each in self.commands if isinstance(each, LeaseGranted) and each.request_id == name]
+        return grant
+
+    def tables(self, name: str) -> tuple[Sequence[KVCacheBlock], ...]:
+        """The block tables of a request whose blocks are not freed."""
+        tables: tuple[Sequence[KVCacheBlock], ...] = self.scheduler.kv_cache_manager.get_blocks(name).blocks
+        return tables
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        return engine_config(
+            write_model(Path(directory) / "model"),
+            block_size=BLOCK_TOKENS,
+            max_model_len=MAX_MODEL_TOKENS,
+            enable_chunked_prefill=True,
+        )
+
+
+@functools.cache
+def _block_hasher() -> Any:
+    hash_function = get_hash_fn_by_name(_base_config().cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    return get_request_block_hasher(BLOCK_TOKENS, hash_function)
+
+
+def _cache_config(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
+    page = max(spec.page_size_bytes for spec in specs)
+    tensors = [
+        KVCacheTensor(size=page * blocks, layers=group.layer_names, layer_stride=page * blocks, block_stride=page)
+        for group in groups
+    ]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

@@ -1,0 +1,304 @@
+"""Which blocks of which cache group a pull and a grant name, decided with vLLM's own block tables.
+
+Two oracles. One counts tokens: every token that D's next one looks at, by the definition of its attention, has a block
+that is cached on D already or read from the block of the same place in P's table. The other is the built-in connector's
+scheduler side, which gets the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from connector.runtime.messages import GroupPull, StartPull
+from connector.scheduler.cache_groups import NULL_BLOCK_ID
+from connector.wire.params import RemotePrefill
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, state, window
+
+FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
+    "full attention": [full()],
+    "MLA": [mla()],
+    "window": [full(), window(40)],
+    "window of one block": [window(BLOCK_TOKENS), full()],
+    "several windows": [full(), window(33), window(96), window(2)],
+    "window only": [window(40)],
+    "chunked local": [full(), chunked(64)],
+    "state": [full(), state("none")],
+    "state with speculation": [state("none", speculative=2), full()],
+    "cached states": [full(), state("align")],
+    "cached states with speculation": [full(), state("align", speculative=3)],
+    "everything": [mla(), window(40), state("align"), window(20)],
+}
+LENGTHS = (2, 15, 16, 17, 33, 63, 64, 65, 97, 100, 128, 150)
+
+
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker side can register is not the matter here."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+def engine(family: str, **changes: Any) -> HybridEngine:
+    specs = FAMILIES[family]
+    caches = not any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs)
+    return HybridEngine(specs, **{"caches_prefixes": caches, **changes})
+
+
+def tokens_of(length: int, *, seed: int = 0) -> list[int]:
+    return [(31 * seed + 7 * position) % 500 for position in range(length)]
+
+
+def first_token_needed(spec: KVCacheSpec, computed: int) -> int:
+    """The first token that the one after `computed` tokens looks at."""
+    match spec:
+        case SlidingWindowSpec(sliding_window=size):
+            return max(0, computed - size + 1)
+        case ChunkedLocalAttentionSpec(attention_chunk_size=size):
+            return computed // size * size
+        case _:
+            return 0
+
+
+def check_grant(prefill: HybridEngine, name: str, remote: RemotePrefill) -> None:
+    """What P tells is still its own, and in the places that it says."""
+    assert remote.num_tokens is not None
+    builtin = NixlPullConnectorScheduler(prefill.config, "engine", prefill.cache_config)
+    computed = prefill.scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(name, remote.num_tokens)
+    theirs = [list(table) for table in builtin.get_exchange_clipped_blocks(computed)]
+    for group, table in enumerate(theirs):
+        while table[:1] == [NULL_BLOCK_ID]:
+            table.pop(0)
+        assert list(remote.block_ids[group]) == table
+    told = {block_id for group in remote.block_ids for block_id in group}
+    held = {block.block_id for table in prefill.tables(name) for block in table if block.ref_cnt and not block.is_null}
+    assert told <= held
+    assert prefill.grant_of(name).blocks == sum(map(len, remote.block_ids))
+
+
+def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: HybridEngine, lent: str) -> None:
+    """Both lists of each group stand for the same places, and nothing lacks that the next token looks at."""
+    assert pull.num_tokens is not None
+    assert pull.remote_num_tokens is not None
+    specs = [group.kv_cache_spec for group in decode.cache_config.kv_cache_groups]
+    assert len(pull.groups) == len(specs)
+    for group, spec, ours, theirs in zip(pull.groups, specs, decode.tables(name), prefill.tables(lent), strict=True):
+        if isinstance(spec, MambaSpec):
+            check_state(group, spec, [each.block_id for each in ours], [each.block_id for each in theirs])
+            continue
+        remote_first = 0
+        if group.window_tokens is not None:
+            remote_first = -(-pull.remote_num_tokens // BLOCK_TOKENS) - len(group.remote_block_ids)
+        local = dict(enumerate(group.local_block_ids, group.local_first))
+        remote = dict(enumerate(group.remote_block_ids, remote_first))
+        assert [ours[place].block_id for place in local] == list(local.values())
+        assert [theirs[place].block_id for place in remote] == list(remote.values())
+        assert all(ours[place].block_hash is None and not ours[place].is_null for place in local)
+        for token in range(first_token_needed(spec, pull.num_tokens), pull.num_tokens):
+            place = token // BLOCK_TOKENS
+            assert ours[place].block_hash is not None or (place in local and place in remote)
+        if group.window_tokens is not None:
+            assert pull.num_tokens - group.window_tokens <= first_token_needed(spec, pull.num_tokens)
+    assert len(set(pull.local_block_ids)) == len(pull.local_block_ids)
+
+
+def check_state(group: GroupPull, spec: MambaSpec, ours: list[int], theirs: list[int]) -> None:
+    assert group.local_block_ids == clip_ssm_state_blocks(ours, spec.num_speculative_blocks)
+    assert group.remote_block_ids == clip_ssm_state_blocks(theirs, spec.num_speculative_blocks)
+    assert NULL_BLOCK_ID not in group.local_block_ids + group.remote_block_ids
+    assert (group.local_first, group.window_tokens) == (0, None)
+
+
+def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull) -> None:
+    """The built-in connector reads into the same blocks."""
+    builtin = NixlPullConnectorScheduler(decode.config, "engine", decode.cache_config)
+    blocks = decode.scheduler.kv_cache_manager.get_blocks(name)
+    theirs = builtin.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
+    assert [group.local_block_ids for group in pull.groups] == [list(table) for table in theirs]
+    length = decode.scheduler.requests[name].num_prompt_tokens
+    assert pull.num_tokens == builtin._get_remote_prefill_token_count(length)
+
+
+@pytest.mark.parametrize("batch_tokens", [512, 48], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_all_lengths(family: str, batch_tokens: int) -> None:
+    prefill, decode = engine(family, batch_tokens=batch_tokens), engine(family)
+    for length in LENGTHS:
+        name, tokens = f"request-{length}", tokens_of(length, seed=length)
+        remote = prefill.prefill(name, tokens)
+        check_grant(prefill, name, remote)
+        pull = decode.load(name, tokens, prefill.params[name])
+        check_pull(decode, name, pull, prefill, name)
+        check_as_builtin(decode, name, pull)
+        decode.loaded(name)
+        decode.step()
+        assert decode.finished[name] == "length"
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("state", "state with speculation")])
+@pytest.mark.parametrize("cached", [16, 64, 100, 149])
+def test_after_a_prefix_hit(family: str, cached: int) -> None:
+    """D computed another prompt before that begins alike."""
+    prefill, decode = engine(family), engine(family)
+    tokens = tokens_of(150)
+    decode.run("warm", [*tokens[:cached], *tokens_of(20, seed=1)], None)
+    remote = prefill.prefill("a", tokens)
+    check_grant(prefill, "a", remote)
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+    check_as_builtin(decode, "a", pull)
+    for group, spec in zip(pull.groups, FAMILIES[family], strict=True):
+        if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec) and family != "everything":
+            assert group.local_first == cached // BLOCK_TOKENS
+
+
+def test_a_window_that_is_partly_cached() -> None:
+    """The front of the window is there, the rest is read."""
+    prefill, decode = (HybridEngine([full(), window(96)]) for _ in range(2))
+    tokens = tokens_of(150)
+    decode.run("warm", tokens[:100], None)
+    prefill.prefill("a", tokens)
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+    _, windowed = pull.groups
+    # Tokens 55 to 149 are in the window, 0 to 95 in cached blocks.
+    assert [block.is_null for block in decode.tables("a")[1][:6]] == [True] * 3 + [False] * 3
+    assert (windowed.local_first, len(windowed.local_block_ids), len(windowed.remote_block_ids)) == (6, 4, 7)
+
+
+def test_a_prefix_hit_deeper_than_the_last_cached_state() -> None:
+    """Another prompt left attention blocks behind, but no state where the two part: the load brings the state."""
+    prefill, decode = engine("cached states"), engine("cached states")
+    tokens = tokens_of(150)
+    decode.run("warm", [*tokens[:70], *tokens_of(60, seed=1)], None)
+    prefill.prefill("a", tokens)
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+    attention, states = pull.groups
+    assert attention.local_first == 4
+    assert len(states.local_block_ids) == 1
+
+
+def test_a_whole_prompt_that_is_cached_reads_nothing() -> None:
+    prefill, decode = engine("window"), engine("window")
+    tokens = tokens_of(100)
+    decode.run("warm", tokens, None)
+    prefill.prefill("a", tokens[:96] + tokens[96:97])
+    decode.submit("a", tokens[:97], prefill.params["a"])
+    decode.step()
+    pull = decode.pull_of("a")
+    assert pull.awaited
+    assert [len(group.local_block_ids) for group in pull.groups] == [1, 1]
+
+
+# --- the end of a prompt that D computes itself ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["state", "cached states", "everything"])
+def test_prefill_stops_one_token_before_the_end_for_a_state(family: str) -> None:
+    prefill = engine(family)
+    request = prefill.submit("a", tokens_of(100), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=9)
+    assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (99, 99, 1)
+    assert list(request.prompt_token_ids) == list(request.all_token_ids) == tokens_of(99)
+    prefill.step()
+    prefill.step()  # States are cached at block boundaries, so a step ends there.
+    assert prefill.params["a"]["remote_num_tokens"] == 99
+    others = engine("window")
+    request = others.submit("a", tokens_of(100), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=9)
+    assert (request.num_prompt_tokens, request.max_tokens) == (100, 9)
+
+
+def test_an_ordinary_request_keeps_its_last_token() -> None:
+    prefill = engine("state")
+    assert prefill.submit("a", tokens_of(100), None).num_prompt_tokens == 100
+
+
+def test_a_prompt_of_one_token_is_computed_on_both_sides() -> None:
+    prefill, decode = engine("state"), engine("state")
+    prefill.prefill("a", [5])
+    decode.submit("a", [5], prefill.params["a"])
+    decode.step()
+    assert not decode.pull_of("a").awaited
+    assert decode.finished == {"a": "length"}
+
+
+def test_a_request_for_prompt_logprobs_is_computed_on_both_sides() -> None:
+    """It may not read cached KV, so D loads nothing and P computes all of it."""
+    prefill, decode = engine("state"), engine("state")
+    prefill.submit("a", tokens_of(50), {"do_remote_decode": True, "do_remote_prefill": False}, prompt_logprobs=1)
+    prefill.step()
+    assert prefill.params["a"]["remote_num_tokens"] == 50
+    decode.submit("a", tokens_of(50), prefill.params["a"], prompt_logprobs=1)
+    decode.step()
+    assert not decode.pull_of("a").awaited
+    assert decode.finished == {"a": "length"}
+
+
+def test_a_state_after_another_number_of_tokens_is_refused() -> None:
+    prefill, decode = engine("state"), engine("state")
+    prefill.prefill("a", tokens_of(101))
+    decode.submit("a", tokens_of(100), prefill.params["a"])
+    decode.step()
+    rejection = decode.rejection_of("a")
+    assert (rejection.failure.field, rejection.failure.found) == ("remote_num_tokens", "100")
+    assert rejection.failure.expected.startswith("99")
+    assert len(rejection.local_block_ids) == 7 + 1
+
+
+def test_an_engine_with_other_cache_groups_is_refused() -> None:
+    prefill, decode = engine("full attention"), engine("window")
+    prefill.prefill("a", tokens_of(100))
+    decode.submit("a", tokens_of(100), prefill.params["a"])
+    decode.step()
+    rejection = decode.rejection_of("a")
+    assert rejection.failure.field == "remote_block_ids"
+    assert "2 KV cache group" in rejection.failure.expected
+    assert "1 group" in rejection.failure.found
+    local = [block.block_id for table in decode.tables("a") for block in table if not block.is_null]
+    assert rejection.local_block_ids == local
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_that_was_preempted_tells_the_blocks_of_its_second_life() -> None:
+    prefill, decode = engine("window", blocks=20, batch_tokens=32, admits_what_fits=False), engine("window")
+    prefill.submit("local", tokens_of(60, seed=1), None, max_tokens=60)
+    prefill.step()
+    prefill.step()
+    tokens = tokens_of(120)
+    request = prefill.submit("a", tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    for _ in range(200):
+        prefill.step()
+        if request.num_preemptions:
+            break
+    assert request.num_preemptions
+    for _ in range(200):
+        prefill.step()
+        if "a" in prefill.finished:
+            break
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+
+
+def test_a_loaded_request_that_is_preempted_loads_nothing_again() -> None:
+    prefill, decode = engine("window"), engine("window", blocks=19)
+    tokens = tokens_of(60)
+    prefill.prefill("a", tokens)
+    decode.submit("local", tokens_of(60, seed=1), None, max_tokens=100)
+    decode.step()
+    decode.load("a", tokens, prefill.params["a"], max_tokens=100)
+    decode.loaded("a")
+    request = decode.scheduler.requests["a"]
+    for _ in range(300):
+        decode.step()
+        if not decode.scheduler.requests:
+            break
+    assert request.num_preemptions
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert len([each for each in decode.commands if isinstance(each, StartPull)]) == 1
