@@ -6,11 +6,12 @@ Nothing in here is mutable state of the protocol; that belongs to the actors.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout
+from connector.layout.shapes import LayerShape
 from connector.ports.side_channel import SideChannel
 from connector.runtime.clock import Clock
 from connector.runtime.messages import Outcome
@@ -24,6 +25,8 @@ class LocalRank:
     """This rank: its memory, and what a peer must match."""
 
     layout: RankLayout
+    shapes: Mapping[str, LayerShape]
+    """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
 
 

@@ -22,7 +22,7 @@ from connector.runtime.clock import ClockSample, to_ns
 from connector.runtime.context import ActorContext
 from connector.runtime.messages import PeerAddress
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply, encode_request
-from connector.wire.metadata import understand
+from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 
 
@@ -86,7 +86,8 @@ async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
     exchanged = await exchange(context, peer)
     metadata = exchanged.reply.metadata
     try:
-        plan = plan_reads(local, understand(metadata, tp_rank=local.tp_rank, tp_size=peer.tp_size))
+        remote = understand(metadata, tp_rank=local.tp_rank, tp_size=peer.tp_size, local=context.local)
+        plan = plan_reads(local, remote)
     except LayoutMismatch as mismatch:
         raise HandshakeError(
             Incompatible(

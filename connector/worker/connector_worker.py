@@ -100,7 +100,11 @@ class ConnectorWorker:
         clock = self._clock
         return Supervisor(
             options=self._options,
-            local=LocalRank(layout=layout, compatibility_hash=registration.compatibility_hash),
+            local=LocalRank(
+                layout=layout,
+                shapes=registration.shapes,
+                compatibility_hash=registration.compatibility_hash,
+            ),
             nixl_port=nixl_port,
             side_channel=ZmqSideChannel(),
             clock=clock,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
-from connector.layout.geometry import RankLayout, Region
+from connector.layout.geometry import RankLayout
 from connector.ports.nixl import MemoryRange, PortCounts
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -40,6 +40,7 @@ from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.latent_cache import TOKENS, latent_cache
 from tests.rig.pulls import one_group
 
 LAYERS = 3
@@ -156,24 +157,20 @@ async def engine(
 ) -> AsyncIterator[Engine]:
     """Start one engine; its actors are stopped and its doors closed at the end."""
     memory = np.zeros((LAYERS, BLOCKS, block_bytes), np.uint8)
+    regions, shapes = latent_cache(
+        [memory[layer].ctypes.data for layer in range(LAYERS)],
+        block_bytes=block_bytes,
+        block_stride_bytes=block_bytes,
+        num_blocks=BLOCKS,
+    )
     layout = RankLayout(
         engine_id=engine_id,
         tp_rank=0,
         tp_size=1,
         dcp_size=1,
         pcp_size=1,
-        regions=tuple(
-            Region(
-                name=f"layers.{layer}",
-                base_address=memory[layer].ctypes.data,
-                block_length_bytes=block_bytes,
-                block_stride_bytes=block_bytes,
-                num_blocks=BLOCKS,
-                memory_kind="DRAM",
-            )
-            for layer in range(LAYERS)
-        ),
-        kernel_block_size_tokens=32,
+        regions=regions,
+        kernel_block_size_tokens=TOKENS,
         kernel_blocks_per_block=1,
         layout_name="LBHNC",
         attention_backend="TEST",
@@ -183,7 +180,7 @@ async def engine(
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
     supervisor = Supervisor(
         options=options or ConnectorOptions(),
-        local=LocalRank(layout=layout, compatibility_hash=compatibility_hash),
+        local=LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash),
         nixl_port=nixl_port,
         side_channel=ZmqSideChannel(),
         clock=clock,

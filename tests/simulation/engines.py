@@ -23,7 +23,7 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
-from connector.layout.geometry import RankLayout, Region
+from connector.layout.geometry import RankLayout
 from connector.ports.nixl import MemoryRange
 from connector.runtime.clock import NS_PER_SECOND, to_ns
 from connector.runtime.context import LocalRank
@@ -50,6 +50,7 @@ from connector.wire.metadata import describe, encode_agent_metadata
 from statemachine import request
 from statemachine.failures import BadParams, Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.latent_cache import TOKENS, latent_cache
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -179,12 +180,12 @@ class Process:
         ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
         name = f"{engine.name}.{life}"
         self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        layout = _layout(engine_id, self.memory.ctypes.data, blocks, variant)
         compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
+        local = _rank(engine_id, self.memory.ctypes.data, blocks, variant, compatibility_hash)
         recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
         self.supervisor = Supervisor(
             options=around.options,
-            local=LocalRank(layout=layout, compatibility_hash=compatibility_hash),
+            local=local,
             nixl_port=self.port,
             side_channel=FakeSideChannel(around.network, host),
             clock=self.clock,
@@ -194,7 +195,7 @@ class Process:
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             jitter=random.Random(chance.getrandbits(64)),
         )
-        self.agent_metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        self.agent_metadata = encode_agent_metadata(describe(local.layout, self.port.agent_metadata))
         self.listener = HandshakeListener(
             side_channel=FakeSideChannel(around.network, host),
             host=host,
@@ -266,30 +267,26 @@ class Process:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
 
 
-def _layout(engine_id: str, address: int, blocks: int, variant: Variant) -> RankLayout:
-    block_bytes = BLOCK_BYTES // 2 if variant is Variant.OTHER_BLOCKS else BLOCK_BYTES
-    return RankLayout(
+def _rank(engine_id: str, address: int, blocks: int, variant: Variant, compatibility_hash: str) -> LocalRank:
+    regions, shapes = latent_cache(
+        [address + layer * blocks * BLOCK_BYTES for layer in range(LAYERS)],
+        block_bytes=BLOCK_BYTES // 2 if variant is Variant.OTHER_BLOCKS else BLOCK_BYTES,
+        block_stride_bytes=BLOCK_BYTES,
+        num_blocks=blocks,
+    )
+    layout = RankLayout(
         engine_id=engine_id,
         tp_rank=0,
         tp_size=1,
         dcp_size=1,
         pcp_size=1,
-        regions=tuple(
-            Region(
-                name=f"layers.{layer}",
-                base_address=address + layer * blocks * BLOCK_BYTES,
-                block_length_bytes=block_bytes,
-                block_stride_bytes=BLOCK_BYTES,
-                num_blocks=blocks,
-                memory_kind="DRAM",
-            )
-            for layer in range(LAYERS)
-        ),
-        kernel_block_size_tokens=32,
+        regions=regions,
+        kernel_block_size_tokens=TOKENS,
         kernel_blocks_per_block=1,
         layout_name="LBHNC",
         attention_backend="TEST",
     )
+    return LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
 
 
 @dataclass
