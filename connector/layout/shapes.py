@@ -11,6 +11,8 @@ vLLM's tensors can be used as they are, those of a peer follow from the name of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from connector.layout.geometry import Piece
@@ -164,3 +166,13 @@ def state_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int) -> tuple[Piec
         )
         offset_bytes += (stop - start) * component.bytes_per_unit
     return tuple(pieces)
+
+
+def moved(pieces: Iterable[Piece], offset_bytes: int) -> tuple[Piece, ...]:
+    """The same pieces further into a block."""
+    return tuple(msgspec.structs.replace(piece, offset_bytes=piece.offset_bytes + offset_bytes) for piece in pieces)
+
+
+def of_unit(pieces: Iterable[Piece], unit: int) -> tuple[Piece, ...]:
+    """One unit of each piece, in a block that holds nothing else."""
+    return tuple(msgspec.structs.replace(piece, start=unit, stop=unit + 1, unit_stride_bytes=0) for piece in pieces)

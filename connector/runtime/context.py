@@ -22,13 +22,11 @@ from statemachine.failures import Failure
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """This rank: its memory, and what a peer must match.
-
-    `shapes`: what each layer caches in the whole model, by name.
-    """
+    """This rank: its memory, and what a peer must match."""
 
     layout: RankLayout
     shapes: Mapping[str, LayerShape]
+    """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
 
 

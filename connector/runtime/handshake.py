@@ -26,7 +26,7 @@ from connector.runtime.clock import ClockSample, to_ns
 from connector.runtime.context import ActorContext
 from connector.runtime.messages import PeerAddress
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply, encode_request
-from connector.wire.metadata import understand
+from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 
 
@@ -180,7 +180,8 @@ async def _load(
     context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged], plan: EnginePlan
 ) -> tuple[tuple[RemoteRank, ...], tuple[ReadSource, ...]]:
     nixl = context.nixl
-    consumers = {each.remote_rank: each.consumers for each in (*plan.reads, *plan.notify_only)}
+    consumers = {read.remote_rank: read.consumers for read in plan.reads}
+    consumers |= {notified.remote_rank: notified.consumers for notified in plan.notify_only}
     local_lists = [await nixl.local_list(read.local_runs) for read in plan.reads]
     agents: dict[int, AgentName] = {}
     remote_lists: list[DescriptorListHandle] = []

@@ -2,24 +2,27 @@
 
 `AgentMetadata` is the map that the built-in connector of the same version sends and expects: same keys, same types. Its
 numbers become addresses that NIXL reads from, so `decode_agent_metadata` bounds all of them and checks that they fit
-together. `describe` and `understand` turn it from and into a `RankLayout`, which is what the rest of the code uses.
+together. `describe` makes it from a `RankLayout`, which is what the rest of the code uses; the other way is that of
+`peer_layout.understand`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from connector.layout.geometry import LayoutMismatch, MemoryKind, RankLayout, Region
-from connector.layout.shapes import page_strides, paged_pieces
+from connector.layout.geometry import RankLayout, Region
 from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack
 
 REGIONS_MAX = 100_000
 METADATA_BYTES_MAX = 48 << 20
 AGENT_BYTES_MAX = 16 << 20
 """NIXL's own part grows with the registered ranges: 440 kB for 10,000."""
+
+SHARED_GROUP = -1
+"""Group id of a region in which several cache groups have their blocks."""
 
 _ADDRESS_MAX = 2**63 - 1
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
@@ -95,101 +98,84 @@ def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
     return metadata
 
 
+class AdvertisedRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """The regions of one address, of different cache groups, as the one region that peers are told about.
+
+    Sizes are of kernel blocks also where a block is a state, which is not split.
+    """
+
+    members: tuple[Region, ...]
+    name: str
+    block_length_bytes: int
+    block_stride_bytes: int
+    num_blocks: int
+    group: int
+
+
+def advertised_regions(layout: RankLayout) -> list[AdvertisedRegion]:
+    """The regions as peers see them, in the order of `layout`."""
+    by_address: dict[int, list[Region]] = {}
+    for region in layout.regions:
+        by_address.setdefault(region.base_address, []).append(region)
+    return [_advertised(tuple(members), layout) for members in by_address.values()]
+
+
+def kernel_blocks_per_state(region: Region, layout: RankLayout) -> int:
+    """How many of the kernel blocks that are advertised make one block of `region`: 1 unless it holds states."""
+    is_state = not layout.cache_groups[region.group].tokens_per_kernel_block
+    return layout.kernel_blocks_per_block if is_state else 1
+
+
+def _advertised(members: tuple[Region, ...], layout: RankLayout) -> AdvertisedRegion:
+    # The built-in connector lets the last latent cache decide, and without any the first cache.
+    latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
+    sizes = latent[-1] if latent else members[0]
+    parts = kernel_blocks_per_state(sizes, layout)
+    groups = {region.group for region in members}
+    return AdvertisedRegion(
+        members=members,
+        name=members[0].name,
+        block_length_bytes=sizes.block_length_bytes // parts,
+        block_stride_bytes=sizes.block_stride_bytes // parts,
+        num_blocks=sizes.num_blocks * parts,
+        group=groups.pop() if len(groups) == 1 else SHARED_GROUP,
+    )
+
+
+def ssm_sizes(layout: RankLayout) -> tuple[int, int]:
+    """Bytes of the convolution's part and of the SSM's part of a state; zeros where there are no states."""
+    for region in layout.regions:
+        if not layout.cache_groups[region.group].tokens_per_kernel_block:
+            *_, last = region.pieces
+            return last.offset_bytes, (last.stop - last.start) * last.bytes_per_unit
+    return 0, 0
+
+
 def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
     """The metadata that tells a peer about `layout`; `nixl_metadata` is the agent's own part."""
-    regions = layout.regions
+    regions = advertised_regions(layout)
     return AgentMetadata(
         engine_id=layout.engine_id,
         agent_metadata=nixl_metadata,
-        kv_caches_base_addr=[region.base_address for region in regions],
+        kv_caches_base_addr=[region.members[0].base_address for region in regions],
         device_id=layout.device_id,
         num_blocks=min(region.num_blocks for region in regions),
         block_lens=[region.block_length_bytes for region in regions],
         block_strides=[region.block_stride_bytes for region in regions],
         kv_cache_layout=layout.layout_name,
         block_size=layout.kernel_block_size_tokens,
-        ssm_sizes=(0, 0),
+        ssm_sizes=ssm_sizes(layout),
         attn_backend_name=layout.attention_backend,
         physical_blocks_per_logical_kv_block=layout.kernel_blocks_per_block,
         region_num_blocks=[region.num_blocks for region in regions],
         region_group_ids=[region.group for region in regions],
         region_names=[region.name for region in regions],
-        region_mem_types=[region.memory_kind for region in regions],
+        region_mem_types=[region.members[0].memory_kind for region in regions],
         dcp_size=layout.dcp_size,
         pcp_size=layout.pcp_size,
         region_members=[],
         packed_member_layouts={},
     )
-
-
-def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: object) -> RankLayout:
-    """The layout of the rank that sent `metadata`, which is `tp_rank` of `tp_size`.
-
-    Raises LayoutMismatch when it describes something other than full attention, or leaves out what we need to know.
-    """
-    for field, plain in (("ssm_sizes", (0, 0)), ("packed_member_layouts", {}), ("ple_block_len", None)):
-        found = getattr(metadata, field)
-        if found != plain:
-            raise LayoutMismatch(field, plain, found, "only full-attention models are supported")
-    names, kinds, counts, groups = (
-        _stated(metadata, field)
-        for field in ("region_names", "region_mem_types", "region_num_blocks", "region_group_ids")
-    )
-    regions = tuple(
-        Region(
-            name=cast(str, name),
-            base_address=address,
-            block_length_bytes=length,
-            block_stride_bytes=stride,
-            num_blocks=cast(int, count),
-            memory_kind=cast(MemoryKind, kind),
-            group=cast(int, group),
-            pieces=paged_pieces(
-                local.shapes[cast(str, name)],
-                tp_rank=tp_rank,
-                tp_size=tp_size,
-                strides=page_strides(
-                    metadata.kv_cache_layout,
-                    layers=1,
-                    blocks=cast(int, count),
-                    heads=max(1, local.shapes[cast(str, name)].components[0].units // tp_size),
-                    tokens=metadata.block_size,
-                    bytes_per_token=sum(c.bytes_per_unit for c in local.shapes[cast(str, name)].components),
-                ),
-            ),
-        )
-        for name, address, length, stride, count, kind, group in zip(
-            names,
-            metadata.kv_caches_base_addr,
-            metadata.block_lens,
-            metadata.block_strides,
-            counts,
-            kinds,
-            groups,
-            strict=True,
-        )
-    )
-    return RankLayout(
-        engine_id=metadata.engine_id,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        dcp_size=metadata.dcp_size,
-        pcp_size=metadata.pcp_size,
-        regions=regions,
-        kernel_block_size_tokens=metadata.block_size,
-        kernel_blocks_per_block=metadata.physical_blocks_per_logical_kv_block,
-        layout_name=metadata.kv_cache_layout,
-        attention_backend=metadata.attn_backend_name,
-        device_id=metadata.device_id,
-    )
-
-
-def _stated(metadata: AgentMetadata, field: str) -> list[object]:
-    """A list that old versions may leave out, and that we cannot do without."""
-    values: list[object] | None = getattr(metadata, field)
-    if values is None:
-        raise LayoutMismatch(field, "required", "not sent", "run the same vLLM version on both engines")
-    return values
 
 
 def _require_length(metadata: AgentMetadata, field: str, regions: int) -> None:

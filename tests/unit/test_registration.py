@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from connector.layout import plan_reads
+from connector.layout import plan_engine
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
-from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata, understand
-from connector.worker.registration import Registration, UnsupportedCache, derive_registration, require_supported
+from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
+from connector.wire.peer_layout import understand
+from connector.worker.registration import Registration, derive_registration, require_supported
+from connector.worker.unsupported import UnsupportedCache
 from tests.unit.vllm_setup import (
     HEAD_SIZE,
     KV_HEADS,
@@ -171,8 +170,8 @@ def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
     reply = decode_reply(
         encode_reply(payload, 1.0), peer="prefill-engine", address="h:1", expected_hash=ours.compatibility_hash
     )
-    assert understand(reply.metadata, tp_rank=0, tp_size=1) == theirs.layout
-    plan = plan_reads(ours.layout, theirs.layout)
+    assert understand(reply.metadata, tp_rank=0, tp_size=1, local=ours) == theirs.layout
+    (plan,) = plan_engine(ours.layout, [theirs.layout]).reads
     assert [run.address for run in plan.remote_runs] == [r.base_address for r in theirs.layout.regions]
     assert plan.length_bytes(3) == 3 * LAYERS * attention_spec().page_size_bytes
 
@@ -182,7 +181,8 @@ def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
     tensors = allocate(caches)
     builtin, _, _ = _builtin(config, caches, tensors)
     metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
-    assert understand(metadata, tp_rank=0, tp_size=1) == derive_registration(config, caches, tensors).layout
+    ours = derive_registration(config, caches, tensors)
+    assert understand(metadata, tp_rank=0, tp_size=1, local=ours) == ours.layout
 
 
 def test_layers_of_different_sizes_in_one_group(config: VllmConfig) -> None:
@@ -211,16 +211,6 @@ def _refusal(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch
     with pytest.raises(UnsupportedCache) as caught:
         derive_registration(config, caches, tensors)
     return caught.value
-
-
-def test_refuses_heads_outside_of_blocks(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    _with_layout(config, monkeypatch, "LHBNC")
-    caches = cache_config(attention_spec())
-    tensors = {
-        name: torch.zeros(KV_HEADS, 16, 64, 2 * HEAD_SIZE).permute(1, 0, 2, 3)
-        for name in caches.kv_cache_groups[0].layer_names
-    }
-    assert "strides" in _refusal(config, caches, tensors).field
 
 
 def test_refuses_key_and_value_in_separate_segments(config: VllmConfig) -> None:
@@ -254,32 +244,9 @@ def test_refuses_other_parallelism(config: VllmConfig, monkeypatch: pytest.Monke
     assert caught.value.field == field
 
 
-def test_refuses_several_groups(config: VllmConfig) -> None:
-    caches = cache_config(attention_spec())
-    groups = [KVCacheGroupSpec([layer_name(0)], attention_spec()), KVCacheGroupSpec([layer_name(1)], attention_spec())]
-    with pytest.raises(UnsupportedCache, match="groups 2"):
-        require_supported(config, replace(caches, kv_cache_groups=groups))
-
-
-def test_refuses_other_attention(config: VllmConfig) -> None:
-    window = SlidingWindowSpec(
-        block_size=64, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32, sliding_window=128
-    )
-    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    for spec in (window, latent):
-        with pytest.raises(UnsupportedCache, match=type(spec).__name__):
-            require_supported(config, cache_config(spec))
-
-
 def test_refuses_host_staging(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.kv_transfer_config, "kv_buffer_device", "cuda")
     with pytest.raises(UnsupportedCache, match="kv_buffer_device cuda"):
-        require_supported(config, cache_config(attention_spec()))
-
-
-def test_refuses_mla(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda self: True))
-    with pytest.raises(UnsupportedCache, match="MLA"):
         require_supported(config, cache_config(attention_spec()))
 
 

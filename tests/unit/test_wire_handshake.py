@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.layout import LayoutMismatch, RankLayout, Region
+from connector.layout import CacheGroup, LayoutMismatch, RankLayout
+from connector.layout.shapes import LayerShape
 from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,
@@ -29,35 +31,44 @@ from connector.wire.metadata import (
     decode_agent_metadata,
     describe,
     encode_agent_metadata,
-    understand,
 )
+from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
+from tests.rig.latent_cache import TOKENS, latent_cache
 from tests.unit.properties import on_any_machine
 
 INCARNATION = "0123456789abcdef" * 2
 
-LAYOUT = RankLayout(
-    engine_id="prefill",
-    tp_rank=1,
-    tp_size=2,
-    dcp_size=1,
-    pcp_size=1,
-    regions=tuple(
-        Region(
-            name=f"layer.{index}",
-            base_address=(1 << 40) + index * 4096,
-            block_length_bytes=128,
-            block_stride_bytes=256,
-            num_blocks=16,
-            memory_kind="DRAM",
-        )
-        for index in range(3)
-    ),
-    kernel_block_size_tokens=32,
-    kernel_blocks_per_block=2,
-    layout_name="LBHNC",
-    attention_backend="CPU_ATTN",
-)
+
+@dataclass(frozen=True)
+class Side:
+    """One rank of the model."""
+
+    layout: RankLayout
+    shapes: dict[str, LayerShape]
+
+
+def side(base_addresses: list[int], *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int = 2) -> Side:
+    """The model has latent caches, so that all ranks look the same."""
+    regions, shapes = latent_cache(base_addresses, block_bytes=block_bytes, block_stride_bytes=256, num_blocks=16)
+    layout = RankLayout(
+        engine_id="prefill",
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dcp_size=1,
+        pcp_size=1,
+        regions=regions,
+        kernel_block_size_tokens=TOKENS,
+        kernel_blocks_per_block=2,
+        layout_name="LBHNC",
+        attention_backend="CPU_ATTN",
+        groups=(CacheGroup(tokens_per_kernel_block=TOKENS, kernel_blocks_per_block=2),),
+    )
+    return Side(layout, shapes)
+
+
+SIDE = side([(1 << 40) + index * 4096 for index in range(3)])
+LAYOUT = SIDE.layout
 METADATA = describe(LAYOUT, b"agent")
 WIRE: dict[str, Any] = msgspec.to_builtins(METADATA, builtin_types=(bytes,))
 
@@ -225,7 +236,7 @@ class TestReply:
 
 class TestMetadata:
     def test_round_trip_of_a_layout(self) -> None:
-        assert understand(decode_agent_metadata(encode_agent_metadata(METADATA)), tp_rank=1, tp_size=2) == LAYOUT
+        assert _understood(encode_agent_metadata(METADATA)) == LAYOUT
 
     @pytest.mark.parametrize(
         "changes",
@@ -283,39 +294,96 @@ class TestMetadata:
             decode_agent_metadata(msgspec.msgpack.encode({key: value for key, value in WIRE.items() if key != field}))
 
     @pytest.mark.parametrize(
-        ("field", "value"),
+        ("changes", "field", "local", "remote"),
         [
-            ("ssm_sizes", (64, 128)),
-            ("packed_member_layouts", {"layer.0": (0, 128)}),
-            ("ple_block_len", 64),
-            ("region_names", None),
-            ("region_mem_types", None),
-            ("region_num_blocks", None),
-            ("region_group_ids", None),
+            (
+                {"packed_member_layouts": {"layers.0": (0, 128)}},
+                "packed_member_layouts",
+                "{}",
+                "{'layers.0': (0, 128)}",
+            ),
+            ({"ple_block_len": 64}, "ple_block_len", "None", "64"),
+            ({"ssm_sizes": (64, 128)}, "ssm_sizes of 2 ranks", "(0, 0)", "(64, 128)"),
+            ({"region_names": None}, "region_names", "required", "not sent"),
+            ({"region_mem_types": None}, "region_mem_types", "required", "not sent"),
+            ({"region_num_blocks": None}, "region_num_blocks", "required", "not sent"),
+            ({"region_group_ids": None}, "region_group_ids", "required", "not sent"),
+            ({"region_group_ids": [0, 1, 0]}, "cache group of layers.1", "0", "1"),
+            ({"region_group_ids": [0, 0, -1]}, "cache group of layers.2", "0", "-1"),
+            (
+                {"region_names": ["layers.0", "layers.1", "layers.7"]},
+                "KV cache region layers.2",
+                "present",
+                "absent",
+            ),
+            (
+                {"region_names": ["layers.0", "layers.1", "layers.1"]},
+                "KV cache region layers.2",
+                "present",
+                "absent",
+            ),
+            (
+                {"kv_caches_base_addr": [4096] * 2, "block_lens": [128] * 2, "block_strides": [256] * 2}
+                | {"region_names": ["layers.0", "layers.1"], "region_num_blocks": [16] * 2}
+                | {"region_group_ids": [0] * 2, "region_mem_types": ["DRAM"] * 2},
+                "KV cache region layers.2",
+                "present",
+                "absent",
+            ),
+            ({"kv_cache_layout": "NHD"}, "kv_cache_layout", "a known one", "NHD"),
+            ({"kv_cache_layout": "LBHCN"}, "kv_cache_layout", "a known one", "LBHCN"),
+            ({"block_lens": [128, 64, 128]}, "block length of layers.1 on rank 1 of 2", "128", "64"),
+            ({"block_lens": [128, 128, 256]}, "block length of layers.2 on rank 1 of 2", "128", "256"),
+            ({"block_size": 64}, "block length of layers.0 on rank 1 of 2", "256", "128"),
+            ({"block_size": 1 << 20}, "block length of layers.0 on rank 1 of 2", str(4 << 20), "128"),
         ],
     )
-    def test_other_than_full_attention_is_refused_by_name(self, field: str, value: Any) -> None:
-        metadata = decode_agent_metadata(_encoded(**{field: value}))
+    def test_what_the_model_would_not_have_is_refused(
+        self, changes: dict[str, Any], field: str, local: str, remote: str
+    ) -> None:
         with pytest.raises(LayoutMismatch) as caught:
-            understand(metadata, tp_rank=0, tp_size=1)
-        assert caught.value.field == field
+            _understood(_encoded(**changes))
+        assert (caught.value.field, caught.value.local, caught.value.remote) == (field, local, remote)
+        assert f"{local} here and {remote} there" in str(caught.value)
+
+    def test_a_region_twice_is_refused(self) -> None:
+        """Pieces of both would be taken for replicas of each other."""
+        names = ["layers.0", "layers.1", "layers.2", "layers.2"]
+        lists: dict[str, Any] = {
+            key: values + values[-1:] for key, values in WIRE.items() if isinstance(values, list) and len(values) == 3
+        }
+        with pytest.raises(LayoutMismatch, match=r"number of KV cache regions of layers\.2 is 1 here and 2 there"):
+            _understood(_encoded(**lists | {"region_names": names}))
+
+    @on_any_machine
+    @given(
+        st.lists(st.integers(1, 600), min_size=3, max_size=3),
+        st.integers(1, 256),
+        st.integers(1, 64),
+        st.sampled_from(["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "LBHN"]),
+    )
+    def test_pieces_lie_in_the_blocks(self, lengths: list[int], tokens: int, ratio: int, layout: str) -> None:
+        """Whatever the sizes say: refused, or a layout that stays inside of what was advertised."""
+        changes = {"block_lens": lengths, "block_strides": [600] * 3, "block_size": tokens, "kv_cache_layout": layout}
+        try:
+            found = _understood(_encoded(physical_blocks_per_logical_kv_block=ratio, **changes))
+        except LayoutMismatch:
+            return
+        for region in found.regions:
+            for piece in region.pieces:
+                end = piece.offset_bytes + (tokens - 1) * piece.token_stride_bytes + piece.bytes_per_unit
+                assert 0 <= piece.offset_bytes < end <= region.block_length_bytes <= region.block_stride_bytes
 
     def test_sizes_of_a_large_model(self) -> None:
         """Ten thousand regions decode; a limit that is too tight would show here."""
-        count = 10_000
-        metadata = decode_agent_metadata(
-            _encoded(
-                agent_metadata=bytes(1 << 20),
-                kv_caches_base_addr=[4096] * count,
-                block_lens=[128] * count,
-                block_strides=[128] * count,
-                region_num_blocks=[16] * count,
-                region_group_ids=[0] * count,
-                region_names=[f"model.layers.{index}.self_attn.attn" for index in range(count)],
-                region_mem_types=["VRAM"] * count,
-            )
-        )
-        assert len(understand(metadata, tp_rank=0, tp_size=1).regions) == count
+        many = side([(1 << 40) + index * 4096 for index in range(10_000)])
+        metadata = decode_agent_metadata(encode_agent_metadata(describe(many.layout, bytes(1 << 20))))
+        assert understand(metadata, tp_rank=1, tp_size=2, local=many) == many.layout
+
+
+def _understood(metadata: bytes) -> RankLayout:
+    """What our rank, which is like the one that sent it, makes of the metadata."""
+    return understand(decode_agent_metadata(metadata), tp_rank=1, tp_size=2, local=SIDE)
 
 
 class TestBoundedText:

@@ -1,0 +1,267 @@
+"""What a peer's metadata means: from the handshake map to a `RankLayout` whose regions have pieces.
+
+A peer says where its regions are and how long their blocks are, not what is in them. That follows from what we know:
+both engines run the same model with the same cache groups, so the peer's region of a name holds the layers that ours of
+that name holds; what a rank holds of a layer follows from the layer's shape, its rank and its tensor-parallel size; and
+where that lies in a block follows from the name of its layout and its block size. The advertised block lengths then
+have to be what all this adds up to. Where our own block is as long as its content the peer's has to be so too; where
+ours has padding (of pages of unlike layers), the peer's may have some other padding.
+
+Everything here is untrusted: whatever does not fit raises LayoutMismatch, and no piece lies outside of the peer's
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import msgspec
+
+from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, Piece, RankLayout, Region
+from connector.layout.shapes import (
+    ImpossibleShard,
+    LayerShape,
+    moved,
+    of_unit,
+    page_strides,
+    paged_pieces,
+    shard,
+    state_pieces,
+)
+from connector.wire.metadata import (
+    AdvertisedRegion,
+    AgentMetadata,
+    advertised_regions,
+    kernel_blocks_per_state,
+    ssm_sizes,
+)
+
+_SAME_MODEL = "start both engines with the same model, the same --kv-cache-dtype and the same vLLM version"
+_SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
+_SAME_LAYOUT = "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT"
+
+
+class LocalSide(Protocol):
+    """What we know that the peer does not say."""
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    @property
+    def shapes(self) -> Mapping[str, LayerShape]: ...
+
+
+def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: LocalSide) -> RankLayout:
+    """The layout of the rank that sent `metadata`, which is `tp_rank` of `tp_size`.
+
+    Raises LayoutMismatch when it describes something other than what that rank of our model would have.
+    """
+    for field, plain in (("packed_member_layouts", {}), ("ple_block_len", None)):
+        found = getattr(metadata, field)
+        if found != plain:
+            raise LayoutMismatch(field, plain, found, "caches of this kind are not supported")
+    ours = local.layout
+    groups = _groups(ours, metadata)
+    peer = _Peer(metadata=metadata, tp_rank=tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
+    try:
+        regions = _regions(ours, peer)
+    except ImpossibleShard as error:
+        raise LayoutMismatch("tp_size", ours.tp_size, tp_size, str(error)) from error
+    theirs = RankLayout(
+        engine_id=metadata.engine_id,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dcp_size=metadata.dcp_size,
+        pcp_size=metadata.pcp_size,
+        regions=regions,
+        kernel_block_size_tokens=metadata.block_size,
+        kernel_blocks_per_block=metadata.physical_blocks_per_logical_kv_block,
+        layout_name=metadata.kv_cache_layout,
+        attention_backend=metadata.attn_backend_name,
+        device_id=metadata.device_id,
+        groups=groups,
+    )
+    expected = ssm_sizes(theirs)
+    if metadata.ssm_sizes != expected:
+        raise LayoutMismatch(f"ssm_sizes of {tp_size} ranks", expected, metadata.ssm_sizes, _SAME_MODEL)
+    return theirs
+
+
+class _Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's metadata, and what is derived for it."""
+
+    metadata: AgentMetadata
+    tp_rank: int
+    tp_size: int
+    groups: tuple[CacheGroup, ...]
+    shapes: Mapping[str, LayerShape]
+
+    def stated(self, field: str) -> list[object]:
+        """A list that old versions may leave out, and that we cannot do without."""
+        values: list[object] | None = getattr(self.metadata, field)
+        if values is None:
+            raise LayoutMismatch(field, "required", "not sent", "run the same vLLM version on both engines")
+        return values
+
+
+def _groups(ours: RankLayout, metadata: AgentMetadata) -> tuple[CacheGroup, ...]:
+    """The peer's cache groups. It states one block size for all; where ours differ, its own differ in proportion."""
+    groups: list[CacheGroup] = []
+    for index, group in enumerate(ours.cache_groups):
+        if not group.tokens_per_kernel_block:
+            groups.append(group)
+            continue
+        tokens, rest = divmod(metadata.block_size * group.tokens_per_kernel_block, ours.kernel_block_size_tokens)
+        if rest:
+            advice = "use block sizes of which one divides the other"
+            raise LayoutMismatch(
+                f"block size of cache group {index}",
+                f"{group.tokens_per_kernel_block} with {ours.kernel_block_size_tokens} in all",
+                f"unknown with {metadata.block_size} in all",
+                advice,
+            )
+        ratio = metadata.physical_blocks_per_logical_kv_block
+        groups.append(CacheGroup(tokens_per_kernel_block=tokens, kernel_blocks_per_block=ratio))
+    return tuple(groups)
+
+
+def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
+    by_name: dict[str, list[AdvertisedRegion]] = {}
+    for region in advertised_regions(ours):
+        by_name.setdefault(region.name, []).append(region)
+    names = [cast(str, name) for name in peer.stated("region_names")]
+    _require_same_names(list(by_name), names)
+    indices: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        indices.setdefault(name, []).append(index)
+    regions: list[Region] = []
+    for name, same_name in by_name.items():
+        for part, index in enumerate(indices[name]):
+            regions.extend(_region(ours, same_name[0], peer, index, part, len(indices[name])))
+    return tuple(regions)
+
+
+def _require_same_names(ours: Sequence[str], theirs: Sequence[str]) -> None:
+    differing = set(ours) ^ set(theirs)
+    if differing:
+        name = min(differing)
+        here, there = ("present" if name in side else "absent" for side in (ours, theirs))
+        raise LayoutMismatch(f"KV cache region {name}", here, there, _SAME_LAYOUT)
+
+
+def _region(ours: RankLayout, known: AdvertisedRegion, peer: _Peer, index: int, part: int, parts: int) -> list[Region]:
+    """Region `index` of the peer, once for each cache group in it; it is number `part` of the `parts` of its name."""
+    metadata = peer.metadata
+    group = peer.stated("region_group_ids")[index]
+    if group != known.group:
+        raise LayoutMismatch(f"cache group of {known.name}", known.group, group, _SAME_GROUPS)
+    regions: list[Region] = []
+    for member in known.members:
+        layers = _layers_in_order(member)
+        is_state = peer.shapes[layers[0]].is_state
+        # Peers count and measure states in kernel blocks too.
+        ratio = metadata.physical_blocks_per_logical_kv_block if is_state else 1
+        if is_state:
+            pieces = _state(peer, layers, parts)
+        else:
+            pitch_bytes = _pitch_bytes(member, layers, metadata.block_lens[index])
+            pieces = _pages(peer, layers, pitch_bytes, part, parts)
+        region = Region(
+            name=member.name,
+            base_address=metadata.kv_caches_base_addr[index],
+            block_length_bytes=metadata.block_lens[index] * ratio,
+            block_stride_bytes=metadata.block_strides[index] * ratio,
+            num_blocks=cast(int, peer.stated("region_num_blocks")[index]) // ratio,
+            memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
+            group=member.group,
+            pieces=pieces,
+        )
+        regions.append(_checked(ours, known, member, region, peer))
+    return regions
+
+
+def _layers_in_order(region: Region) -> list[str]:
+    """The layers of a region in the order in which they lie in a block."""
+    return list(dict.fromkeys(piece.layer for piece in sorted(region.pieces, key=lambda piece: piece.offset_bytes)))
+
+
+def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
+    """Pieces of the state of a layer, which has its blocks to itself in any layout."""
+    _require_parts(layers[0], 1, parts)
+    return state_pieces(peer.shapes[layers[0]], tp_rank=peer.tp_rank, tp_size=peer.tp_size)
+
+
+def _pitch_bytes(member: Region, layers: Sequence[str], length_bytes: int) -> int | None:
+    """How far apart layers are in a block of the peer's; None: as far as their pages are long.
+
+    Where pages of one size, padded perhaps, fill our block, they fill the peer's.
+    """
+    starts = [min(piece.offset_bytes for piece in member.pieces if piece.layer == layer) for layer in layers]
+    pitch_bytes, rest = divmod(member.block_length_bytes, len(layers))
+    if rest or starts != [pitch_bytes * index for index in range(len(layers))]:
+        return None
+    return length_bytes // len(layers)
+
+
+def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: int, parts: int) -> tuple[Piece, ...]:
+    """Pieces of the pages of `layers`, which lie in one block in this order."""
+    metadata = peer.metadata
+    pieces: list[Piece] = []
+    offset_bytes = 0
+    for layer in layers:
+        shape = peer.shapes[layer]
+        start, stop = shard(shape.components[0].units, peer.tp_rank, peer.tp_size)
+        try:
+            strides = page_strides(
+                metadata.kv_cache_layout,
+                layers=len(layers),
+                blocks=metadata.num_blocks,
+                heads=stop - start,
+                tokens=peer.groups[shape.group].tokens_per_kernel_block,
+                bytes_per_token=sum(component.bytes_per_unit for component in shape.components),
+            )
+        except ValueError as error:
+            raise LayoutMismatch("kv_cache_layout", "a known one", metadata.kv_cache_layout, str(error)) from error
+        heads_are_apart = stop - start > 1 and strides.head >= strides.block
+        _require_parts(layer, stop - start if heads_are_apart else 1, parts)
+        strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
+        of_layer = paged_pieces(shape, tp_rank=peer.tp_rank, tp_size=peer.tp_size, strides=strides)
+        pieces.extend(moved(of_unit(of_layer, start + part) if heads_are_apart else of_layer, offset_bytes))
+        offset_bytes += strides.layer if pitch_bytes is None else pitch_bytes
+    return tuple(pieces)
+
+
+def _require_parts(layer: str, expected: int, parts: int) -> None:
+    if parts != expected:
+        raise LayoutMismatch(f"number of KV cache regions of {layer}", expected, parts, _SAME_LAYOUT)
+
+
+def _checked(ours: RankLayout, known: AdvertisedRegion, member: Region, region: Region, peer: _Peer) -> Region:
+    """The peer's region, if its blocks are what they should be."""
+    content_bytes = _content_bytes(region, peer.groups)
+    length_bytes = region.block_length_bytes
+    if member.block_length_bytes // kernel_blocks_per_state(member, ours) != known.block_length_bytes:
+        # The advertised length is that of another cache group's blocks at this address; the stride bounds this one's.
+        length_bytes = region.block_stride_bytes
+        fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
+    elif member.block_length_bytes == _content_bytes(member, ours.cache_groups):
+        fits, expected = content_bytes == length_bytes, str(content_bytes)
+    else:
+        fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
+    if not fits:
+        ranks = f"rank {peer.tp_rank} of {peer.tp_size}"
+        raise LayoutMismatch(f"block length of {member.name} on {ranks}", expected, length_bytes, _SAME_MODEL)
+    return region
+
+
+def _content_bytes(region: Region, groups: Sequence[CacheGroup]) -> int:
+    """Bytes of a block up to the end of its last piece."""
+    positions = groups[region.group].positions_per_kernel_block
+    return max(
+        piece.offset_bytes
+        + (piece.stop - piece.start - 1) * piece.unit_stride_bytes
+        + (positions - 1) * piece.token_stride_bytes
+        + piece.bytes_per_unit
+        for piece in region.pieces
+    )

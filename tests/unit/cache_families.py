@@ -1,0 +1,302 @@
+"""Ranks of real engines, as far as their KV cache goes, for every family of models.
+
+A family says what each layer of a tiny model caches on one of n ranks, in vLLM's own specs. `make_rank` lets vLLM group
+them, place them in memory and make the tensors, and has them registered as that rank. `Content` is the KV of the whole
+model, made up; it is laid into a rank's tensors, or compared with them, by heads and channels, without our geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheLayout,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from connector.worker.registration import Registration, derive_registration
+from tests.unit.vllm_setup import KV_HEADS
+
+NUM_BLOCKS = 8
+
+
+def _attention(
+    kind: type[AttentionSpec], tp: int, block: int, *, heads: int = KV_HEADS, **changes: object
+) -> KVCacheSpec:
+    fields = {
+        "block_size": block,
+        "num_kv_heads": max(1, KV_HEADS // tp),
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
+    return kind(**fields | changes)
+
+
+def _latent(kind: type[AttentionSpec], block: int, *, head_size: int = 96, **changes: object) -> KVCacheSpec:
+    fields = {
+        "block_size": block,
+        "num_kv_heads": 1,
+        "max_tp_shards": 1,
+        "head_size": head_size,
+        "dtype": torch.bfloat16,
+    }
+    return kind(**fields | changes)
+
+
+def _state(kind: str, tp: int, block: int) -> MambaSpec:
+    """16 heads of 4 channels; 8 groups of B and C with 4 channels each."""
+    shapes = {
+        "MAMBA1": ((64 // tp, 3), (64 // tp, 5)),
+        "MAMBA2": (((64 + 2 * 8 * 4) // tp, 3), (16 // tp, 4, 4)),
+        "GDN_ATTN": (((2 * 32 + 64) // tp, 3), (16 // tp, 4, 2)),
+    }
+    return MambaSpec(
+        block_size=block,
+        shapes=shapes[kind],
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum[kind],
+    )
+
+
+def _hybrid(kind: str) -> Callable[[int, int], dict[str, KVCacheSpec]]:
+    """One layer of attention to three of states, whose page is padded to that of attention."""
+
+    def specs(tp: int, block: int) -> dict[str, KVCacheSpec]:
+        attention = _attention(FullAttentionSpec, tp, block)
+        state = replace(_state(kind, tp, block), page_size_padded=attention.page_size_bytes)
+        return {f"model.layers.{layer}.mixer": attention if layer % 4 == 1 else state for layer in range(8)}
+
+    return specs
+
+
+def _layers(*kinds: KVCacheSpec, count: int = 3) -> dict[str, KVCacheSpec]:
+    return {f"model.layers.{layer}.self_attn.attn": kinds[layer % len(kinds)] for layer in range(count * len(kinds))}
+
+
+FAMILIES: Mapping[str, Callable[[int, int], dict[str, KVCacheSpec]]] = {
+    "full attention": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block)),
+    "unlike K and V": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block, head_size_v=16)),
+    "quantised heads": lambda tp, block: _layers(
+        _attention(
+            FullAttentionSpec,
+            tp,
+            block,
+            dtype=torch.int8,
+            kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+            state_content_bytes=72,
+        )
+    ),
+    "several head sizes": lambda tp, block: _layers(
+        _attention(FullAttentionSpec, tp, block), _attention(FullAttentionSpec, tp, block, head_size=64)
+    ),
+    "sliding window": lambda tp, block: _layers(
+        _attention(FullAttentionSpec, tp, block),
+        _attention(SlidingWindowSpec, tp, block, sliding_window=64),
+        _attention(SlidingWindowSpec, tp, block, sliding_window=64),
+    ),
+    "window with blocks of its own": lambda tp, block: _layers(
+        _attention(FullAttentionSpec, tp, block),
+        _attention(SlidingWindowSpec, tp, block * 2, sliding_window=64, head_size=16),
+    ),
+    "chunked local attention": lambda tp, block: _layers(
+        _attention(FullAttentionSpec, tp, block),
+        _attention(ChunkedLocalAttentionSpec, tp, block, attention_chunk_size=128),
+    ),
+    "latent": lambda tp, block: _layers(_latent(MLAAttentionSpec, block)),
+    "latent, opaque": lambda tp, block: _layers(
+        _latent(
+            MLAAttentionSpec,
+            block,
+            dtype=torch.uint8,
+            head_size=96,
+            state_content_bytes=656,
+            cache_dtype_str="fp8_ds_mla",
+        )
+    ),
+    "latent with an indexer": lambda tp, block: {
+        **_layers(_latent(MLAAttentionSpec, block)),
+        **{
+            f"model.layers.{layer}.self_attn.indexer.k_cache": _latent(
+                MLAAttentionSpec, block, head_size=132, dtype=torch.uint8
+            )
+            for layer in range(3)
+        },
+    },
+    "latent with a window": lambda tp, block: _layers(
+        _latent(MLAAttentionSpec, block), _latent(SlidingWindowMLASpec, block, sliding_window=64)
+    ),
+    "mamba 1": _hybrid("MAMBA1"),
+    "mamba 2": _hybrid("MAMBA2"),
+    "gated delta net": _hybrid("GDN_ATTN"),
+    "states only": lambda tp, block: {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block) for layer in range(3)},
+}
+"""Specs by layer, of one of n ranks and with blocks of so many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank with its memory, which vLLM laid out."""
+
+    tp_rank: int
+    tp_size: int
+    specs: Mapping[str, KVCacheSpec]
+    caches: KVCacheConfig
+    tensors: Mapping[str, torch.Tensor]
+    registration: Registration
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes."""
+        storage = next(iter(self.tensors.values())).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def make_caches(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: Mapping[str, KVCacheSpec],
+    *,
+    layout: str = "LBHNC",
+    kernel_block_tokens: int | None = None,
+) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Groups, placement and tensors, as vLLM's engine makes them."""
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", layout)
+    groups = get_kv_cache_groups(config, dict(specs))
+    per_block = 1 << 20
+    caches = get_kv_cache_config_from_groups(config, groups, per_block)
+    size = caches.kv_cache_tensors[0].size // caches.num_blocks * NUM_BLOCKS
+    caches = get_kv_cache_config_from_groups(config, groups, size)
+    assert caches.num_blocks == NUM_BLOCKS
+    kernel_sizes = [
+        group.kv_cache_spec.block_size
+        if kernel_block_tokens is None or isinstance(group.kv_cache_spec, MambaSpec)
+        else kernel_block_tokens
+        for group in groups
+    ]
+    tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[layout], kernel_sizes)
+    return caches, tensors
+
+
+def make_rank(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: Mapping[str, KVCacheSpec],
+    *,
+    engine_id: str,
+    tp_rank: int,
+    tp_size: int,
+    layout: str = "LBHNC",
+    kernel_block_tokens: int | None = None,
+) -> Rank:
+    """Register the cache of a rank, in this process, which vLLM takes for a single rank."""
+    caches, tensors = make_caches(config, monkeypatch, specs, layout=layout, kernel_block_tokens=kernel_block_tokens)
+    monkeypatch.setattr(config.kv_transfer_config, "engine_id", engine_id)
+    be_rank(monkeypatch, "connector.worker.registration", tp_rank, tp_size)
+    return Rank(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        specs=_grouped_specs(caches),
+        caches=caches,
+        tensors=tensors,
+        registration=derive_registration(config, caches, tensors),
+    )
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, module: str, tp_rank: int, tp_size: int) -> None:
+    monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: tp_rank)
+    monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: tp_size)
+
+
+def _grouped_specs(caches: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """Grouping may change block sizes."""
+    specs: dict[str, KVCacheSpec] = {}
+    for group in caches.kv_cache_groups:
+        for layer in group.layer_names:
+            spec = group.kv_cache_spec
+            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    return specs
+
+
+class Content:
+    """A request's KV: of tokens [positions, heads of the model, bytes], of states [units of the model, bytes]."""
+
+    def __init__(self, one_rank: Mapping[str, KVCacheSpec], positions: int, generator: torch.Generator) -> None:
+        self._tokens: dict[str, torch.Tensor] = {}
+        self._states: dict[str, list[torch.Tensor]] = {}
+        for layer, spec in one_rank.items():
+            if isinstance(spec, MambaSpec):
+                sizes = [(units, size // units) for units, size in _state_parts(spec)]
+                self._states[layer] = [_noise(size, generator) for size in sizes]
+            else:
+                assert isinstance(spec, AttentionSpec)
+                size = (positions, spec.num_kv_heads, spec.state_content_size_bytes)
+                self._tokens[layer] = _noise(size, generator)
+
+    def write(self, rank: Rank, tables: Sequence[Sequence[int]]) -> None:
+        """Lay the request into blocks of a rank: logical ids of each cache group."""
+        for group, table in zip(rank.caches.kv_cache_groups, tables, strict=True):
+            for layer in group.layer_names:
+                if layer in self._states:
+                    (block,) = table
+                    self._write_state(rank, layer, rank.tensors[layer][block, 0, 0].view(torch.uint8))
+                else:
+                    self._write_tokens(rank, layer, table)
+
+    def _write_tokens(self, rank: Rank, layer: str, table: Sequence[int]) -> None:
+        content, tensor = self._tokens[layer], rank.tensors[layer].view(torch.uint8)
+        heads = _held(content.shape[1], rank)
+        kernel_tokens = tensor.shape[2]
+        ratio = tensor.shape[0] // NUM_BLOCKS
+        kernel_blocks = [block * ratio + part for block in table for part in range(ratio)]
+        for index, position in enumerate(range(0, content.shape[0], kernel_tokens)):
+            page = content[position : position + kernel_tokens][:, heads]
+            tensor[kernel_blocks[index], :, : page.shape[0]] = page.transpose(0, 1)
+
+    def _write_state(self, rank: Rank, layer: str, page: torch.Tensor) -> None:
+        """Each part of the convolution is split over the ranks by itself."""
+        parts = [part[_held(part.shape[0], rank)].flatten() for part in self._states[layer]]
+        page[:] = torch.cat(parts)
+
+
+def _state_parts(spec: MambaSpec) -> list[tuple[int, int]]:
+    """(units, bytes) of the parts of a state on a single rank: what ranks share out, one after another in memory."""
+    (channels, rows), state = spec.shapes
+    row_bytes = rows * spec.dtypes[0].itemsize
+    ssm = (state[0], prod(state) * spec.dtypes[1].itemsize)
+    splits = {
+        "MAMBA1": [(64, 64)],
+        "MAMBA2": [(64, 64), (8, 32), (8, 32)],
+        "GDN_ATTN": [(32, 32), (32, 32), (64, 64)],
+    }[spec.mamba_type.name]
+    assert sum(part for _, part in splits) == channels
+    return [*((units, part * row_bytes) for units, part in splits), ssm]
+
+
+def _held(units: int, rank: Rank) -> list[int]:
+    """Which units a rank holds; neighbours share one where there are fewer units than ranks."""
+    if units < rank.tp_size:
+        return [rank.tp_rank * units // rank.tp_size]
+    per_rank = units // rank.tp_size
+    return list(range(rank.tp_rank * per_rank, (rank.tp_rank + 1) * per_rank))
+
+
+def _noise(size: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 256, tuple(size), dtype=torch.uint8, generator=generator)
