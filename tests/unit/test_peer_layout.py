@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from vllm.config import VllmConfig
@@ -20,9 +22,11 @@ from connector.layout import GroupBlocks, RankLayout, partners, plan_engine
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration
-from tests.unit.cache_families import FAMILIES, Content, Rank, make_rank
+from connector.worker.unsupported import UnsupportedCache
+from tests.unit.builtin_worker import builtin_registration
+from tests.unit.cache_families import FAMILIES, NUM_BLOCKS, Content, Rank, be_rank, make_rank
 from tests.unit.layout_oracle import expand_runs
-from tests.unit.vllm_setup import engine_config, single_rank, write_model
+from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -58,6 +62,10 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
     ]
 
 
+def _shuffled(seed: int) -> Iterator[int]:
+    return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+
+
 def _carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
     """The plan as plain copies between the tensors, inside of what each rank registered."""
     seen = [_seen(decode.registration, rank) for rank in prefill]
@@ -90,6 +98,7 @@ def _check_transfer(
     decode_tp: int,
     prefill_block: int = 64,
     layouts: tuple[str, str] = ("LBHNC", "LBHNC"),
+    kernel_block_tokens: int | None = None,
 ) -> None:
     make_specs = FAMILIES[family]
     generator = torch.Generator().manual_seed(7)
@@ -103,6 +112,7 @@ def _check_transfer(
             tp_rank=tp_rank,
             tp_size=decode_tp,
             layout=layouts[1],
+            kernel_block_tokens=kernel_block_tokens,
         )
         prefill = [
             make_rank(
@@ -113,11 +123,12 @@ def _check_transfer(
                 tp_rank=other,
                 tp_size=prefill_tp,
                 layout=layouts[0],
+                kernel_block_tokens=kernel_block_tokens,
             )
             for other in partners(tp_rank, decode_tp, prefill_tp)
         ]
-        remote = _tables(prefill[0], iter([5, 2, 7, 1, 4, 6, 3, 0]))
-        local = _tables(decode, iter([3, 6, 1, 4, 0, 5, 7, 2]))
+        remote = _tables(prefill[0], _shuffled(5))
+        local = _tables(decode, _shuffled(6))
         for rank in prefill:
             rank.memory.copy_(torch.randint(0, 256, rank.memory.shape, dtype=torch.uint8, generator=generator))
             content.write(rank, remote)
@@ -143,9 +154,140 @@ def test_every_family_at_every_size(
     _check_transfer(config, monkeypatch, family, prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-@pytest.mark.parametrize("family", FAMILIES)
+HYBRIDS = ("mamba 1", "mamba 2", "gated delta net")
+MIXED_PAGES = ("several head sizes", "latent with an indexer")
+"""vLLM does not place these with heads outside of layers."""
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        (family, layout)
+        for family in FAMILIES
+        for layout in LAYOUTS
+        if not (family in MIXED_PAGES and layout in ("LHBNC", "BHLNC"))
+        and not (family in HYBRIDS and layout in ("LHBNC", "BLNHC", "BHLNC"))
+    ],
+)
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
     _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, layouts=(layout, layout))
+
+
+@pytest.mark.parametrize("layout", ["LHBNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_between_the_heads_of_attention_are_refused_at_start(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
+) -> None:
+    """One block length is advertised for an address, and there the two differ."""
+    with pytest.raises(UnsupportedCache):
+        make_rank(
+            config,
+            monkeypatch,
+            FAMILIES[family](1, 64),
+            engine_id="decode",
+            tp_rank=0,
+            tp_size=1,
+            layout=layout,
+        )
+
+
+@pytest.mark.parametrize("decode_layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+@pytest.mark.parametrize("prefill_layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+@pytest.mark.parametrize("family", ["full attention", "sliding window"])
+def test_layouts_that_differ(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_layout: str, decode_layout: str
+) -> None:
+    layouts = (prefill_layout, decode_layout)
+    _check_transfer(config, monkeypatch, family, prefill_tp=1, decode_tp=2, layouts=layouts)
+
+
+@pytest.mark.parametrize("prefill_block", [32, 128])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "states only"])
+def test_block_sizes_that_differ(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block)
+
+
+@pytest.mark.parametrize("prefill_block", [64, 128])
+@pytest.mark.parametrize("family", ["full attention", "sliding window", "latent", "mamba 1", "mamba 2"])
+def test_several_kernel_blocks_in_a_block(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    """As many as their block sizes ask for, on either side; a state is one block all the same."""
+    allow_kernel_block_size(monkeypatch, 32)
+    _check_transfer(
+        config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block, kernel_block_tokens=32
+    )
+
+
+LATENT = [family for family in FAMILIES if family.startswith("latent")]
+
+
+@pytest.fixture(scope="module")
+def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) -> VllmConfig:
+    """Of a model that vLLM takes for one of latent attention. Its process groups are those of `config`."""
+    model = write_model(
+        tmp_path_factory.mktemp("latent"),
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        num_key_value_heads=8,
+    )
+    return engine_config(model)
+
+
+BUILTIN_CASES = [
+    *((family, "LBHNC", 1, 64) for family in FAMILIES),
+    *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in HYBRIDS),
+    *((family, "LBHNC", 4, 64) for family in ("full attention", "sliding window", *LATENT, *HYBRIDS)),
+    *((family, "LBHNC", 8, 64) for family in ("full attention", "sliding window")),
+    *((family, "LBHNC", 1, 32) for family in ("full attention", "sliding window", "latent", *HYBRIDS)),
+    *((family, "BLNHC", 1, 64) for family in ("full attention", "sliding window", "latent")),
+    *((family, "LHBNC", 2, 64) for family in ("full attention", "sliding window", "latent")),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "tp_size", "kernel_block"), BUILTIN_CASES)
+def test_equals_the_builtin_registration(
+    config: VllmConfig,
+    latent_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layout: str,
+    tp_size: int,
+    kernel_block: int,
+) -> None:
+    """All of the metadata, the hash and the registered ranges, for the last of `tp_size` ranks."""
+    if family in LATENT:
+        config = latent_config
+    if kernel_block != 64:
+        allow_kernel_block_size(monkeypatch, kernel_block)
+    monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", tp_size)
+    ours = make_rank(
+        config,
+        monkeypatch,
+        FAMILIES[family](tp_size, 64),
+        engine_id="prefill-engine",
+        tp_rank=tp_size - 1,
+        tp_size=tp_size,
+        layout=layout,
+        kernel_block_tokens=kernel_block,
+    )
+    be_rank(monkeypatch, "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker", tp_size - 1, tp_size)
+    builtin, builtin_hash, builtin_ranges = builtin_registration(config, ours.caches, ours.tensors)
+    registration = ours.registration
+    advertised = registration.agent_metadata(builtin.agent_metadata)
+    for field in msgspec.structs.fields(type(advertised)):
+        assert getattr(advertised, field.name) == getattr(builtin, field.name), field.name
+    assert registration.compatibility_hash == builtin_hash
+    assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
+    sent = decode_agent_metadata(msgspec.msgpack.encode(builtin))
+    assert understand(sent, tp_rank=tp_size - 1, tp_size=tp_size, local=registration) == registration.layout
