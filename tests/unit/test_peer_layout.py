@@ -10,18 +10,34 @@ from __future__ import annotations
 import ctypes
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+)
 
-from connector.layout import GroupBlocks, RankLayout, partners, plan_engine
+from connector.layout import GroupBlocks, LayoutMismatch, RankLayout, partners, plan_engine
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
-from connector.worker.registration import Registration
+from connector.worker.registration import Registration, require_supported
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration
 from tests.unit.cache_families import FAMILIES, NUM_BLOCKS, Content, Rank, be_rank, make_rank
@@ -38,9 +54,11 @@ TOKENS = 128
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        get_conv_state_layout.cache_clear()
         config = engine_config(write_model(tmp_path_factory.mktemp("model")))
         with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
             yield config
+    get_conv_state_layout.cache_clear()
 
 
 def _seen(local: Registration, remote: Rank) -> RankLayout:
@@ -141,6 +159,16 @@ def _check_transfer(
         tables = [GroupBlocks(local=ours, remote=theirs) for ours, theirs in zip(local, remote, strict=True)]
         _carry_out(decode, prefill, tables)
         assert torch.equal(decode.memory, expected)
+
+
+def _strange(kind: type[AttentionSpec], **changes: Any) -> KVCacheSpec:
+    return kind(**{"block_size": 64, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes)
+
+
+def _first_state() -> MambaSpec:
+    spec = next(iter(FAMILIES["states only"](1, 64).values()))
+    assert isinstance(spec, MambaSpec)
+    return spec
 
 
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
@@ -244,9 +272,13 @@ def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) 
     return engine_config(model)
 
 
+OWN_BLOCKS = "window with blocks of its own"
+
 BUILTIN_CASES = [
-    *((family, "LBHNC", 1, 64) for family in FAMILIES),
-    *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in HYBRIDS),
+    *((family, "LBHNC", 1, 64) for family in FAMILIES if family != OWN_BLOCKS),
+    *((OWN_BLOCKS, layout, 1, None) for layout in ("LBHNC", "BLHNC")),
+    # Of states with blocks outermost the built-in connector advertises strides that are not theirs.
+    *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in (*HYBRIDS, OWN_BLOCKS, "states only")),
     *((family, "LBHNC", 4, 64) for family in ("full attention", "sliding window", *LATENT, *HYBRIDS)),
     *((family, "LBHNC", 8, 64) for family in ("full attention", "sliding window")),
     *((family, "LBHNC", 1, 32) for family in ("full attention", "sliding window", "latent", *HYBRIDS)),
@@ -263,12 +295,12 @@ def test_equals_the_builtin_registration(
     family: str,
     layout: str,
     tp_size: int,
-    kernel_block: int,
+    kernel_block: int | None,
 ) -> None:
     """All of the metadata, the hash and the registered ranges, for the last of `tp_size` ranks."""
     if family in LATENT:
         config = latent_config
-    if kernel_block != 64:
+    if kernel_block is not None:
         allow_kernel_block_size(monkeypatch, kernel_block)
     monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", tp_size)
     ours = make_rank(
@@ -291,3 +323,136 @@ def test_equals_the_builtin_registration(
     assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
     sent = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     assert understand(sent, tp_rank=tp_size - 1, tp_size=tp_size, local=registration) == registration.layout
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def _plain(**changes: Any) -> dict[str, KVCacheSpec]:
+    """Specs of the family of full attention, changed."""
+    return {layer: replace(spec, **changes) for layer, spec in FAMILIES["full attention"](1, 64).items()}
+
+
+def _renamed(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    return {layer.replace("layers.2", "layers.9"): spec for layer, spec in specs.items()}
+
+
+REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], str, str, str]] = {
+    "KV heads": (_plain(), _plain(num_kv_heads=8), "block length of model.layers.0", "65536", "131072"),
+    "head size": (_plain(), _plain(head_size=64, head_size_v=64), "block length of model.layers.0", "65536", "131072"),
+    "size of V": (_plain(), _plain(head_size_v=16), "block length of model.layers.0", "65536", "49152"),
+    "dtype": (_plain(), _plain(dtype=torch.float16), "block length of model.layers.0", "65536", "32768"),
+    "layers": (_plain(), _renamed(_plain()), "KV cache region model.layers.2", "present", "absent"),
+    "fewer layers": (
+        _plain(),
+        dict(list(_plain().items())[:2]),
+        "KV cache region model.layers.2",
+        "present",
+        "absent",
+    ),
+    "window": (
+        FAMILIES["sliding window"](1, 64),
+        dict.fromkeys(FAMILIES["sliding window"](1, 64), next(iter(_plain().values()))),
+        "KV cache region model.layers.1",
+        "absent",
+        "present",
+    ),
+    "states": (
+        FAMILIES["mamba 2"](1, 64),
+        FAMILIES["gated delta net"](1, 64),
+        "ssm_sizes of 1 ranks",
+        "(768, 1024)",
+        "(768, 512)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_model_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ours, theirs, field, here, there = REFUSALS[name]
+    decode = make_rank(config, monkeypatch, ours, engine_id="decode", tp_rank=0, tp_size=1)
+    prefill = make_rank(config, monkeypatch, theirs, engine_id="prefill", tp_rank=0, tp_size=1)
+    with pytest.raises(LayoutMismatch) as caught:
+        _seen(decode.registration, prefill)
+    assert caught.value.field.startswith(field)
+    assert (caught.value.local, caught.value.remote) == (here, there)
+    assert here in str(caught.value)
+    assert there in str(caught.value)
+
+
+def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size: int = 1, **changes: Any) -> RankLayout:
+    """What a rank makes of the metadata of one like itself, with some of it changed."""
+    rank = make_rank(config, monkeypatch, FAMILIES["full attention"](1, 64), engine_id="any", tp_rank=0, tp_size=1)
+    metadata = msgspec.structs.replace(rank.registration.agent_metadata(b"agent"), engine_id="other", **changes)
+    seen = understand(metadata, tp_rank=0, tp_size=tp_size, local=rank.registration)
+    plan_engine(rank.registration.layout, [seen])
+    return seen
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutMismatch, match="tp_size is 1 here and 3 there; 4 units cannot be split over 3 ranks"):
+        _understood(config, monkeypatch, tp_size=3)
+
+
+def test_another_kind_of_memory_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kinds in (["VRAM"] * 3, ["DRAM", "DRAM", "VRAM"]):
+        with pytest.raises(LayoutMismatch, match=r"memory of .* is DRAM here and VRAM there"):
+            _understood(config, monkeypatch, region_mem_types=kinds)
+
+
+def test_an_unknown_layout_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutMismatch, match="kv_cache_layout is a known one here and NHD there"):
+        _understood(config, monkeypatch, kv_cache_layout="NHD")
+
+
+def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the built-in connector advertises of states with blocks outermost would be read from wrong places."""
+    specs = FAMILIES["states only"](1, 64)
+    rank = make_rank(config, monkeypatch, specs, engine_id="d", tp_rank=0, tp_size=1, layout="BLHNC")
+    builtin, _, _ = builtin_registration(config, rank.caches, rank.tensors)
+    metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
+    with pytest.raises(LayoutMismatch, match="block_strides is at least 5376 here and 1792 there"):
+        understand(metadata, tp_rank=0, tp_size=1, local=rank.registration)
+
+
+STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
+    "sinks": (_strange(SinkFullAttentionSpec), "SinkFullAttentionSpec"),
+    "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
+    "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
+    "gaps": (_strange(RSWASpec, rswa_window=64), "RSWASpec"),
+    "compressed": (_strange(MLAAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
+    "slots": (_strange(FullAttentionSpec, num_head_slots=8, state_content_bytes=16), "num_head_slots .* 8"),
+    "short convolution": (
+        replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
+        "SHORT_CONV",
+    ),
+    "replicated state": (replace(_first_state(), tp_replicated=True), "replicated on all ranks"),
+    "more than two states": (
+        replace(_first_state(), shapes=(*_first_state().shapes, (4, 4)), dtypes=(torch.float32,) * 3),
+        "with shapes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE_SPECS)
+def test_an_unknown_cache_is_refused_by_name(config: VllmConfig, name: str) -> None:
+    spec, named = STRANGE_SPECS[name]
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.attn"], spec)]
+    )
+    with pytest.raises(UnsupportedCache, match=named) as caught:
+        require_supported(config, caches)
+    assert "model.layers.0.attn" in str(caught.value)
+
+
+def test_states_with_the_channels_inside_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_conv_state_layout.cache_clear()
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.mixer"], _first_state())]
+    )
+    try:
+        with pytest.raises(UnsupportedCache, match="VLLM_SSM_CONV_STATE_LAYOUT SD; supported: DS"):
+            require_supported(config, caches)
+    finally:
+        get_conv_state_layout.cache_clear()
