@@ -82,6 +82,7 @@ def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: Lo
         device_id=metadata.device_id,
         groups=groups,
     )
+    _require_rows(metadata)
     expected = ssm_sizes(theirs)
     if metadata.ssm_sizes != expected:
         raise LayoutMismatch(f"ssm_sizes of {tp_size} ranks", expected, metadata.ssm_sizes, _SAME_MODEL)
@@ -179,6 +180,18 @@ def _region(ours: RankLayout, known: AdvertisedRegion, peer: _Peer, index: int, 
         )
         regions.append(_checked(ours, known, member, region, peer))
     return regions
+
+
+def _require_rows(metadata: AgentMetadata) -> None:
+    """With blocks outermost, a row holds a block of every region; the built-in's strides of states may deny that."""
+    if not metadata.kv_cache_layout.startswith("B"):
+        return
+    addresses = metadata.kv_caches_base_addr
+    ends = (address + length for address, length in zip(addresses, metadata.block_lens, strict=True))
+    row_bytes = max(ends) - min(addresses)
+    if min(metadata.block_strides) < row_bytes:
+        advice = "use another VLLM_KV_CACHE_LAYOUT, such as LBHNC, on both engines"
+        raise LayoutMismatch("block_strides", f"at least {row_bytes}", min(metadata.block_strides), advice)
 
 
 def _layers_in_order(region: Region) -> list[str]:

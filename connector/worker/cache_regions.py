@@ -68,7 +68,7 @@ def state_region(
 
 
 def merge(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """One region for each address and cache group, in the order in which the addresses come up."""
+    """One region for each address and cache group, in the order in which the addresses come up; pieces as they lie."""
     by_address: dict[int, dict[int, Region]] = {}
     for region in regions:
         groups = by_address.setdefault(region.base_address, {})
@@ -78,7 +78,8 @@ def merge(regions: Iterable[Region]) -> tuple[Region, ...]:
         geometry = {(r.block_length_bytes, r.block_stride_bytes, r.num_blocks, r.memory_kind) for r in (known, region)}
         if len(geometry) > 1:
             raise UnsupportedCache(f"KV cache of {region.name} on top of", known.name, "blocks of the same size")
-        groups[region.group] = msgspec.structs.replace(known, pieces=known.pieces + region.pieces)
+        pieces = sorted(known.pieces + region.pieces, key=lambda piece: piece.offset_bytes)
+        groups[region.group] = msgspec.structs.replace(known, pieces=tuple(pieces))
     return tuple(chain.from_iterable(groups.values() for groups in by_address.values()))
 
 

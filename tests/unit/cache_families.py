@@ -35,7 +35,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from connector.worker.registration import Registration, derive_registration
 from tests.unit.vllm_setup import KV_HEADS
 
-NUM_BLOCKS = 8
+NUM_BLOCKS = 16
 
 
 def _attention(

@@ -9,20 +9,40 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+)
 
-from connector.layout import GroupBlocks, RankLayout, partners, plan_engine
+from connector.layout import GroupBlocks, LayoutMismatch, RankLayout, partners, plan_engine
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
-from connector.worker.registration import Registration
-from tests.unit.cache_families import FAMILIES, Content, Rank, make_rank
+from connector.worker.registration import Registration, require_supported
+from connector.worker.unsupported import UnsupportedCache
+from tests.unit.builtin_worker import builtin_registration
+from tests.unit.cache_families import FAMILIES, NUM_BLOCKS, Content, Rank, be_rank, make_rank
 from tests.unit.layout_oracle import expand_runs
-from tests.unit.vllm_setup import engine_config, single_rank, write_model
+from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,9 +54,11 @@ TOKENS = 128
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        get_conv_state_layout.cache_clear()
         config = engine_config(write_model(tmp_path_factory.mktemp("model")))
         with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
             yield config
+    get_conv_state_layout.cache_clear()
 
 
 def _seen(local: Registration, remote: Rank) -> RankLayout:
@@ -56,6 +78,10 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
         ]
         for group in rank.caches.kv_cache_groups
     ]
+
+
+def _shuffled(seed: int) -> Iterator[int]:
+    return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
 
 
 def _carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
@@ -90,6 +116,7 @@ def _check_transfer(
     decode_tp: int,
     prefill_block: int = 64,
     layouts: tuple[str, str] = ("LBHNC", "LBHNC"),
+    kernel_block_tokens: int | None = None,
 ) -> None:
     make_specs = FAMILIES[family]
     generator = torch.Generator().manual_seed(7)
@@ -103,6 +130,7 @@ def _check_transfer(
             tp_rank=tp_rank,
             tp_size=decode_tp,
             layout=layouts[1],
+            kernel_block_tokens=kernel_block_tokens,
         )
         prefill = [
             make_rank(
@@ -113,11 +141,12 @@ def _check_transfer(
                 tp_rank=other,
                 tp_size=prefill_tp,
                 layout=layouts[0],
+                kernel_block_tokens=kernel_block_tokens,
             )
             for other in partners(tp_rank, decode_tp, prefill_tp)
         ]
-        remote = _tables(prefill[0], iter([5, 2, 7, 1, 4, 6, 3, 0]))
-        local = _tables(decode, iter([3, 6, 1, 4, 0, 5, 7, 2]))
+        remote = _tables(prefill[0], _shuffled(5))
+        local = _tables(decode, _shuffled(6))
         for rank in prefill:
             rank.memory.copy_(torch.randint(0, 256, rank.memory.shape, dtype=torch.uint8, generator=generator))
             content.write(rank, remote)
@@ -132,6 +161,16 @@ def _check_transfer(
         assert torch.equal(decode.memory, expected)
 
 
+def _strange(kind: type[AttentionSpec], **changes: Any) -> KVCacheSpec:
+    return kind(**{"block_size": 64, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes)
+
+
+def _first_state() -> MambaSpec:
+    spec = next(iter(FAMILIES["states only"](1, 64).values()))
+    assert isinstance(spec, MambaSpec)
+    return spec
+
+
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 
@@ -143,9 +182,277 @@ def test_every_family_at_every_size(
     _check_transfer(config, monkeypatch, family, prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-@pytest.mark.parametrize("family", FAMILIES)
+HYBRIDS = ("mamba 1", "mamba 2", "gated delta net")
+MIXED_PAGES = ("several head sizes", "latent with an indexer")
+"""vLLM does not place these with heads outside of layers."""
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        (family, layout)
+        for family in FAMILIES
+        for layout in LAYOUTS
+        if not (family in MIXED_PAGES and layout in ("LHBNC", "BHLNC"))
+        and not (family in HYBRIDS and layout in ("LHBNC", "BLNHC", "BHLNC"))
+    ],
+)
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
     _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, layouts=(layout, layout))
+
+
+@pytest.mark.parametrize("layout", ["LHBNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_between_the_heads_of_attention_are_refused_at_start(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
+) -> None:
+    """One block length is advertised for an address, and there the two differ."""
+    with pytest.raises(UnsupportedCache):
+        make_rank(
+            config,
+            monkeypatch,
+            FAMILIES[family](1, 64),
+            engine_id="decode",
+            tp_rank=0,
+            tp_size=1,
+            layout=layout,
+        )
+
+
+@pytest.mark.parametrize("decode_layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+@pytest.mark.parametrize("prefill_layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC"])
+@pytest.mark.parametrize("family", ["full attention", "sliding window"])
+def test_layouts_that_differ(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_layout: str, decode_layout: str
+) -> None:
+    layouts = (prefill_layout, decode_layout)
+    _check_transfer(config, monkeypatch, family, prefill_tp=1, decode_tp=2, layouts=layouts)
+
+
+@pytest.mark.parametrize("prefill_block", [32, 128])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "states only"])
+def test_block_sizes_that_differ(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block)
+
+
+@pytest.mark.parametrize("prefill_block", [64, 128])
+@pytest.mark.parametrize("family", ["full attention", "sliding window", "latent", "mamba 1", "mamba 2"])
+def test_several_kernel_blocks_in_a_block(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    """As many as their block sizes ask for, on either side; a state is one block all the same."""
+    allow_kernel_block_size(monkeypatch, 32)
+    _check_transfer(
+        config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block, kernel_block_tokens=32
+    )
+
+
+LATENT = [family for family in FAMILIES if family.startswith("latent")]
+
+
+@pytest.fixture(scope="module")
+def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) -> VllmConfig:
+    """Of a model that vLLM takes for one of latent attention. Its process groups are those of `config`."""
+    model = write_model(
+        tmp_path_factory.mktemp("latent"),
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        num_key_value_heads=8,
+    )
+    return engine_config(model)
+
+
+OWN_BLOCKS = "window with blocks of its own"
+
+BUILTIN_CASES = [
+    *((family, "LBHNC", 1, 64) for family in FAMILIES if family != OWN_BLOCKS),
+    *((OWN_BLOCKS, layout, 1, None) for layout in ("LBHNC", "BLHNC")),
+    # Of states with blocks outermost the built-in connector advertises strides that are not theirs.
+    *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in (*HYBRIDS, OWN_BLOCKS, "states only")),
+    *((family, "LBHNC", 4, 64) for family in ("full attention", "sliding window", *LATENT, *HYBRIDS)),
+    *((family, "LBHNC", 8, 64) for family in ("full attention", "sliding window")),
+    *((family, "LBHNC", 1, 32) for family in ("full attention", "sliding window", "latent", *HYBRIDS)),
+    *((family, "BLNHC", 1, 64) for family in ("full attention", "sliding window", "latent")),
+    *((family, "LHBNC", 2, 64) for family in ("full attention", "sliding window", "latent")),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "tp_size", "kernel_block"), BUILTIN_CASES)
+def test_equals_the_builtin_registration(
+    config: VllmConfig,
+    latent_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layout: str,
+    tp_size: int,
+    kernel_block: int | None,
+) -> None:
+    """All of the metadata, the hash and the registered ranges, for the last of `tp_size` ranks."""
+    if family in LATENT:
+        config = latent_config
+    if kernel_block is not None:
+        allow_kernel_block_size(monkeypatch, kernel_block)
+    monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", tp_size)
+    ours = make_rank(
+        config,
+        monkeypatch,
+        FAMILIES[family](tp_size, 64),
+        engine_id="prefill-engine",
+        tp_rank=tp_size - 1,
+        tp_size=tp_size,
+        layout=layout,
+        kernel_block_tokens=kernel_block,
+    )
+    be_rank(monkeypatch, "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker", tp_size - 1, tp_size)
+    builtin, builtin_hash, builtin_ranges = builtin_registration(config, ours.caches, ours.tensors)
+    registration = ours.registration
+    advertised = registration.agent_metadata(builtin.agent_metadata)
+    for field in msgspec.structs.fields(type(advertised)):
+        assert getattr(advertised, field.name) == getattr(builtin, field.name), field.name
+    assert registration.compatibility_hash == builtin_hash
+    assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
+    sent = decode_agent_metadata(msgspec.msgpack.encode(builtin))
+    assert understand(sent, tp_rank=tp_size - 1, tp_size=tp_size, local=registration) == registration.layout
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def _plain(**changes: Any) -> dict[str, KVCacheSpec]:
+    """Specs of the family of full attention, changed."""
+    return {layer: replace(spec, **changes) for layer, spec in FAMILIES["full attention"](1, 64).items()}
+
+
+def _renamed(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    return {layer.replace("layers.2", "layers.9"): spec for layer, spec in specs.items()}
+
+
+REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], str, str, str]] = {
+    "KV heads": (_plain(), _plain(num_kv_heads=8), "block length of model.layers.0", "65536", "131072"),
+    "head size": (_plain(), _plain(head_size=64, head_size_v=64), "block length of model.layers.0", "65536", "131072"),
+    "size of V": (_plain(), _plain(head_size_v=16), "block length of model.layers.0", "65536", "49152"),
+    "dtype": (_plain(), _plain(dtype=torch.float16), "block length of model.layers.0", "65536", "32768"),
+    "layers": (_plain(), _renamed(_plain()), "KV cache region model.layers.2", "present", "absent"),
+    "fewer layers": (
+        _plain(),
+        dict(list(_plain().items())[:2]),
+        "KV cache region model.layers.2",
+        "present",
+        "absent",
+    ),
+    "window": (
+        FAMILIES["sliding window"](1, 64),
+        dict.fromkeys(FAMILIES["sliding window"](1, 64), next(iter(_plain().values()))),
+        "KV cache region model.layers.1",
+        "absent",
+        "present",
+    ),
+    "states": (
+        FAMILIES["mamba 2"](1, 64),
+        FAMILIES["gated delta net"](1, 64),
+        "ssm_sizes of 1 ranks",
+        "(768, 1024)",
+        "(768, 512)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_model_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ours, theirs, field, here, there = REFUSALS[name]
+    decode = make_rank(config, monkeypatch, ours, engine_id="decode", tp_rank=0, tp_size=1)
+    prefill = make_rank(config, monkeypatch, theirs, engine_id="prefill", tp_rank=0, tp_size=1)
+    with pytest.raises(LayoutMismatch) as caught:
+        _seen(decode.registration, prefill)
+    assert caught.value.field.startswith(field)
+    assert (caught.value.local, caught.value.remote) == (here, there)
+    assert here in str(caught.value)
+    assert there in str(caught.value)
+
+
+def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size: int = 1, **changes: Any) -> RankLayout:
+    """What a rank makes of the metadata of one like itself, with some of it changed."""
+    rank = make_rank(config, monkeypatch, FAMILIES["full attention"](1, 64), engine_id="any", tp_rank=0, tp_size=1)
+    metadata = msgspec.structs.replace(rank.registration.agent_metadata(b"agent"), engine_id="other", **changes)
+    seen = understand(metadata, tp_rank=0, tp_size=tp_size, local=rank.registration)
+    plan_engine(rank.registration.layout, [seen])
+    return seen
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutMismatch, match="tp_size is 1 here and 3 there; 4 units cannot be split over 3 ranks"):
+        _understood(config, monkeypatch, tp_size=3)
+
+
+def test_another_kind_of_memory_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kinds in (["VRAM"] * 3, ["DRAM", "DRAM", "VRAM"]):
+        with pytest.raises(LayoutMismatch, match=r"memory of .* is DRAM here and VRAM there"):
+            _understood(config, monkeypatch, region_mem_types=kinds)
+
+
+def test_an_unknown_layout_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutMismatch, match="kv_cache_layout is a known one here and NHD there"):
+        _understood(config, monkeypatch, kv_cache_layout="NHD")
+
+
+def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the built-in connector advertises of states with blocks outermost would be read from wrong places."""
+    specs = FAMILIES["states only"](1, 64)
+    rank = make_rank(config, monkeypatch, specs, engine_id="d", tp_rank=0, tp_size=1, layout="BLHNC")
+    builtin, _, _ = builtin_registration(config, rank.caches, rank.tensors)
+    metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
+    with pytest.raises(LayoutMismatch, match="block_strides is at least 5376 here and 1792 there"):
+        understand(metadata, tp_rank=0, tp_size=1, local=rank.registration)
+
+
+STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
+    "sinks": (_strange(SinkFullAttentionSpec), "SinkFullAttentionSpec"),
+    "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
+    "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
+    "gaps": (_strange(RSWASpec, rswa_window=64), "RSWASpec"),
+    "compressed": (_strange(MLAAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
+    "slots": (_strange(FullAttentionSpec, num_head_slots=8, state_content_bytes=16), "num_head_slots .* 8"),
+    "short convolution": (
+        replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
+        "SHORT_CONV",
+    ),
+    "replicated state": (replace(_first_state(), tp_replicated=True), "replicated on all ranks"),
+    "more than two states": (
+        replace(_first_state(), shapes=(*_first_state().shapes, (4, 4)), dtypes=(torch.float32,) * 3),
+        "with shapes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE_SPECS)
+def test_an_unknown_cache_is_refused_by_name(config: VllmConfig, name: str) -> None:
+    spec, named = STRANGE_SPECS[name]
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.attn"], spec)]
+    )
+    with pytest.raises(UnsupportedCache, match=named) as caught:
+        require_supported(config, caches)
+    assert "model.layers.0.attn" in str(caught.value)
+
+
+def test_states_with_the_channels_inside_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_conv_state_layout.cache_clear()
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    caches = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.mixer"], _first_state())]
+    )
+    try:
+        with pytest.raises(UnsupportedCache, match="VLLM_SSM_CONV_STATE_LAYOUT SD; supported: DS"):
+            require_supported(config, caches)
+    finally:
+        get_conv_state_layout.cache_clear()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -25,11 +22,13 @@ from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration, derive_registration, require_supported
 from connector.worker.unsupported import UnsupportedCache
+from tests.unit.builtin_worker import builtin_registration
 from tests.unit.vllm_setup import (
     HEAD_SIZE,
     KV_HEADS,
     LAYERS,
     allocate,
+    allow_kernel_block_size,
     attention_spec,
     cache_config,
     engine_config,
@@ -57,38 +56,6 @@ def _with_layout(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layout: st
     monkeypatch.setattr(config.cache_config, "kv_cache_layout", layout)
 
 
-def _with_kernel_block_size(monkeypatch: pytest.MonkeyPatch, size_tokens: int) -> None:
-    """An attention backend that can work with one block size only, as several GPU ones do."""
-    monkeypatch.setattr(
-        CPUAttentionBackend, "get_supported_kernel_block_sizes", staticmethod(lambda kv_cache_spec=None: [size_tokens])
-    )
-
-
-def _builtin(
-    config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]
-) -> tuple[NixlAgentMetadata, str, list[tuple[int, int]]]:
-    """What the built-in connector makes of the same cache: metadata, hash, registered (address, length)."""
-    worker = NixlPullConnectorWorker(config, "prefill-engine", caches)
-    registered: list[tuple[int, int]] = []
-    get_reg_descs = worker.nixl_wrapper.get_reg_descs
-
-    def record(ranges: Any, *rest: Any) -> Any:
-        # NIXL calls this too, with lists of its own.
-        if isinstance(ranges, list):
-            registered.extend((address, length) for address, length, _, _ in ranges)
-        return get_reg_descs(ranges, *rest)
-
-    worker.nixl_wrapper.get_reg_descs = record
-    try:
-        worker.register_kv_caches(tensors)
-        payload = worker.xfer_handshake_metadata
-        assert payload is not None
-        metadata = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(payload.agent_metadata_bytes)
-        return metadata, payload.compatibility_hash, registered
-    finally:
-        worker.shutdown()
-
-
 CASES = [
     pytest.param("LBHNC", LAYERS, 64, {}, id="layers outermost"),
     pytest.param("LBHNC", 1, 64, {}, id="one layer"),
@@ -114,11 +81,11 @@ def test_equals_the_builtin_registration(
 ) -> None:
     _with_layout(config, monkeypatch, layout)
     if kernel_block_size != 64:
-        _with_kernel_block_size(monkeypatch, kernel_block_size)
+        allow_kernel_block_size(monkeypatch, kernel_block_size)
     caches = cache_config(attention_spec(64, **spec_changes), layers=layers, layout=layout)
     tensors = allocate(caches, layout=layout, kernel_block_size=kernel_block_size)
 
-    builtin, builtin_hash, builtin_ranges = _builtin(config, caches, tensors)
+    builtin, builtin_hash, builtin_ranges = builtin_registration(config, caches, tensors)
     ours = derive_registration(config, caches, tensors)
 
     advertised = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(
@@ -152,7 +119,7 @@ def test_padding_is_part_of_a_block(config: VllmConfig) -> None:
 
 
 def test_kernel_blocks_are_told_from_blocks(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    _with_kernel_block_size(monkeypatch, 32)
+    allow_kernel_block_size(monkeypatch, 32)
     caches = cache_config(attention_spec(64))
     layout = derive_registration(config, caches, allocate(caches, kernel_block_size=32)).layout
     assert (layout.kernel_block_size_tokens, layout.kernel_blocks_per_block) == (32, 2)
@@ -179,7 +146,7 @@ def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
 def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
     caches = cache_config(attention_spec())
     tensors = allocate(caches)
-    builtin, _, _ = _builtin(config, caches, tensors)
+    builtin, _, _ = builtin_registration(config, caches, tensors)
     metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     ours = derive_registration(config, caches, tensors)
     assert understand(metadata, tp_rank=0, tp_size=1, local=ours) == ours.layout
@@ -193,7 +160,7 @@ def test_layers_of_different_sizes_in_one_group(config: VllmConfig) -> None:
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, UniformTypeKVCacheSpecs(64, specs))]
     )
     tensors = {name: torch.zeros(4, KV_HEADS, 64, 2 * specs[name].head_size) for name in names}
-    builtin, _, builtin_ranges = _builtin(config, caches, tensors)
+    builtin, _, builtin_ranges = builtin_registration(config, caches, tensors)
     ours = derive_registration(config, caches, tensors)
     assert [region.block_length_bytes for region in ours.layout.regions] == builtin.block_lens
     assert len(set(builtin.block_lens)) == 2

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -22,6 +23,8 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -120,6 +123,14 @@ def allocate(config: KVCacheConfig, *, layout: str = "LBHNC", kernel_block_size:
     """The KV cache tensors as the model runner hands them to `register_kv_caches`, in an unhelpful order."""
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout], [kernel_block_size])
     return dict(sorted(caches.items()))
+
+
+def allow_kernel_block_size(monkeypatch: pytest.MonkeyPatch, size_tokens: int) -> None:
+    """Attention backends that can work with one block size only, as several GPU ones do."""
+    for backend in (CPUAttentionBackend, CPUMLABackend):
+        monkeypatch.setattr(
+            backend, "get_supported_kernel_block_sizes", staticmethod(lambda kv_cache_spec=None: [size_tokens])
+        )
 
 
 @contextlib.contextmanager
