@@ -97,6 +97,20 @@ class Traces:
         ended = REQUEST_STATES_TERMINAL
         return wait_for(lambda: _reached(self.both(request_id)[0], ended), f"end of request {request_id}")
 
+    def ended_on_ranks(self, request_id: str, ranks: int) -> list[History]:
+        """D's request as each of its ranks saw it, once it has ended on all of them."""
+
+        def ended() -> list[History] | None:
+            requests = histories(read_records(self.directory), "request")
+            found = [each for each in requests if f"-{request_id}-0-" in each.subject]
+            return (
+                found
+                if len(found) == ranks and all(_reached(each, REQUEST_STATES_TERMINAL) for each in found)
+                else None
+            )
+
+        return wait_for(ended, f"end of request {request_id} on {ranks} ranks")
+
     def ended_lease(self, request_id: str, timeout_seconds: float = SETTLE_SECONDS) -> History:
         """P's lease once it has ended."""
         ended = LEASE_STATES_TERMINAL

@@ -20,6 +20,11 @@ MODULES_IN_ORDER = (
 """The modules that share engines, those that break them last."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known when pytest is told to collect this folder or something in it."""
+    parser.addoption("--builtin", action="store_true", help="test_families with vLLM's own connector on both sides")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules of the list in its order, behind all others."""
     items.sort(key=lambda item: MODULES_IN_ORDER.index(item.path.stem) if item.path.stem in MODULES_IN_ORDER else -1)

@@ -90,6 +90,9 @@ class EngineOptions:
     logs: Path
     """Folder for the log file."""
     core: int = 0
+    """Where its only worker runs; with more than one they take the cores from here on, in turn."""
+    tensor_parallel_size: int = 1
+    block_size: int = BLOCK_SIZE_TOKENS
     connector: Literal["actor", "plugin", "builtin"] = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
     kv_role: KvRole = "kv_both"
@@ -128,7 +131,8 @@ class EngineOptions:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--enforce-eager", "--seed", "0"]
-        command += ["--block-size", str(BLOCK_SIZE_TOKENS), "--max-model-len", str(self.context_tokens)]
+        command += ["--block-size", str(self.block_size), "--max-model-len", str(self.context_tokens)]
+        command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         if self.max_num_batched_tokens is not None:
@@ -142,7 +146,7 @@ class EngineOptions:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(self._cores()),
             "VLLM_HOST_IP": LOOPBACK,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -152,6 +156,11 @@ class EngineOptions:
         if self.trace_directory is not None:
             environment["NIXL_ACTOR_TRACE_DIR"] = str(self.trace_directory)
         return environment | dict(self.environment)
+
+    def _cores(self) -> list[str]:
+        """One for each worker, in the order of their ranks."""
+        available = os.cpu_count() or 1
+        return [str((self.core + rank) % available) for rank in range(self.tensor_parallel_size)]
 
 
 class Engine:
