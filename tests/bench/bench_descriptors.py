@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from connector.layout import RankLayout, ReadPlan, Region, plan_reads
+from connector.layout import CacheGroup, EnginePlan, Piece, RankLayout, Region, plan_engine
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 
@@ -262,10 +262,10 @@ def peers_row(agent: Any, regions: int, pool: int, said: Any, local: Sequence[in
 
 def _plan_bytes(regions: int, pool: int, local: Sequence[int], remote: Sequence[int]) -> float:
     """Of one plan, the layouts it was made from excluded."""
-    layouts = (_layout("decode", regions, pool, local), _layout("prefill", regions, pool, remote))
-    plan_reads(*layouts)
+    ours, theirs = _layout("decode", regions, pool, local), _layout("prefill", regions, pool, remote)
+    plan_engine(ours, [theirs])
     tracemalloc.start()
-    plans: list[ReadPlan] = [plan_reads(*layouts) for _ in range(PLANS)]
+    plans: list[EnginePlan] = [plan_engine(ours, [theirs]) for _ in range(PLANS)]
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return taken / len(plans)
@@ -286,6 +286,17 @@ def _layout(engine_id: str, regions: int, pool: int, addresses: Sequence[int]) -
                 block_stride_bytes=BLOCK_BYTES,
                 num_blocks=pool,
                 memory_kind="DRAM",
+                pieces=(
+                    Piece(
+                        layer=f"layers.{index}",
+                        component="block",
+                        start=0,
+                        stop=1,
+                        offset_bytes=0,
+                        bytes_per_unit=BLOCK_BYTES,
+                        unit_stride_bytes=BLOCK_BYTES,
+                    ),
+                ),
             )
             for index, address in enumerate(addresses[:regions])
         ),
@@ -293,6 +304,7 @@ def _layout(engine_id: str, regions: int, pool: int, addresses: Sequence[int]) -
         kernel_blocks_per_block=1,
         layout_name="LBHNC",
         attention_backend="ANY",
+        groups=(CacheGroup(tokens_per_kernel_block=0),),
     )
 
 
