@@ -87,18 +87,13 @@ class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request waits in the scheduler's queue: keep its lease on the peer alive."""
+    """The request waits in the scheduler's queue: keep its lease on the peer alive.
+
+    Exactly one StartPull for the same request and peer follows, with which this ends.
+    """
 
     request_id: str
     peer: PeerAddress
-    remote_request_id: str
-
-
-class UntrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request has settled: it needs the lease no more."""
-
-    request_id: str
-    engine_id: str
     remote_request_id: str
 
 
@@ -125,11 +120,9 @@ class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
-Command: TypeAlias = (
-    StartPull | RejectPull | AbortPull | TrackLease | UntrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn
-)
+Command: TypeAlias = StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn
 
-PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | UntrackLease
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
 
 
 # --- outcomes -------------------------------------------------------------------------------------------------------

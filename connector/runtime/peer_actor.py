@@ -49,7 +49,6 @@ from connector.runtime.messages import (
     ReceiveEnded,
     StartPull,
     TrackLease,
-    UntrackLease,
 )
 from connector.runtime.nixl_owner import Quarantine, ReadEnded, ReadOrder
 from connector.runtime.request_run import RequestRun, start_run
@@ -225,10 +224,6 @@ class PeerActor:
                     self._apply(run, request.Aborted())
             case TrackLease():
                 self._track(message)
-            case UntrackLease():
-                # A run that is still draining holds on until it ends.
-                if message.request_id not in self._runs:
-                    self._leave(message.remote_request_id, message.request_id)
             case HandshakeEnded():
                 self._end_handshake(message)
             case ReadMoved():

@@ -37,7 +37,6 @@ from connector.runtime.messages import (
     RejectPull,
     StartPull,
     TrackLease,
-    UntrackLease,
 )
 from connector.runtime.nixl_owner import NixlOwner
 from connector.runtime.peer_actor import PeerActor, RetirePeer, StopPeer
@@ -190,9 +189,6 @@ class Supervisor:
                 actor = self._actor(command.peer)
                 if actor is not None:
                     actor.inbox.put(command)
-            case UntrackLease(engine_id=engine_id):
-                if engine_id in self._peers:
-                    self._peers[engine_id].inbox.put(command)
             case RejectPull():
                 self._refuse(command, request.ParamsRejected(failure=command.failure))
             case LeaseComputing() | LeaseGranted() | LeaseWithdrawn():
@@ -275,7 +271,7 @@ class Supervisor:
         del self._peers[actor.address.engine_id]
         # What arrived after its last look at the mailbox goes to its successor.
         while (message := actor.inbox.take_one()) is not None:
-            if isinstance(message, StartPull | TrackLease | UntrackLease | AbortPull):
+            if isinstance(message, StartPull | TrackLease | AbortPull):
                 self.deliver(message)
 
     def _forget_request(self, request_id: str) -> None:

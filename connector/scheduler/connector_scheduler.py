@@ -55,7 +55,6 @@ from connector.runtime.messages import (
     RejectPull,
     StartPull,
     TrackLease,
-    UntrackLease,
 )
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.listener_thread import ListenerThread
@@ -94,7 +93,6 @@ class Pull:
     rejection: BadParams | None
     heard_ns: int
     phase: PullPhase = PullPhase.WAITING
-    is_tracked: bool = False
 
 
 class ConnectorScheduler:
@@ -144,7 +142,6 @@ class ConnectorScheduler:
             return
         self._pulls[request.request_id] = pull
         if pull.remote is not None:
-            pull.is_tracked = True
             self._commands.append(
                 TrackLease(
                     request_id=request.request_id,
@@ -186,7 +183,6 @@ class ConnectorScheduler:
                 self._settle_without_loading(request_id, pull)
             elif pull.phase is PullPhase.LOADING:
                 self._commands.append(AbortPull(request_id=request_id))
-            self._untrack(request_id, pull)
             return False, None
         if not _wants_remote_decode(request):
             return False, None
@@ -212,7 +208,6 @@ class ConnectorScheduler:
             pull = self._pulls.get(request_id)
             if pull is not None:
                 pull.phase = PullPhase.SETTLED
-                self._untrack(request_id, pull)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._keep_quarantined(report)
@@ -302,7 +297,6 @@ class ConnectorScheduler:
             self._commands.append(self._start_pull(request_id, pull, pull.remote, (), None, awaited=False))
         elif pull.rejection is not None:
             _log.warning("request %s: %s", request_id, pull.rejection)
-        self._untrack(request_id, pull)
 
     def _start_pull(
         self,
@@ -326,17 +320,6 @@ class ConnectorScheduler:
             lease_expires_at=remote.lease_expires_at,
             incarnation=remote.incarnation,
         )
-
-    def _untrack(self, request_id: str, pull: Pull) -> None:
-        if pull.is_tracked and pull.remote is not None:
-            pull.is_tracked = False
-            self._commands.append(
-                UntrackLease(
-                    request_id=request_id,
-                    engine_id=pull.remote.engine_id,
-                    remote_request_id=pull.remote.request_id,
-                )
-            )
 
     def _grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         lease_seconds = self._options.kv_lease_duration

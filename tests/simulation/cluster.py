@@ -286,8 +286,7 @@ class Cluster:
         if process.has_died():
             return
         request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
-        for request_id in request_ids:
-            decode.announce(request_id, prefilled)
+        decode.announce(request_ids, prefilled)
         for served in [self._begin(decode.serve(request_id, prefilled)) for request_id in request_ids]:
             await served.wait()
         await decode.serve_again(f"{decode.name}-r{number}.again", prefilled, process)
@@ -445,7 +444,7 @@ class Cluster:
             self._numbers += 1
             prefilled = await prefill.prefill(f"{prefill.name}-r{self._numbers}", self._numbers, 2)
         assert prefilled is not None, "every engine lives again when the faults are over"
-        decode.announce(request_id, prefilled)
+        decode.announce([request_id], prefilled)
         await decode.serve(request_id, prefilled)
 
     async def _check_at_rest(self, when: str) -> None:

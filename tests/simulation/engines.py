@@ -40,7 +40,6 @@ from connector.runtime.messages import (
     SendEnded,
     StartPull,
     TrackLease,
-    UntrackLease,
 )
 from connector.runtime.supervisor import Supervisor
 from connector.runtime.tracked import Recorder
@@ -460,6 +459,7 @@ class DecodeEngine(Engine):
         self._ended: dict[str, Signal] = {}
         self._outcome_of: dict[str, ReceiveEnded] = {}
         self._quarantined: list[list[int]] = []
+        self._malformed: set[str] = set()
         super().__init__(around, name, chance)
 
     def crash(self) -> None:
@@ -467,6 +467,7 @@ class DecodeEngine(Engine):
         ended, self._ended = self._ended, {}
         self._outcome_of.clear()
         self._quarantined.clear()
+        self._malformed.clear()
         super().crash()
         for signal in ended.values():
             signal.set()
@@ -478,15 +479,22 @@ class DecodeEngine(Engine):
         """
         if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
             await self.agenda.sleep(self.chance.uniform(0.0, 0.3))
-            if process.has_died():
+            if process.has_died() or source.request_id in self._malformed:
                 return
             self._track(request_id, source)
             await self.serve(request_id, source, is_repeated=True)
 
-    def announce(self, request_id: str, source: Prefilled) -> None:
-        """A request has arrived. Samples of one prompt arrive together, before one of them can let go of the blocks."""
-        self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
-        self._track(request_id, source)
+    def announce(self, request_ids: list[str], source: Prefilled) -> None:
+        """Samples of one prompt have arrived, together, before one of them can let go of the blocks.
+
+        When their parameters are malformed, nobody can tell whose blocks they want: no peer hears of them.
+        """
+        if self.around.faults.hits(Kind.BAD_PARAMS, self.name) and self.chance.random() < 0.5:
+            self._malformed.add(source.request_id)
+            return
+        for request_id in request_ids:
+            self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
+            self._track(request_id, source)
 
     def _track(self, request_id: str, source: Prefilled) -> None:
         self.process.supervisor.deliver(
@@ -506,7 +514,8 @@ class DecodeEngine(Engine):
         kind = self.chance.random()
         cached = self.chance.randint(0, len(source.blocks)) if kind < 0.2 else 0
         if kind > 0.92:
-            self._settle_without_reading(request_id, source, heard_seconds)
+            if source.request_id not in self._malformed:
+                self._settle_without_reading(request_id, source, heard_seconds)
             return
         blocks = await self.take(process, len(source.blocks) - cached)
         if blocks is not None:
@@ -515,7 +524,6 @@ class DecodeEngine(Engine):
     def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
         self._start(request_id, source, 0, [], heard_seconds, awaited=False)
-        self._untrack(request_id, source)
 
     async def _load(
         self,
@@ -537,7 +545,6 @@ class DecodeEngine(Engine):
         await ended.wait()
         if process.has_died():
             return
-        self._untrack(request_id, source)
         outcome = self._outcome_of.pop(request_id)
         if outcome.quarantined:
             self._quarantined.append(blocks)
@@ -574,14 +581,13 @@ class DecodeEngine(Engine):
         )
         self.around.oracles.start(pull)
         remote_block_ids = source.blocks[: cached + len(blocks)]
-        if awaited and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
+        if source.request_id in self._malformed:
             pull.has_bad_params = pull.may_fail = True
-            if self.chance.random() < 0.5 or not blocks:
-                failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
-                self.process.supervisor.deliver(
-                    RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure)
-                )
-                return pull
+            failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
+            self.process.supervisor.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))
+            return pull
+        if awaited and blocks and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
+            pull.has_bad_params = pull.may_fail = True
             remote_block_ids = [*remote_block_ids[:-1], BLOCKS + self.chance.randrange(BLOCKS)]
         self.process.supervisor.deliver(
             StartPull(
@@ -603,11 +609,6 @@ class DecodeEngine(Engine):
         if not process.has_died():
             pull.is_aborted = True
             process.supervisor.deliver(AbortPull(request_id=pull.request_id))
-
-    def _untrack(self, request_id: str, source: Prefilled) -> None:
-        self.process.supervisor.deliver(
-            UntrackLease(request_id=request_id, engine_id=source.address.engine_id, remote_request_id=source.request_id)
-        )
 
     async def _decode(self, process: Process, pull: Pull, words: Words) -> None:
         """Decode for a while; the KV must be right from the beginning to the end."""

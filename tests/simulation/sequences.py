@@ -287,7 +287,7 @@ async def _serve(stage: Stage, agenda: Agenda, number: int) -> None:
         prefilled = await stage.prefill.prefill(f"p0-r{number}", number, BLOCKS)
         assert prefilled is not None
         await agenda.sleep(TO_DECODE_SECONDS)
-        stage.decode.announce(f"d0-r{number}", prefilled)
+        stage.decode.announce([f"d0-r{number}"], prefilled)
         await stage.decode.serve(f"d0-r{number}", prefilled)
 
     agenda.start(script(), ended.set)

@@ -239,7 +239,7 @@ ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_se
         (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
         (never_lift_a_quarantine, [STALL], 8, "blocks"),
         (report_every_load_twice, [], 12, "scheduler"),
-        (forget_what_was_consumed, [], 8, "bytes"),
+        (forget_what_was_consumed, [], 12, "bytes"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -241,12 +241,6 @@ class PeerActor:
             self._step_peer(_WANTED)
         self._settle()
 
-    def untrack(self, pull: Pull) -> None:
-        # A run that is still draining holds on until it ends.
-        if pull not in self._runs:
-            self._leave(pull.prompt.request_id, pull)
-            self._settle()
-
     def retire(self, _: None) -> None:
         if self.closed_until_ns > self._heap.now_ns:
             self.defer(self.retire, None)

@@ -291,7 +291,6 @@ class DecodeLife:
         pull.awaited = False
         self._start(pull)
         pull.ended_ns = self.heap.now_ns
-        self._untrack(pull)
         pull.runs.clear()
 
     def _begin(self, pull: Pull) -> None:
@@ -302,7 +301,8 @@ class DecodeLife:
         self.open_pulls[pull] = None
         if engine.bad_params is not None and engine.strikes(engine.bad_params):
             pull.has_bad_params = True
-            if self._random() < 0.5:
+            # What cannot be decoded is tracked on no peer.
+            if not pull.is_tracked and self._random() < 0.5:
                 self._reject(pull)
                 return
         self._start(pull)
@@ -336,11 +336,6 @@ class DecodeLife:
             pull.is_aborted = True
             for run in pull.runs:
                 run.rank.abort(run)
-
-    def _untrack(self, pull: Pull) -> None:
-        if pull.is_tracked:
-            for rank in self.ranks:
-                rank.untrack(pull)
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +378,6 @@ class DecodeLife:
                 self._free(pull)
             else:
                 pull.is_ended = True
-                self._untrack(pull)
                 self._go_on(pull)
 
     def _go_on(self, pull: Pull) -> None:
@@ -539,15 +533,6 @@ class DecodeRank:
             actor.defer(self.track, pull)
         else:
             actor.track(pull)
-
-    def untrack(self, pull: Pull) -> None:
-        actor = self.peers.get(pull.prompt.life.engine_id)
-        if actor is None:
-            return
-        if actor.closed_until_ns > self._heap.now_ns:
-            actor.defer(self.untrack, pull)
-        else:
-            actor.untrack(pull)
 
     def refuse(self, run: Run, event: Event) -> None:
         """End a request that never reaches a peer, through its machine like any other."""
