@@ -22,8 +22,9 @@ from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
 
+START_SECONDS = 120.0
+"""Imports take a few seconds, and a minute where the machine is busy and its disk cold."""
 ANSWER_SECONDS = 60.0
-"""A case takes a fraction of a second, the first one a few (imports); more on a machine that is busy."""
 CLOSE_SECONDS = 10.0
 
 
@@ -55,7 +56,7 @@ class PrefillProcess:
         self._process.start()
         self._child_end.close()
         try:
-            self._answer()
+            self._answer(START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -80,15 +81,16 @@ class PrefillProcess:
             changed = self._answer()
         assert changed == [], f"prefill ranks {changed} are not what they were"
 
-    def _answer(self) -> Any:
-        if not self._connection.poll(ANSWER_SECONDS):
+    def _answer(self, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+        if not self._connection.poll(timeout_seconds):
             self._process.kill()
-            raise AssertionError(f"no answer from the prefill ranks within {ANSWER_SECONDS:g} s")
+            raise AssertionError(f"no answer from the prefill ranks within {timeout_seconds:g} s")
         return self._connection.recv()
 
 
 def _main(connection: Connection) -> None:
     """Entry point of the process; it ends when the test's end of the pipe is closed."""
+    RealNixlPort.open("warm-up", [], "DRAM").close_blocking(CLOSE_SECONDS)  # loads NIXL, which brings torch
     connection.send("ready")
     with contextlib.suppress(EOFError):
         while True:
