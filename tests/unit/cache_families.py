@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -61,11 +62,12 @@ def _latent(kind: type[AttentionSpec], block: int, *, head_size: int = 96, **cha
     return kind(**fields | changes)
 
 
-def _state(kind: str, tp: int, block: int) -> MambaSpec:
-    """16 heads of 4 channels; 8 groups of B and C with 4 channels each."""
+def _state(kind: str, tp: int, block: int, *, groups: int = 8) -> MambaSpec:
+    """16 heads of 4 channels; groups of B and C with 4 channels each, of which a rank has one at least."""
+    held_groups = max(1, groups // tp)
     shapes = {
         "MAMBA1": ((64 // tp, 3), (64 // tp, 5)),
-        "MAMBA2": (((64 + 2 * 8 * 4) // tp, 3), (16 // tp, 4, 4)),
+        "MAMBA2": ((64 // tp + 2 * held_groups * 4, 3), (16 // tp, 4, 4)),
         "GDN_ATTN": (((2 * 32 + 64) // tp, 3), (16 // tp, 4, 2)),
     }
     return MambaSpec(
@@ -91,7 +93,14 @@ def _layers(*kinds: KVCacheSpec, count: int = 3) -> dict[str, KVCacheSpec]:
     return {f"model.layers.{layer}.self_attn.attn": kinds[layer % len(kinds)] for layer in range(count * len(kinds))}
 
 
-FAMILIES: Mapping[str, Callable[[int, int], dict[str, KVCacheSpec]]] = {
+def one_group_of_b_and_c(tp: int, block: int) -> dict[str, KVCacheSpec]:
+    """Mamba 2 whose ranks all have the same B and C; only the model's configuration can tell."""
+    return {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block, groups=1) for layer in range(3)}
+
+
+MakeSpecs: TypeAlias = Callable[[int, int], dict[str, KVCacheSpec]]
+
+FAMILIES: Mapping[str, MakeSpecs] = {
     "full attention": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block)),
     "unlike K and V": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block, head_size_v=16)),
     "quantised heads": lambda tp, block: _layers(
@@ -279,11 +288,12 @@ class Content:
 def _state_parts(spec: MambaSpec) -> list[tuple[int, int]]:
     """(units, bytes) of the parts of a state on a single rank: what ranks share out, one after another in memory."""
     (channels, rows), state = spec.shapes
+    groups = (channels - 64) // 8
     row_bytes = rows * spec.dtypes[0].itemsize
     ssm = (state[0], prod(state) * spec.dtypes[1].itemsize)
     splits = {
         "MAMBA1": [(64, 64)],
-        "MAMBA2": [(64, 64), (8, 32), (8, 32)],
+        "MAMBA2": [(64, 64), (groups, groups * 4), (groups, groups * 4)],
         "GDN_ATTN": [(32, 32), (32, 32), (64, 64)],
     }[spec.mamba_type.name]
     assert sum(part for _, part in splits) == channels

@@ -19,6 +19,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -40,7 +42,16 @@ from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration, require_supported
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration
-from tests.unit.cache_families import FAMILIES, NUM_BLOCKS, Content, Rank, be_rank, make_rank
+from tests.unit.cache_families import (
+    FAMILIES,
+    NUM_BLOCKS,
+    Content,
+    MakeSpecs,
+    Rank,
+    be_rank,
+    make_rank,
+    one_group_of_b_and_c,
+)
 from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
 
@@ -110,7 +121,7 @@ def _is_registered(rank: Rank, address: int, length_bytes: int) -> bool:
 def _check_transfer(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
-    family: str,
+    make_specs: MakeSpecs,
     *,
     prefill_tp: int,
     decode_tp: int,
@@ -118,7 +129,6 @@ def _check_transfer(
     layouts: tuple[str, str] = ("LBHNC", "LBHNC"),
     kernel_block_tokens: int | None = None,
 ) -> None:
-    make_specs = FAMILIES[family]
     generator = torch.Generator().manual_seed(7)
     content = Content(make_specs(1, 64), TOKENS, generator)
     for tp_rank in range(decode_tp):
@@ -179,7 +189,22 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 def test_every_family_at_every_size(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
-    _check_transfer(config, monkeypatch, family, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+@pytest.mark.parametrize("name", ["n_groups", "mamba_n_groups", "mamba_ngroups"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (4, 2), (2, 2)])
+def test_b_and_c_that_all_ranks_hold_alike(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, prefill_tp: int, decode_tp: int
+) -> None:
+    monkeypatch.setattr(config.model_config.hf_text_config, name, 1, raising=False)
+    _check_transfer(config, monkeypatch, one_group_of_b_and_c, prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+def test_b_and_c_in_unknown_number_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for groups of one rank each, they do not add up on an engine of another size."""
+    with pytest.raises(LayoutMismatch, match=r"block length of model\.layers\.0\.mixer"):
+        _check_transfer(config, monkeypatch, one_group_of_b_and_c, prefill_tp=1, decode_tp=2)
 
 
 HYBRIDS = ("mamba 1", "mamba 2", "gated delta net")
@@ -201,7 +226,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
-    _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, layouts=(layout, layout))
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, layouts=(layout, layout))
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BLNHC", "BHLNC"])
@@ -229,7 +254,7 @@ def test_layouts_that_differ(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_layout: str, decode_layout: str
 ) -> None:
     layouts = (prefill_layout, decode_layout)
-    _check_transfer(config, monkeypatch, family, prefill_tp=1, decode_tp=2, layouts=layouts)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
 
 
 @pytest.mark.parametrize("prefill_block", [32, 128])
@@ -237,7 +262,7 @@ def test_layouts_that_differ(
 def test_block_sizes_that_differ(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
 ) -> None:
-    _check_transfer(config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, prefill_block=prefill_block)
 
 
 @pytest.mark.parametrize("prefill_block", [64, 128])
@@ -248,7 +273,13 @@ def test_several_kernel_blocks_in_a_block(
     """As many as their block sizes ask for, on either side; a state is one block all the same."""
     allow_kernel_block_size(monkeypatch, 32)
     _check_transfer(
-        config, monkeypatch, family, prefill_tp=2, decode_tp=1, prefill_block=prefill_block, kernel_block_tokens=32
+        config,
+        monkeypatch,
+        FAMILIES[family],
+        prefill_tp=2,
+        decode_tp=1,
+        prefill_block=prefill_block,
+        kernel_block_tokens=32,
     )
 
 
@@ -456,3 +487,16 @@ def test_states_with_the_channels_inside_are_refused(config: VllmConfig, monkeyp
             require_supported(config, caches)
     finally:
         get_conv_state_layout.cache_clear()
+
+
+def test_the_first_of_several_backends_names_them_all(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the hash and in the metadata, as the built-in connector has it."""
+    specs = FAMILIES["full attention"](1, 64)
+    backends = [CPUMLABackend, CPUAttentionBackend]
+    for module in ("connector.worker.registration", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"):
+        monkeypatch.setattr(f"{module}.get_current_attn_backends", lambda config: backends)
+    allow_kernel_block_size(monkeypatch, 64)
+    rank = make_rank(config, monkeypatch, specs, engine_id="prefill-engine", tp_rank=0, tp_size=1)
+    builtin, builtin_hash, _ = builtin_registration(config, rank.caches, rank.tensors)
+    assert rank.registration.layout.attention_backend == builtin.attn_backend_name == CPUMLABackend.get_name()
+    assert rank.registration.compatibility_hash == builtin_hash
