@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
+from tests.e2e.calm import calm_environment
+
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,7 +143,7 @@ class EngineOptions:
 
     def process_environment(self) -> dict[str, str]:
         """The environment of the server and of the processes that it starts."""
-        environment = dict(os.environ)
+        environment = dict(os.environ) | calm_environment()
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
