@@ -10,6 +10,14 @@ each row and side. `ReadPlan.descriptor_ids` gives the indices of a request's bl
 with the local ids rising. That order is what lets NIXL merge: it joins two descriptors when the ids on both sides rise
 by exactly one inside a dense run, and since local ids are distinct, whatever can be joined at all is adjacent after
 sorting.
+
+Lists are prepared once per peer, not made for each request, because that is what tests/bench/bench_descriptors.py says
+of 32 to 128 regions, pools of 1,000 to 100,000 blocks and requests of 64 and 512. A prepared list is made of runs, so
+its cost follows the regions and not the pool: 10 to 57 us and 2 to 8 kB, measured with 1,000 of them; lists, agents and
+plans of 1,000 peers come to 19 to 72 MB (extrapolated from 16 agents and 20 plans). Building a request's lists anew
+takes 1.3 to 2.3 times as long where blocks are scattered, and up to 23 times where they are consecutive: there NIXL
+joins prepared neighbours, which it does not for lists made per request, and the READ itself is 5 to 8 times as fast
+over CMA.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ from connector.wire.handshake import HandshakeError, HandshakeReply, decode_repl
 from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 
+ASKED_AT_ONCE = 16
+"""Questions that are open to one engine at a time: how many ranks it has is what a request says."""
+
 
 class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
     """A rank of the peer that keeps blocks for us, and has to be told when we are done with them."""
@@ -134,10 +137,12 @@ async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequenc
     """The answers about all ranks, in their order. Raises the first rank's HandshakeError when any fails."""
     answers: dict[int, Exchanged] = {}
     errors: dict[int, HandshakeError] = {}
+    turns = trio.CapacityLimiter(ASKED_AT_ONCE)
 
     async def ask(rank: int, nursery: trio.Nursery) -> None:
         try:
-            answers[rank] = await exchange(context, peer, rank)
+            async with turns:
+                answers[rank] = await exchange(context, peer, rank)
         except HandshakeError as error:
             errors[rank] = error
             nursery.cancel_scope.cancel()
@@ -153,6 +158,9 @@ async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequenc
 def _plan(context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged]) -> EnginePlan:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
     try:
+        if peer.pp_size != 1:
+            advice = "pipeline parallelism is not supported; set it to 1"
+            raise LayoutMismatch("pp_size", 1, peer.pp_size, advice)
         remotes: list[RankLayout] = [
             understand(answer.reply.metadata, tp_rank=rank, tp_size=peer.tp_size, local=context.local)
             for rank, answer in zip(ranks, answers, strict=True)

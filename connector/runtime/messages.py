@@ -40,8 +40,8 @@ class GroupPull(msgspec.Struct, frozen=True, kw_only=True):
     local_first: int
     """How many blocks of our size lie before local_block_ids[0] in the request."""
     remote_block_ids: list[int]
-    """As the peer sent them. They end with the last block of its `remote_num_tokens`, or begin with the first one of
-    the request when the group keeps everything."""
+    """As the peer sent them, without placeholders. They begin with the first block of the request when the group keeps
+    everything; otherwise they end with the last one of `remote_num_tokens`."""
     window_tokens: int | None = None
     """Only so many tokens at the end are needed, and kept by either side; None: all."""
 

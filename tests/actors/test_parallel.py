@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,7 +12,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.runtime.messages import GroupPull, PeerAddress, TrackLease
-from statemachine.failures import HandshakeRefused, HandshakeTimeout
+from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, parallel_engine, until
 
 
@@ -108,6 +109,19 @@ def test_rank_that_the_peer_does_not_have_fails_the_request_and_leaves_nothing()
             assert isinstance(ended.failure, HandshakeTimeout | HandshakeRefused)
             await until(lambda: d.counts().remote_agents == 0)
             assert d.counts().descriptor_lists == 0
+
+    run(test)
+
+
+def test_stages_of_a_pipeline_are_refused_by_name() -> None:
+    async def test() -> None:
+        async with parallel_engine("p", 1, serves=True) as (p,), parallel_engine("d", 1) as (d,):
+            address = msgspec.structs.replace(p.address, pp_size=2)
+            d.pull("a", address, [1], [1], lease_expires_at=lend([p], "remote-a"))
+            ended = await until(lambda: d.received("a"))
+            assert isinstance(ended.failure, Incompatible)
+            assert (ended.failure.field, ended.failure.local, ended.failure.remote) == ("pp_size", "1", "2")
+            assert d.counts().remote_agents == 0
 
     run(test)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
+
 from connector.runtime.clock import to_ns
 from connector.runtime.messages import (
     LeaseGranted,
+    Memory,
     Outcome,
     PeerAddress,
     QuarantineLifted,
@@ -54,6 +58,17 @@ def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPu
 def ended(request_id: str, blocks: list[int], *, failed: bool = False, quarantined: bool = False) -> Outcome:
     failure = AbortedByClient() if failed else None
     return ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=blocks, quarantined=quarantined)
+
+
+def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -> None:
+    book, _ = ledger()
+    unfilled = Memory(addresses=np.array([64]), lengths=np.array([8]))
+    for request_id, failed in (("a", False), ("b", True)):
+        book.enter(pull(request_id, [1]))
+        book.hear(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
+    book.take_results()
+    assert book.take_unfilled() == [unfilled]
+    assert book.take_unfilled() == []
 
 
 def test_a_request_that_is_done_is_told_once() -> None:
