@@ -1,10 +1,11 @@
 """From sources to copies: which bytes of a block go where, in as few contiguous stretches as possible.
 
 A copy is a contiguous stretch repeated over nested loops, and all that again for each chunk that a request pairs. The
-copy of a piece starts as one lane of a unit of one token, looped over units, lanes and tokens. Two rules make it longer, in turn, until
-neither applies: a loop whose steps are as long as the stretch, on both sides, is absorbed; and two copies with equal
-loops that lie next to each other on both sides, such as K and V of a head or the pages of layers that lie in one row,
-become one. Loops that remain are unrolled, so that in the end each stretch is a row of NIXL descriptors.
+copy of a piece starts as one lane of a unit of one token, looped over units, lanes and tokens. Two rules make it
+longer, in turn, until neither applies: a loop whose steps are as long as the stretch, on both sides, is absorbed; and
+two copies with equal loops that lie next to each other on both sides, such as K and V of a head or the pages of layers
+that lie in one row, become one. Loops that remain are unrolled, so that in the end each stretch is a row of NIXL
+descriptors.
 """
 
 from __future__ import annotations

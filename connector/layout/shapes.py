@@ -137,9 +137,9 @@ def paged_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int, strides: Page
     """
     (units,) = {component.units for component in shape.components}
     start, stop = shard(units, tp_rank, tp_size)
-    if strides.token != sum(component.bytes_per_unit for component in shape.components):
-        if any(component.bytes_per_lane for component in shape.components):
-            raise ValueError(f"the lanes of {shape.name} need the tokens of a head one after another")
+    tokens_are_dense = strides.token == sum(component.bytes_per_unit for component in shape.components)
+    if any(component.bytes_per_lane for component in shape.components) and not tokens_are_dense:
+        raise ValueError(f"the lanes of {shape.name} need the tokens of a head one after another")
     pieces: list[Piece] = []
     content_bytes = 0
     for component in shape.components:

@@ -137,10 +137,10 @@ def _groups(ours: RankLayout, metadata: AgentMetadata) -> tuple[CacheGroup, ...]
 def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes: Iterable[LayerShape]) -> None:
     """Where the order of tokens in a block is not known, a block goes into one of the same size."""
     for shape in shapes:
-        sizes = [groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs)]
-        if shape.whole_blocks and sizes[0] != sizes[1]:
+        here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
+        if shape.whole_blocks and here != there:
             advice = f"start both engines with the same --block-size: {ours.attention_backend} has an order of its own"
-            raise LayoutMismatch(f"block size of {shape.name}", *sizes, advice)
+            raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
 
 
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:

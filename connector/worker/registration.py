@@ -2,10 +2,10 @@
 
 `register_kv_caches` hands us one tensor view per layer; usually all of them share one allocation. From them and the
 engine's configuration `derive_registration` makes four things: what each layer caches in the whole model
-(`layer_shapes`, and `cpu_attention` for its order on CPUs), the `RankLayout` (where each block of each layer lies and what it holds, `cache_regions`), the memory
-ranges to register (whole allocations, each once), and the compatibility hash. A built-in D has to accept the result and
-a built-in P has to look the same to us, so the order of regions, their names and the granularity follow the built-in
-connector of the same vLLM version:
+(`layer_shapes`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
+what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and the compatibility
+hash. A built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their
+names and the granularity follow the built-in connector of the same vLLM version:
 
 * regions are in natural order of layer names (layers.2 before layers.10);
 * blocks are kernel blocks: when the attention backend cannot work with the configured block size, vLLM splits each

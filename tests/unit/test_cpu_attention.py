@@ -61,6 +61,7 @@ class Engine:
         engine_id: str,
         tp_rank: int = 0,
         tp_size: int = 1,
+        layout: str = "LBHNC",
     ) -> None:
         dtype, head_size = ORDERS[order]
         config = engine_config(write_model(directory / "model", head_dim=head_size), block_size=block_size, dtype=dtype)
@@ -71,7 +72,7 @@ class Engine:
         names = [layer_name(index) for index in range(LAYERS)]
         CPUAttentionBackend.get_builder_cls()(spec, names, config, torch.device("cpu"))
         self.block_size = block_size
-        self.tensors = allocate(self.caches, kernel_block_size=block_size)
+        self.tensors = allocate(self.caches, layout=layout, kernel_block_size=block_size)
         be_rank(monkeypatch, "connector.worker.registration", tp_rank, tp_size)
         self.rank = Rank(
             tp_rank=tp_rank,
@@ -174,7 +175,7 @@ def test_blocks_in_an_unknown_order_have_to_be_of_one_size(monkeypatch: pytest.M
     assert decode.instruction_set == "neon"
     local = decode.rank.registration
     plan_engine(local.layout, [seen(local, same.rank)])
-    with pytest.raises(LayoutMismatch, match="is 64 here and 32 there; .* same --block-size") as caught:
+    with pytest.raises(LayoutMismatch, match=r"is 64 here and 32 there; .* same --block-size") as caught:
         seen(local, other.rank)
     assert caught.value.field == f"block size of {layer_name(0)}"
 
@@ -198,11 +199,7 @@ def test_another_order_is_refused(
 
 
 def test_another_order_of_the_tensor_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The kernels have no such order; a version of vLLM that does would not be read wrongly."""
+    """The kernels know one order of heads and tokens only, and so do we."""
     _machine(monkeypatch, "vec")
-    monkeypatch.setattr(
-        "tests.unit.test_cpu_attention.allocate",
-        lambda caches, kernel_block_size: allocate(caches, layout="LBNHC", kernel_block_size=kernel_block_size),
-    )
     with pytest.raises(UnsupportedCache, match="tokens of a head one after another"):
-        Engine(monkeypatch, tmp_path, "vec", 64, engine_id="decode")
+        Engine(monkeypatch, tmp_path, "vec", 64, engine_id="decode", layout="LBNHC")
