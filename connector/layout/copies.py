@@ -1,10 +1,11 @@
 """From sources to copies: which bytes of a block go where, in as few contiguous stretches as possible.
 
 A copy is a contiguous stretch repeated over nested loops, and all that again for each chunk that a request pairs. The
-copy of a piece starts as one unit of one token, looped over units and tokens. Two rules make it longer, in turn, until
-neither applies: a loop whose steps are as long as the stretch, on both sides, is absorbed; and two copies with equal
-loops that lie next to each other on both sides, such as K and V of a head or the pages of layers that lie in one row,
-become one. Loops that remain are unrolled, so that in the end each stretch is a row of NIXL descriptors.
+copy of a piece starts as one lane of a unit of one token, looped over units, lanes and tokens. Two rules make it
+longer, in turn, until neither applies: a loop whose steps are as long as the stretch, on both sides, is absorbed; and
+two copies with equal loops that lie next to each other on both sides, such as K and V of a head or the pages of layers
+that lie in one row, become one. Loops that remain are unrolled, so that in the end each stretch is a row of NIXL
+descriptors.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Sour
         # A state has a single position, which the loop of one turn stands for.
         loops = (
             (source.stop - source.start, local_piece.unit_stride_bytes, remote_piece.unit_stride_bytes),
+            (local_piece.lanes, local_piece.lane_stride_bytes, remote_piece.lane_stride_bytes),
             (cut.positions, local_piece.token_stride_bytes, remote_piece.token_stride_bytes),
         )
         copies.append(
@@ -75,7 +77,7 @@ def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Sour
                 remote=_place(theirs, remote_piece, cut.remote_chunks, cut.positions),
                 local_address=_address(ours, local_piece, source.start),
                 remote_address=_address(theirs, remote_piece, source.start),
-                length_bytes=local_piece.bytes_per_unit,
+                length_bytes=local_piece.bytes_per_lane,
                 loops=loops,
                 regions=(source.local_region, source.remote_region),
             )

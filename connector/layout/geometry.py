@@ -25,8 +25,8 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Units `start` to `stop` of one component of one layer, in every block of a region.
 
-    Unit u of token t of block b is `bytes_per_unit` contiguous bytes at
-    base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes.
+    Unit u of token t of block b is `lanes` equal parts of `bytes_per_unit` in all, `lane_stride_bytes` apart from
+    base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes on.
     Units are the model's, counted over all ranks: KV heads for `k` and `v`, 1 for `latent`, channels for `conv_x`.
     """
 
@@ -39,6 +39,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     unit_stride_bytes: int
     token_stride_bytes: int = 0
     """0 for a state, which has no tokens."""
+    lanes: int = 1
+    lane_stride_bytes: int = 0
+
+    @property
+    def bytes_per_lane(self) -> int:
+        """What lies together of a unit of a token: all of it, unless other tokens lie between its parts."""
+        return self.bytes_per_unit // self.lanes
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):

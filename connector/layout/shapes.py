@@ -30,6 +30,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """In the whole model: KV heads, channels, groups."""
     bytes_per_unit: int
     """Of one token; of the whole state where there are no tokens."""
+    bytes_per_lane: int = 0
+    """0: the components of a token lie side by side. Otherwise a head's block holds its components one after another,
+    and each as lanes: so many bytes of the first token, of the second and so on to the last, then the next lane."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +43,18 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
     is_state: bool = False
     """False: a block holds tokens, and all components have the same units."""
+    whole_blocks: bool = False
+    """Where a block holds which token is not known: it can be read into one of the same size only."""
 
 
 class PageStrides(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes from one layer, block, head and token to the next."""
+    """Bytes from one layer, block, head and token to the next, and the tokens of a block."""
 
     layer: int
     block: int
     head: int
     token: int
+    tokens: int
 
 
 def attention(name: str, *, heads: int, k_bytes: int, v_bytes: int, group: int = 0) -> LayerShape:
@@ -121,26 +127,35 @@ def page_strides(
             extent_bytes += padding_bytes
         strides[axis] = extent_bytes
         extent_bytes *= sizes[axis]
-    return PageStrides(layer=strides["L"], block=strides["B"], head=strides["H"], token=strides["N"])
+    return PageStrides(layer=strides["L"], block=strides["B"], head=strides["H"], token=strides["N"], tokens=tokens)
 
 
 def paged_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int, strides: PageStrides) -> tuple[Piece, ...]:
-    """A rank's part of a layer of tokens, in a block whose first byte is that of its first head's first token."""
+    """A rank's part of a layer of tokens, in a block whose first byte is that of its first head's first token.
+
+    Raises ValueError for lanes where a head's tokens are not one after another.
+    """
     (units,) = {component.units for component in shape.components}
     start, stop = shard(units, tp_rank, tp_size)
+    tokens_are_dense = strides.token == sum(component.bytes_per_unit for component in shape.components)
+    if any(component.bytes_per_lane for component in shape.components) and not tokens_are_dense:
+        raise ValueError(f"the lanes of {shape.name} need the tokens of a head one after another")
     pieces: list[Piece] = []
     content_bytes = 0
     for component in shape.components:
+        lane_bytes = component.bytes_per_lane
         pieces.append(
             Piece(
                 layer=shape.name,
                 component=component.name,
                 start=start,
                 stop=stop,
-                offset_bytes=content_bytes,
+                offset_bytes=content_bytes * (strides.tokens if lane_bytes else 1),
                 bytes_per_unit=component.bytes_per_unit,
                 unit_stride_bytes=strides.head,
-                token_stride_bytes=strides.token,
+                token_stride_bytes=lane_bytes or strides.token,
+                lanes=component.bytes_per_unit // lane_bytes if lane_bytes else 1,
+                lane_stride_bytes=lane_bytes * strides.tokens,
             )
         )
         content_bytes += component.bytes_per_unit

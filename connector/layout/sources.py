@@ -111,10 +111,14 @@ def _cover(index: int, region: Region, piece: Piece, holders: Sequence[_Holder])
 
 
 def _require_same_form(region: Region, piece: Piece, holder: _Holder) -> None:
-    ours, theirs = piece.bytes_per_unit, holder.piece.bytes_per_unit
-    if ours != theirs:
-        advice = "start both engines with the same model and the same --kv-cache-dtype"
-        raise LayoutMismatch(f"bytes of one unit of {piece.component} of {piece.layer}", ours, theirs, advice)
+    theirs = holder.piece
+    for field, here, there in (
+        ("bytes", piece.bytes_per_unit, theirs.bytes_per_unit),
+        ("lanes", piece.lanes, theirs.lanes),
+    ):
+        if here != there:
+            advice = "start both engines with the same model, attention back end and --kv-cache-dtype"
+            raise LayoutMismatch(f"{field} of one unit of {piece.component} of {piece.layer}", here, there, advice)
     if region.group != holder.region.group:
         advice = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
         raise LayoutMismatch(f"cache group of {piece.layer}", region.group, holder.region.group, advice)

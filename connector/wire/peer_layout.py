@@ -13,7 +13,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -36,6 +36,9 @@ from connector.wire.metadata import (
     kernel_blocks_per_state,
     ssm_sizes,
 )
+
+CPU_ATTENTION = "CPU_ATTN"
+"""The attention back end whose blocks are not in the order that a layout's name says."""
 
 _SAME_MODEL = "start both engines with the same model, the same --kv-cache-dtype and the same vLLM version"
 _SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
@@ -62,7 +65,11 @@ def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: Lo
         if found != plain:
             raise LayoutMismatch(field, plain, found, "caches of this kind are not supported")
     ours = local.layout
+    backends = (ours.attention_backend, metadata.attn_backend_name)
+    if CPU_ATTENTION in backends and len(set(backends)) > 1:
+        raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
     groups = _groups(ours, metadata)
+    _require_same_blocks(ours, groups, local.shapes.values())
     peer = _Peer(metadata=metadata, tp_rank=tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
     try:
         regions = _regions(ours, peer)
@@ -125,6 +132,15 @@ def _groups(ours: RankLayout, metadata: AgentMetadata) -> tuple[CacheGroup, ...]
         ratio = metadata.physical_blocks_per_logical_kv_block
         groups.append(CacheGroup(tokens_per_kernel_block=tokens, kernel_blocks_per_block=ratio))
     return tuple(groups)
+
+
+def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes: Iterable[LayerShape]) -> None:
+    """Where the order of tokens in a block is not known, a block goes into one of the same size."""
+    for shape in shapes:
+        here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
+        if shape.whole_blocks and here != there:
+            advice = f"start both engines with the same --block-size: {ours.attention_backend} has an order of its own"
+            raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
 
 
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
@@ -234,12 +250,12 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
                 tokens=peer.groups[shape.group].tokens_per_kernel_block,
                 bytes_per_token=sum(component.bytes_per_unit for component in shape.components),
             )
+            heads_are_apart = stop - start > 1 and strides.head >= strides.block
+            strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
+            of_layer = paged_pieces(shape, tp_rank=peer.tp_rank, tp_size=peer.tp_size, strides=strides)
         except ValueError as error:
             raise LayoutMismatch("kv_cache_layout", "a known one", metadata.kv_cache_layout, str(error)) from error
-        heads_are_apart = stop - start > 1 and strides.head >= strides.block
         _require_parts(layer, stop - start if heads_are_apart else 1, parts)
-        strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
-        of_layer = paged_pieces(shape, tp_rank=peer.tp_rank, tp_size=peer.tp_size, strides=strides)
         pieces.extend(moved(of_unit(of_layer, start + part) if heads_are_apart else of_layer, offset_bytes))
         offset_bytes += strides.layer if pitch_bytes is None else pitch_bytes
     return tuple(pieces)
@@ -275,6 +291,7 @@ def _content_bytes(region: Region, groups: Sequence[CacheGroup]) -> int:
         piece.offset_bytes
         + (piece.stop - piece.start - 1) * piece.unit_stride_bytes
         + (positions - 1) * piece.token_stride_bytes
-        + piece.bytes_per_unit
+        + (piece.lanes - 1) * piece.lane_stride_bytes
+        + piece.bytes_per_lane
         for piece in region.pieces
     )

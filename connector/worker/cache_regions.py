@@ -34,8 +34,12 @@ def paged_regions(
     _require_shape(shape, cache, num_blocks, stop - start, content_bytes)
     block, head, token, _ = (step * cache.element_size() for step in cache.stride())
     # Of an axis of one the stride is arbitrary.
-    strides = PageStrides(layer=0, block=block, head=head if stop - start > 1 else 0, token=token)
-    pieces = paged_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, strides=strides)
+    head = head if stop - start > 1 else 0
+    strides = PageStrides(layer=0, block=block, head=head, token=token, tokens=cache.shape[2])
+    try:
+        pieces = paged_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, strides=strides)
+    except ValueError as error:
+        raise UnsupportedCache(f"KV cache of {shape.name} with strides", cache.stride(), str(error)) from error
     if strides.head >= num_blocks * block:
         return [
             _region(shape, cache, cache[0, unit].data_ptr(), block, num_blocks, of_unit(pieces, start + unit))

@@ -2,10 +2,10 @@
 
 `register_kv_caches` hands us one tensor view per layer; usually all of them share one allocation. From them and the
 engine's configuration `derive_registration` makes four things: what each layer caches in the whole model
-(`layer_shapes`), the `RankLayout` (where each block of each layer lies and what it holds, `cache_regions`), the memory
-ranges to register (whole allocations, each once), and the compatibility hash. A built-in D has to accept the result and
-a built-in P has to look the same to us, so the order of regions, their names and the granularity follow the built-in
-connector of the same vLLM version:
+(`layer_shapes`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
+what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and the compatibility
+hash. A built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their
+names and the granularity follow the built-in connector of the same vLLM version:
 
 * regions are in natural order of layer names (layers.2 before layers.10);
 * blocks are kernel blocks: when the attention backend cannot work with the configured block size, vLLM splits each
@@ -40,6 +40,7 @@ from connector.wire.compatibility import compatibility_hash
 from connector.wire.metadata import AgentMetadata, describe
 from connector.wire.peer_layout import understand
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
+from connector.worker.cpu_attention import as_stored
 from connector.worker.layer_shapes import layer_shapes, layer_specs, require_known_spec
 from connector.worker.unsupported import UnsupportedCache
 
@@ -86,8 +87,8 @@ def derive_registration(
     """
     require_supported(vllm_config, kv_cache_config)
     tp_rank, tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    shapes = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size)
     specs = layer_specs(kv_cache_config)
+    shapes = as_stored(layer_shapes(kv_cache_config, vllm_config.model_config, tp_size), specs, vllm_config)
     backends = get_current_attn_backends(vllm_config)
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)

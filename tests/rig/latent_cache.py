@@ -15,7 +15,7 @@ def latent_cache(
     """Regions and shapes of layers.0, layers.1 and so on, one at each address."""
     bytes_per_token = block_bytes // TOKENS
     shapes = [latent(f"layers.{layer}", bytes_per_token=bytes_per_token) for layer in range(len(base_addresses))]
-    strides = PageStrides(layer=0, block=block_stride_bytes, head=0, token=bytes_per_token)
+    strides = PageStrides(layer=0, block=block_stride_bytes, head=0, token=bytes_per_token, tokens=TOKENS)
     regions = tuple(
         Region(
             name=shape.name,

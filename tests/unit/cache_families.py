@@ -3,10 +3,12 @@
 A family says what each layer of a tiny model caches on one of n ranks, in vLLM's own specs. `make_rank` lets vLLM group
 them, place them in memory and make the tensors, and has them registered as that rank. `Content` is the KV of the whole
 model, made up; it is laid into a rank's tensors, or compared with them, by heads and channels, without our geometry.
+`carry_out` is a READ: the decode rank's plan as plain copies, from ranks that it knows by their metadata.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -33,7 +35,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from connector.layout import GroupBlocks, RankLayout, plan_engine
+from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
+from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration, derive_registration
+from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
 
 NUM_BLOCKS = 16
@@ -242,6 +248,38 @@ def _grouped_specs(caches: KVCacheConfig) -> dict[str, KVCacheSpec]:
             spec = group.kv_cache_spec
             specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
     return specs
+
+
+def seen(local: Registration, remote: Rank) -> RankLayout:
+    """What the local rank makes of the remote one's metadata."""
+    sent = encode_agent_metadata(remote.registration.agent_metadata(b"agent"))
+    return understand(decode_agent_metadata(sent), tp_rank=remote.tp_rank, tp_size=remote.tp_size, local=local)
+
+
+def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
+    """The plan as plain copies between the tensors, and its zeroing, inside of what each rank registered."""
+    layouts = [seen(decode.registration, rank) for rank in prefill]
+    plan = plan_engine(decode.registration.layout, layouts)
+    pairs = plan.pair(tables)
+    by_rank = {rank.tp_rank: rank for rank in prefill}
+    for read in plan.reads:
+        local, remote = expand_runs(read.local_runs), expand_runs(read.remote_runs)
+        for ours, theirs in zip(*(ids.tolist() for ids in read.chunk_descriptor_ids(pairs)), strict=True):
+            (to, length_bytes), (source, source_length_bytes) = local[ours], remote[theirs]
+            assert length_bytes == source_length_bytes
+            assert _is_registered(decode, to, length_bytes)
+            assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
+            ctypes.memmove(to, source, length_bytes)
+    for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs)), strict=True):
+        assert _is_registered(decode, address, length_bytes)
+        ctypes.memset(address, 0, length_bytes)
+
+
+def _is_registered(rank: Rank, address: int, length_bytes: int) -> bool:
+    return any(
+        area.address <= address and address + length_bytes <= area.address + area.length_bytes
+        for area in rank.registration.ranges
+    )
 
 
 class Content:

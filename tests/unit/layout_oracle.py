@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -99,7 +100,10 @@ def draw_case(chance: random.Random, family: str) -> Case:
     token_groups = 1 if family == "attention" else chance.randint(1 if states else 2, 3)
     num_groups = token_groups + states
     shared = num_groups > 1 and chance.random() < 0.6
-    tensors = _draw_tensors(chance, (prefill_tp, decode_tp), token_groups, states=states, shared=shared)
+    in_lanes = chance.random() < 0.3
+    tensors = _draw_tensors(
+        chance, (prefill_tp, decode_tp), token_groups, states=states, shared=shared, in_lanes=in_lanes
+    )
     sizes = _draw_group_sizes(chance, token_groups, states=states, shared=shared)
     counts, tables = [], []
     num_tokens = chance.randint(1, 24)
@@ -115,6 +119,8 @@ def draw_case(chance: random.Random, family: str) -> Case:
     decode_total, prefill_total = (sum(count[side] for count in counts) for side in (0, 1))
     # A state lies in the pages of attention only where these are one after another.
     layouts = LAYOUTS[:2] if states and shared else LAYOUTS
+    if in_lanes:
+        layouts = tuple(name for name in layouts if name.endswith("NC"))
     layout_name = chance.choice(layouts)
     engines = [
         Engine(
@@ -143,21 +149,35 @@ def draw_case(chance: random.Random, family: str) -> Case:
 
 
 def _draw_tensors(
-    chance: random.Random, tp_sizes: tuple[int, int], token_groups: int, *, states: bool, shared: bool
+    chance: random.Random,
+    tp_sizes: tuple[int, int],
+    token_groups: int,
+    *,
+    states: bool,
+    shared: bool,
+    in_lanes: bool,
 ) -> tuple[Tensor, ...]:
-    """The model. Shared: layer i of every group lies in slice i of one tensor."""
+    """The model. Shared: layer i of every group lies in slice i of one tensor; in lanes: K and V of attention do."""
     units = [n for n in (1, 2, 3, 4, 6, 8, 12) if all(n % t == 0 or t % n == 0 for t in tp_sizes)]
     channels = [n for n in (4, 8, 16, 6, 12) if all(n % t == 0 for t in tp_sizes)] or [24]
     depth = chance.randint(1, 3)
-    heads, k_bytes, v_bytes = chance.choice(units), chance.randint(1, 3), chance.randint(1, 3)
-    is_latent = chance.random() < 0.3
+    heads = chance.choice(units)
+    # Bytes of a lane; 0: K and V side by side in each token.
+    lanes = (chance.randint(1, 2), chance.randint(1, 2)) if in_lanes else (0, 0)
+    k_bytes, v_bytes = (chance.randint(1, 3) * max(1, lane) for lane in lanes)
+    is_latent = not in_lanes and chance.random() < 0.3
     names = iter(range(1000))
 
     def tokens(group: int) -> LayerShape:
         name = f"layers.{next(names)}"
         if is_latent:
             return latent(name, bytes_per_token=k_bytes + v_bytes, group=group)
-        return attention(name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=group)
+        shape = attention(name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=group)
+        components = (
+            msgspec.structs.replace(component, bytes_per_lane=lane)
+            for component, lane in zip(shape.components, lanes, strict=True)
+        )
+        return msgspec.structs.replace(shape, components=tuple(components))
 
     state_sizes = {
         "channels": chance.choice(channels),
@@ -298,6 +318,8 @@ def features_of(case: Case) -> tuple[str, ...]:
         else "neither TP divides the other"
     )
     found = [ratio, case.family]
+    if any(component.bytes_per_lane for shape in shapes for component in shape.components):
+        found.append("lanes")
     for shape in shapes:
         kind = "states" if shape.is_state else shape.components[0].name
         found.append({"k": "attention", "latent": "MLA"}.get(kind, kind))
@@ -358,7 +380,7 @@ class Rank:
     Attributes:
         memory: by tensor.
         addresses: where each of these arrays begins.
-        pages: by layer of tokens: [kernel blocks, heads held, tokens, content].
+        pages: by layer of tokens, for each component: [kernel blocks, heads held, tokens, lanes, bytes of a lane].
         states: by layer of states, for each component: the units held, and [ids, units held, bytes of a unit].
     """
 
@@ -369,7 +391,7 @@ class Rank:
         self.memory: list[Bytes] = []
         self.addresses: list[int] = []
         self._in_place = in_place
-        self.pages: dict[str, Bytes] = {}
+        self.pages: dict[str, list[Bytes]] = {}
         self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
         regions: list[Region] = []
         for tensor in case.tensors:
@@ -442,7 +464,7 @@ class Rank:
                     stride_bytes = strides.block * group.kernel_blocks_per_block
                     regions.append(self._state_region(shape, base_address, stride_bytes))
                 else:
-                    self.pages[shape.name] = view[index]
+                    self.pages[shape.name] = _page_views(shape, view[index])
                     pieces = paged_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size, strides=strides)
                     regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
         return regions
@@ -490,6 +512,24 @@ class Rank:
         """The memory there. OracleError as for `locate`."""
         index, part = self.locate(address, length_bytes)
         return self.memory[index][part]
+
+
+def _page_views(shape: LayerShape, pages: Bytes) -> list[Bytes]:
+    """The components of a layer of tokens, whose pages are [kernel blocks, heads held, tokens, content] outside."""
+    blocks, heads, tokens, _ = pages.shape
+    views, start = [], 0
+    for component in shape.components:
+        end = start + component.bytes_per_unit
+        if component.bytes_per_lane:
+            of_head = pages.reshape(blocks, heads, -1)
+            part = of_head[..., start * tokens : end * tokens]
+            view = part.reshape(blocks, heads, -1, tokens, component.bytes_per_lane).swapaxes(2, 3)
+        else:
+            view = pages[..., None, start:end]
+        assert np.may_share_memory(view, pages)
+        views.append(view)
+        start = end
+    return views
 
 
 _ADDRESS_BITS = 28
@@ -560,7 +600,17 @@ def write_prefill(case: Case, rank: Rank, content: Content) -> None:
             continue
         units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
         for kernel_block, token, position in _positions(table.remote, table.remote_first, group):
-            rank.pages[shape.name][kernel_block, :, token] = content.pages[shape.name][position, units]
+            _write_token(rank, shape, kernel_block, token, content.pages[shape.name][position, units])
+
+
+def _write_token(rank: Rank, shape: LayerShape, kernel_block: int, token: int, values: Bytes) -> None:
+    """`values`: [heads held, content]."""
+    start = 0
+    for component, view in zip(shape.components, rank.pages[shape.name], strict=True):
+        end = start + component.bytes_per_unit
+        place = view[kernel_block, :, token]
+        place[:] = values[:, start:end].reshape(place.shape)
+        start = end
 
 
 def _write_expected(case: Case, rank: Rank, content: Content) -> None:
@@ -581,9 +631,9 @@ def _write_expected(case: Case, rank: Rank, content: Content) -> None:
             end = min(end, math.ceil(table.num_tokens / step) * step)
         units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
         for kernel_block, token, position in _positions(table.local, table.local_first, ours):
-            arrives = first <= position < end
-            page = rank.pages[shape.name][kernel_block]
-            page[:, token] = content.pages[shape.name][position, units] if arrives else 0
+            arrives = np.uint8(first <= position < end)
+            arrived = content.pages[shape.name][position if arrives else 0, units]
+            _write_token(rank, shape, kernel_block, token, arrived * arrives)
 
 
 def _positions(blocks: Sequence[int], first: int, group: CacheGroup) -> list[tuple[int, int, int]]:

@@ -83,6 +83,7 @@ def test_every_feature_occurs() -> None:
         "different orders of axes",
         "block outermost on both sides",
         "padding",
+        "lanes",
     ):
         assert counts[feature] >= 10, feature
 
@@ -120,6 +121,36 @@ def _heads_before_tokens() -> AbstractContextManager[Any]:
         return right(layout_name.replace("NHC", "HNC"), **sizes)
 
     return patch.object(layout_oracle, "page_strides", strides)
+
+
+def _order_of_the_shape() -> AbstractContextManager[Any]:
+    """Lanes are not known of: K and V are taken to lie side by side in each token."""
+    right = layout_oracle.paged_pieces
+
+    def pieces(shape: shapes.LayerShape, **where: Any) -> Any:
+        plain = tuple(msgspec.structs.replace(component, bytes_per_lane=0) for component in shape.components)
+        return right(msgspec.structs.replace(shape, components=plain), **where)
+
+    return patch.object(layout_oracle, "paged_pieces", pieces)
+
+
+def _lanes_of_our_block() -> AbstractContextManager[Any]:
+    """The other side's lanes are taken to be as far apart as ours, although its blocks are longer or shorter."""
+    right = copies.copies_between
+
+    def between(local: Any, remote: Any, found: Sequence[sources.Source], cuts: Any) -> list[copies.Copy]:
+        same = [
+            msgspec.structs.replace(
+                source,
+                remote_piece=msgspec.structs.replace(
+                    source.remote_piece, lane_stride_bytes=source.local_piece.lane_stride_bytes
+                ),
+            )
+            for source in found
+        ]
+        return right(local, remote, same, cuts)
+
+    return patch.object(plan, "copies_between", between)
 
 
 def _absorb_what_is_dense_here() -> AbstractContextManager[Any]:
@@ -304,6 +335,8 @@ def _runs_by_address_only() -> AbstractContextManager[Any]:
 BROKEN = (
     _slice_at_the_start,
     _heads_before_tokens,
+    _order_of_the_shape,
+    _lanes_of_our_block,
     _absorb_what_is_dense_here,
     _join_what_is_adjacent_here,
     _prefix_ignored,

@@ -31,6 +31,7 @@ def _rank(engine_id: str, layout: str, caches: list[torch.Tensor]) -> RankLayout
     regions = []
     for index, cache in enumerate(caches):
         block, head, token, _ = (step * cache.element_size() for step in cache.stride())
+        strides = PageStrides(layer=0, block=block, head=head, token=token, tokens=cache.shape[2])
         size = HEAD_SIZE * cache.element_size()
         shape = attention(layer_name(index), heads=KV_HEADS, k_bytes=size, v_bytes=size)
         regions.append(
@@ -41,9 +42,7 @@ def _rank(engine_id: str, layout: str, caches: list[torch.Tensor]) -> RankLayout
                 block_stride_bytes=block,
                 num_blocks=BLOCKS,
                 memory_kind="DRAM",
-                pieces=paged_pieces(
-                    shape, tp_rank=0, tp_size=1, strides=PageStrides(layer=0, block=block, head=head, token=token)
-                ),
+                pieces=paged_pieces(shape, tp_rank=0, tp_size=1, strides=strides),
             )
         )
     return RankLayout(

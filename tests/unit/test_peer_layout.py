@@ -7,7 +7,6 @@ to be what it would be if it had computed the request itself.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -37,9 +36,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.layout import GroupBlocks, LayoutMismatch, RankLayout, partners, plan_engine
-from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
+from connector.wire.metadata import decode_agent_metadata
 from connector.wire.peer_layout import understand
-from connector.worker.registration import Registration, require_supported
+from connector.worker.registration import require_supported
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration
 from tests.unit.cache_families import (
@@ -49,10 +48,11 @@ from tests.unit.cache_families import (
     MakeSpecs,
     Rank,
     be_rank,
+    carry_out,
     make_rank,
     one_group_of_b_and_c,
+    seen,
 )
-from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
 
 pytestmark = pytest.mark.timeout(180)
@@ -72,12 +72,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     get_conv_state_layout.cache_clear()
 
 
-def _seen(local: Registration, remote: Rank) -> RankLayout:
-    """What the local rank makes of the remote one's metadata."""
-    sent = encode_agent_metadata(remote.registration.agent_metadata(b"agent"))
-    return understand(decode_agent_metadata(sent), tp_rank=remote.tp_rank, tp_size=remote.tp_size, local=local)
-
-
 def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
     """Blocks for the request in each cache group: one for a state. No block is in two groups."""
     return [
@@ -93,29 +87,6 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
 
 def _shuffled(seed: int) -> Iterator[int]:
     return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
-
-
-def _carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
-    """The plan as plain copies between the tensors, inside of what each rank registered."""
-    seen = [_seen(decode.registration, rank) for rank in prefill]
-    plan = plan_engine(decode.registration.layout, seen)
-    pairs = plan.pair(tables)
-    by_rank = {rank.tp_rank: rank for rank in prefill}
-    for read in plan.reads:
-        local, remote = expand_runs(read.local_runs), expand_runs(read.remote_runs)
-        for ours, theirs in zip(*(ids.tolist() for ids in read.chunk_descriptor_ids(pairs)), strict=True):
-            (to, length_bytes), (source, source_length_bytes) = local[ours], remote[theirs]
-            assert length_bytes == source_length_bytes
-            assert _is_registered(decode, to, length_bytes)
-            assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
-            ctypes.memmove(to, source, length_bytes)
-
-
-def _is_registered(rank: Rank, address: int, length_bytes: int) -> bool:
-    return any(
-        area.address <= address and address + length_bytes <= area.address + area.length_bytes
-        for area in rank.registration.ranges
-    )
 
 
 def _check_transfer(
@@ -167,7 +138,7 @@ def _check_transfer(
         assert not torch.equal(expected, before)
         decode.memory.copy_(before)
         tables = [GroupBlocks(local=ours, remote=theirs) for ours, theirs in zip(local, remote, strict=True)]
-        _carry_out(decode, prefill, tables)
+        carry_out(decode, prefill, tables)
         assert torch.equal(decode.memory, expected)
 
 
@@ -404,7 +375,7 @@ def test_another_model_is_refused(config: VllmConfig, monkeypatch: pytest.Monkey
     decode = make_rank(config, monkeypatch, ours, engine_id="decode", tp_rank=0, tp_size=1)
     prefill = make_rank(config, monkeypatch, theirs, engine_id="prefill", tp_rank=0, tp_size=1)
     with pytest.raises(LayoutMismatch) as caught:
-        _seen(decode.registration, prefill)
+        seen(decode.registration, prefill)
     assert caught.value.field.startswith(field)
     assert (caught.value.local, caught.value.remote) == (here, there)
     assert here in str(caught.value)
