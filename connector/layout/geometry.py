@@ -25,8 +25,8 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Units `start` to `stop` of one component of one layer, in every block of a region.
 
-    Unit u of token t of block b is `lanes` equal parts of `bytes_per_unit` in all, `lane_stride_bytes` apart from
-    base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes on.
+    Unit u of token t of block b is `bytes_per_unit` bytes, in `lanes` equal parts `lane_stride_bytes` apart. They begin
+    at base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes.
     Units are the model's, counted over all ranks: KV heads for `k` and `v`, 1 for `latent`, channels for `conv_x`.
     """
 

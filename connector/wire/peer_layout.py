@@ -139,7 +139,7 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
     for shape in shapes:
         here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
         if shape.whole_blocks and here != there:
-            advice = f"start both engines with the same --block-size: {ours.attention_backend} has an order of its own"
+            advice = "start both engines with the same --block-size: the order of the tokens in a block is not known"
             raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
 
 
