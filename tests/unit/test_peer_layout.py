@@ -281,11 +281,11 @@ BUILTIN_CASES = [
     *((OWN_BLOCKS, layout, 1, None) for layout in ("LBHNC", "BLHNC")),
     # Of states with blocks outermost the built-in connector advertises strides that are not theirs.
     *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in (*HYBRIDS, OWN_BLOCKS, "states only")),
-    *((family, "LBHNC", 4, 64) for family in ("full attention", "sliding window", *LATENT, *HYBRIDS)),
-    *((family, "LBHNC", 8, 64) for family in ("full attention", "sliding window")),
-    *((family, "LBHNC", 1, 32) for family in ("full attention", "sliding window", "latent", *HYBRIDS)),
-    *((family, "BLNHC", 1, 64) for family in ("full attention", "sliding window", "latent")),
-    *((family, "LHBNC", 2, 64) for family in ("full attention", "sliding window", "latent")),
+    *((family, "LBHNC", 4, 64) for family in ("full attention", "latent", *HYBRIDS)),
+    ("full attention", "LBHNC", 8, 64),
+    *((family, "LBHNC", 1, 32) for family in ("full attention", *HYBRIDS)),
+    *((family, "BLNHC", 1, 64) for family in ("full attention", "latent")),
+    *((family, "LHBNC", 2, 64) for family in ("full attention", "latent")),
 ]
 
 
