@@ -1,6 +1,6 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here: make check, then all tests: first those that need no whole engine,
-#              two at a time, then those that do; the models beside the integration tests, which mostly wait
+#              two at a time, then those that do; the models beside tests that mostly wait
 # make explore the model checker on three requests, which takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the machines alone, then the production actors
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
@@ -12,6 +12,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+MODELS := tests/e2e/test_families.py
+WITH_MODELS := tests/e2e/test_builtin_compatibility.py tests/e2e/test_options_at_start.py
 SEEDS ?= 100
 
 .PHONY: setup demo check test explore simulate oracle mutants diagrams clean
@@ -30,8 +32,8 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/actors tests/conformance
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e/test_families.py tests/integration
-	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/test_families.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(MODELS) tests/integration $(WITH_MODELS)
+	$(BIN)/python -m pytest tests/e2e $(patsubst %,--ignore %,$(MODELS) $(WITH_MODELS))
 
 explore: setup
 	$(BIN)/python -m statemachine.explore 3 1 1
