@@ -157,31 +157,23 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
     Raises LayoutMismatch when it cannot.
     """
     by_number = _require_partners(local, remotes)
-    reads, notify_only, groups = _plan(local, by_number)
-    cuts = [msgspec.structs.replace(group.cut, remote_chunks=group.cut.local_chunks) for group in groups]
-    own = copies_between(local, local, find_sources(local, {local.tp_rank: local}), cuts)
-    return EnginePlan(reads=reads, notify_only=notify_only, groups=groups, own=tuple(own))
-
-
-def _plan(
-    local: RankLayout, by_number: Mapping[int, RankLayout]
-) -> tuple[tuple[ReadPlan, ...], tuple[Notified, ...], tuple[GroupPair, ...]]:
-    remotes = list(by_number.values())
     _require_same_layers(local, remotes)
     groups = _pair_groups(local, remotes)
-    tp_size = remotes[0].tp_size
+    cuts = [group.cut for group in groups]
     sources = find_sources(local, by_number)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_number.items()):
-        consumers = len(partners(rank, tp_size, local.tp_size))
+        consumers = len(partners(rank, remote.tp_size, local.tp_size))
         taken = [source for source in sources if source.remote_rank == rank]
         if taken:
-            copies = copies_between(local, remote, taken, [group.cut for group in groups])
+            copies = copies_between(local, remote, taken, cuts)
             reads.append(_read_plan(local, remote, copies, groups, consumers))
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers))
-    return tuple(reads), tuple(notify_only), groups
+    own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
+    own = copies_between(local, local, find_sources(local, {local.tp_rank: local}), own_cuts)
+    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), groups=groups, own=tuple(own))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

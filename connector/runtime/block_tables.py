@@ -36,9 +36,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
     """Raises BlockIdError: tables that the peer's memory or the number of tokens does not allow."""
-    if not command.local_block_ids:
-        return Resolved(reads=(), unfilled=None)
     groups = command.groups
+    if not any(group.local_block_ids for group in groups):
+        return Resolved(reads=(), unfilled=None)
     if len(groups) != len(plan.groups):
         raise BlockIdError("remote", f"lists for {len(groups)} cache groups instead of {len(plan.groups)}")
     if len(groups) == 1 and plan.groups[0].local == plan.groups[0].remote and groups[0].window_tokens is None:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -185,29 +185,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(
-    engine_id: str,
-    *,
-    options: ConnectorOptions | None = None,
-    serves: bool = False,
-    port: int = 0,
-    incarnation: str | None = None,
-    compatibility_hash: str = HASH,
-    head_bytes: int = HEAD_BYTES,
-    tokens: int = TOKENS,
-) -> AsyncIterator[Engine]:
-    """Start an engine of one rank; its actors are stopped and its doors closed at the end."""
-    async with parallel_engine(
-        engine_id,
-        1,
-        options=options,
-        serves=serves,
-        port=port,
-        incarnation=incarnation,
-        compatibility_hash=compatibility_hash,
-        head_bytes=head_bytes,
-        tokens=tokens,
-    ) as ranks:
+async def engine(engine_id: str, **settings: Any) -> AsyncIterator[Engine]:
+    """Start an engine of one rank, with the settings of `parallel_engine`."""
+    async with parallel_engine(engine_id, 1, **settings) as ranks:
         yield ranks[0]
 
 
@@ -224,7 +204,10 @@ async def parallel_engine(
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
 ) -> AsyncIterator[list[Engine]]:
-    """The same with several tensor-parallel ranks. The first one has the listener, which answers for all of them."""
+    """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
+
+    The first rank has the listener, which answers for all of them.
+    """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
     ranks = [
         _rank(engine_id, shapes, tp_rank, tp_size, options or ConnectorOptions(), compatibility_hash, tokens)

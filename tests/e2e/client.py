@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -203,8 +204,7 @@ class PrefillDecode:
 
     def prefill_concurrently(self, prompts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """The parameters of all prompts, computed on P at once, by request id. Raises RuntimeError when P fails."""
-        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
-            answers = dict(zip(prompts, pool.map(self.prefill, prompts.values(), prompts), strict=True))
+        answers = _at_once({key: partial(self.prefill, prompt, key) for key, prompt in prompts.items()})
         params = {key: answer.kv_transfer_params for key, answer in answers.items()}
         if missing := [key for key, each in params.items() if not each]:
             raise RuntimeError(f"P kept no blocks for {missing}: {answers[missing[0]].error}")
@@ -214,17 +214,19 @@ class PrefillDecode:
         self, prompts: Mapping[str, str], params: Mapping[str, Mapping[str, Any]], max_tokens: int = ANSWER_TOKENS
     ) -> dict[str, Answer]:
         """`decode` for all at once, by request id."""
-        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
-            calls = {
-                key: pool.submit(self.decode, prompt, params[key], key, max_tokens) for key, prompt in prompts.items()
-            }
-            return {key: call.result() for key, call in calls.items()}
+        return _at_once(
+            {key: partial(self.decode, prompt, params[key], key, max_tokens) for key, prompt in prompts.items()}
+        )
 
     def pd_concurrently(self, prompts: Mapping[str, str], max_tokens: int = ANSWER_TOKENS) -> dict[str, Answer]:
         """`pd` for all at once, by request id."""
-        with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
-            calls = {key: pool.submit(self.pd, prompt, key, max_tokens) for key, prompt in prompts.items()}
-            return {key: call.result() for key, call in calls.items()}
+        return _at_once({key: partial(self.pd, prompt, key, max_tokens) for key, prompt in prompts.items()})
+
+
+def _at_once(calls: Mapping[str, Callable[[], Answer]]) -> dict[str, Answer]:
+    with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
+        answers = {key: pool.submit(call) for key, call in calls.items()}
+        return {key: answer.result() for key, answer in answers.items()}
 
 
 def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Any) -> dict[str, Any]:

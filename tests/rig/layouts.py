@@ -1,15 +1,23 @@
-"""Layouts of engines whose memory a test makes itself: full attention in one cache group, layer after layer."""
+"""Layouts of engines whose memory a test makes itself: attention in one cache group, layer after layer."""
 
 from __future__ import annotations
 
+import msgspec
+
 from connector.layout.geometry import CacheGroup, RankLayout, Region
-from connector.layout.shapes import LayerShape, attention, page_strides, paged_pieces
+from connector.layout.shapes import LayerShape, attention, latent, page_strides, paged_pieces, shard
 
 
 def attention_shapes(*, layers: int, heads: int, head_bytes: int) -> dict[str, LayerShape]:
     """Layers by name. `head_bytes`: K and V of one head of one token together."""
     names = [f"layers.{layer}" for layer in range(layers)]
     return {name: attention(name, heads=heads, k_bytes=head_bytes // 2, v_bytes=head_bytes // 2) for name in names}
+
+
+def latent_shapes(*, layers: int, bytes_per_token: int) -> dict[str, LayerShape]:
+    """Layers whose cache all ranks hold alike, by name."""
+    names = [f"layers.{layer}" for layer in range(layers)]
+    return {name: latent(name, bytes_per_token=bytes_per_token) for name in names}
 
 
 def attention_rank(
@@ -26,9 +34,13 @@ def attention_rank(
     """One rank, whose layers lie one after another from `address`; blocks of `tokens`, one every `stride_bytes`."""
     regions = []
     for shape in shapes.values():
-        heads = max(1, shape.components[0].units // tp_size)
+        start, stop = shard(shape.components[0].units, tp_rank, tp_size)
         head_bytes = sum(component.bytes_per_unit for component in shape.components)
-        strides = page_strides("LBHNC", layers=1, blocks=blocks, heads=heads, tokens=tokens, bytes_per_token=head_bytes)
+        strides = page_strides(
+            "LBHNC", layers=1, blocks=blocks, heads=stop - start, tokens=tokens, bytes_per_token=head_bytes
+        )
+        # Of an axis of one the stride is arbitrary, and registered as 0.
+        strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
         stride = stride_bytes or strides.block
         regions.append(
             Region(

@@ -282,13 +282,12 @@ def _one_consumer() -> AbstractContextManager[Any]:
 
 def _replicas_not_told() -> AbstractContextManager[Any]:
     """A prefill rank that nobody reads never hears of the end."""
-    right = plan._plan
+    right = plan.EnginePlan
 
-    def without(*arguments: Any) -> Any:
-        reads, _, groups = right(*arguments)
-        return reads, (), groups
+    def without(**fields: Any) -> plan.EnginePlan:
+        return right(**(fields | {"notify_only": ()}))
 
-    return patch.object(plan, "_plan", without)
+    return patch.object(plan, "EnginePlan", without)
 
 
 def _sides_sorted_apart() -> AbstractContextManager[Any]:

@@ -34,9 +34,11 @@ from connector.wire.metadata import (
 )
 from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
-from tests.rig.latent_cache import TOKENS, latent_cache
+from tests.rig.layouts import attention_rank, latent_shapes
 from tests.unit.properties import on_any_machine
 
+TOKENS = 32
+"""Of a block."""
 INCARNATION = "0123456789abcdef" * 2
 
 
@@ -48,26 +50,29 @@ class Side:
     shapes: dict[str, LayerShape]
 
 
-def side(base_addresses: list[int], *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int = 2) -> Side:
+def side(layers: int, *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int = 2) -> Side:
     """The model has latent caches, so that all ranks look the same."""
-    regions, shapes = latent_cache(base_addresses, block_bytes=block_bytes, block_stride_bytes=256, num_blocks=16)
-    layout = RankLayout(
-        engine_id="prefill",
+    shapes = latent_shapes(layers=layers, bytes_per_token=block_bytes // TOKENS)
+    layout = attention_rank(
+        "prefill",
+        shapes,
+        address=1 << 40,
+        blocks=16,
+        tokens=TOKENS,
+        stride_bytes=256,
         tp_rank=tp_rank,
         tp_size=tp_size,
-        dcp_size=1,
-        pcp_size=1,
-        regions=regions,
-        kernel_block_size_tokens=TOKENS,
+    )
+    layout = msgspec.structs.replace(
+        layout,
         kernel_blocks_per_block=2,
-        layout_name="LBHNC",
         attention_backend="CPU_ATTN",
         groups=(CacheGroup(tokens_per_kernel_block=TOKENS, kernel_blocks_per_block=2),),
     )
     return Side(layout, shapes)
 
 
-SIDE = side([(1 << 40) + index * 4096 for index in range(3)])
+SIDE = side(3)
 LAYOUT = SIDE.layout
 METADATA = describe(LAYOUT, b"agent")
 WIRE: dict[str, Any] = msgspec.to_builtins(METADATA, builtin_types=(bytes,))
@@ -376,7 +381,7 @@ class TestMetadata:
 
     def test_sizes_of_a_large_model(self) -> None:
         """Ten thousand regions decode; a limit that is too tight would show here."""
-        many = side([(1 << 40) + index * 4096 for index in range(10_000)])
+        many = side(10_000)
         metadata = decode_agent_metadata(encode_agent_metadata(describe(many.layout, bytes(1 << 20))))
         assert understand(metadata, tp_rank=1, tp_size=2, local=many) == many.layout
 
