@@ -4,8 +4,8 @@ A test that finds its request late says who held it up, or nobody will know when
 hand. py-spy reads the stacks from outside, so the engine needs no preparation and does not notice.
 
 One cause has a name, because it is not the connector's and comes by itself on a busy machine: vLLM's engine core and
-its worker each wait for the other's message in the shared-memory queue. The wake-up of one of them was lost, and vLLM
-looks again after five seconds (SHM_READER_RECHECK_INTERVAL_MS in its shm_broadcast).
+its worker each wait for the other's message in the shared-memory queue, because neither came to run (`calm`) or a
+wake-up was lost; vLLM looks again after five seconds (SHM_READER_RECHECK_INTERVAL_MS in its shm_broadcast).
 """
 
 from __future__ import annotations

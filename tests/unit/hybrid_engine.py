@@ -7,21 +7,15 @@ tokens are made up and what a worker would report is handed in by the test. Ever
 from __future__ import annotations
 
 import copy
-import functools
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
-    get_request_block_hasher,
-    init_none_hash,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -45,7 +39,7 @@ from connector.nixl_connector import NixlConnector
 from connector.runtime.messages import Command, LeaseGranted, RejectPull, StartPull
 from connector.scheduler.metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
-from tests.unit.vllm_setup import engine_config, write_model
+from tests.unit.vllm_setup import block_hasher, scheduling_config
 
 BLOCK_TOKENS = 16
 MAX_MODEL_TOKENS = 512
@@ -101,7 +95,7 @@ class HybridEngine:
         recomputes: bool = False,
         admits_what_fits: bool = True,
     ) -> None:
-        config = self.config = copy.copy(_base_config())
+        config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.max_num_batched_tokens = batch_tokens
         config.scheduler_config.async_scheduling = False
@@ -156,7 +150,7 @@ class HybridEngine:
                 extra_args={"kv_transfer_params": params},
             ),
             pooling_params=None,
-            block_hasher=_block_hasher(),
+            block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
         )
         self.scheduler.add_request(request)
         return request
@@ -234,24 +228,6 @@ class HybridEngine:
         """The block tables of a request whose blocks are not freed."""
         tables: tuple[Sequence[KVCacheBlock], ...] = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         return tables
-
-
-@functools.cache
-def _base_config() -> VllmConfig:
-    with tempfile.TemporaryDirectory() as directory:
-        return engine_config(
-            write_model(Path(directory) / "model"),
-            block_size=BLOCK_TOKENS,
-            max_model_len=MAX_MODEL_TOKENS,
-            enable_chunked_prefill=True,
-        )
-
-
-@functools.cache
-def _block_hasher() -> Any:
-    hash_function = get_hash_fn_by_name(_base_config().cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_function)
-    return get_request_block_hasher(BLOCK_TOKENS, hash_function)
 
 
 def _cache_config(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:

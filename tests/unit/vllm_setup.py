@@ -7,9 +7,11 @@ from vLLM's own allocator, so views, strides and the shared allocation are those
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -33,12 +37,16 @@ from vllm.v1.kv_cache_interface import (
     KVCacheLayout,
     KVCacheTensor,
 )
+from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 KV_HEADS = 4
 HEAD_SIZE = 32
 LAYERS = 12
 """More than ten, so that natural and alphabetical order of layer names differ."""
+
+
+BlockHasher = Callable[[Request], list[BlockHash]]
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
@@ -77,6 +85,28 @@ def engine_config(model: Path, **changes: Any) -> VllmConfig:
     config = EngineArgs(**(arguments | changes)).create_engine_config()
     config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
     return config
+
+
+@functools.cache
+def scheduling_config(block_size: int, max_model_len: int) -> VllmConfig:
+    """An engine configuration for vLLM's scheduler without an engine; shared, so copy it before changing it."""
+    with tempfile.TemporaryDirectory() as directory:
+        return engine_config(
+            write_model(Path(directory) / "model"),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=True,
+        )
+
+
+@functools.cache
+def block_hasher(block_size: int, max_model_len: int) -> BlockHasher:
+    """How requests of an engine of `scheduling_config` name their blocks for the prefix cache."""
+    algorithm = scheduling_config(block_size, max_model_len).cache_config.prefix_caching_hash_algo
+    hash_function = get_hash_fn_by_name(algorithm)
+    init_none_hash(hash_function)
+    hasher: BlockHasher = get_request_block_hasher(block_size, hash_function)
+    return hasher
 
 
 def layer_name(index: int) -> str:

@@ -8,30 +8,21 @@ scheduler looks at.
 from __future__ import annotations
 
 import copy
-import functools
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.request import Request
 
 from connector.config import ConnectorOptions
 from tests.simulation.engines import LAYERS
 from tests.simulation.faults import generator
 from tests.simulation.vllm.content import BLOCK_TOKENS
-from tests.unit.vllm_setup import engine_config, write_model
+from tests.unit.vllm_setup import scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"
 MAX_MODEL_TOKENS = 256
-
-BlockHasher = Callable[[Request], list[BlockHash]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +73,7 @@ def engine_configuration(
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """What vLLM needs to make the scheduler of one engine."""
     blocks = (knobs.prefill_blocks if is_prefill else knobs.decode_blocks) + 1
-    config = copy.copy(_base_config())
+    config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.max_num_batched_tokens = knobs.batch_tokens
     config.scheduler_config.max_num_seqs = knobs.batch_requests
@@ -102,26 +93,6 @@ def engine_configuration(
         kv_connector_extra_config=_extra_config(options),
     )
     return config, _cache_config(blocks)
-
-
-@functools.cache
-def block_hasher() -> BlockHasher:
-    """How requests name their blocks for the prefix cache."""
-    hash_function = get_hash_fn_by_name(_base_config().cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_function)
-    hasher: BlockHasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
-    return hasher
-
-
-@functools.cache
-def _base_config() -> VllmConfig:
-    with tempfile.TemporaryDirectory() as directory:
-        return engine_config(
-            write_model(Path(directory) / "model"),
-            block_size=BLOCK_TOKENS,
-            max_model_len=MAX_MODEL_TOKENS,
-            enable_chunked_prefill=True,
-        )
 
 
 def _cache_config(blocks: int) -> KVCacheConfig:

@@ -46,11 +46,12 @@ from connector.runtime.messages import (
 from tests.simulation.engines import JUNK, Process, Surroundings, Variant
 from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
-from tests.simulation.vllm.config import Knobs, block_hasher, engine_configuration
+from tests.simulation.vllm.config import MAX_MODEL_TOKENS, Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, being_born
 from tests.simulation.vllm.content import BLOCK_TOKENS
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
 from tests.simulation.vllm.worker import SimulatedRunner
+from tests.unit.vllm_setup import block_hasher
 
 PREFILL, DECODE = "P", "D"
 
@@ -485,7 +486,7 @@ def _request(ask: Ask) -> Request:
         ),
         pooling_params=None,
         arrival_time=trio.current_time(),
-        block_hasher=block_hasher(),
+        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
     )
 
 
