@@ -5,34 +5,3 @@ from the model; `sources` says which ranks deal with each other, `copies` which 
 tables, and `plan` makes descriptors of all that. One algorithm for every model and parallel size; what tells models
 apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids are checked.
 """
-
-from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair
-from connector.layout.geometry import (
-    BlockIdError,
-    CacheGroup,
-    LayoutMismatch,
-    MemoryKind,
-    Piece,
-    RankLayout,
-    Region,
-)
-from connector.layout.plan import EnginePlan, Notified, ReadPlan, plan_engine
-from connector.layout.sources import partners
-
-__all__ = [
-    "BlockIdError",
-    "CacheGroup",
-    "ChunkPairs",
-    "EnginePlan",
-    "GroupBlocks",
-    "GroupPair",
-    "LayoutMismatch",
-    "MemoryKind",
-    "Notified",
-    "Piece",
-    "RankLayout",
-    "ReadPlan",
-    "Region",
-    "partners",
-    "plan_engine",
-]

@@ -4,7 +4,8 @@ Both sides' block ids stand for stretches of the request's tokens, but not for e
 logical block may be several kernel blocks, a prefix may be present already, a sliding window may have clipped either
 list. So both are cut into chunks, the longest stretch of which every kernel block of either side is a whole number
 (the greatest common divisor of the two kernel block sizes), and chunks with the same position in the request are
-paired. For states (SSM) a block is one position and the same arithmetic applies.
+paired. For states (SSM) a block is one position and the same arithmetic applies. Of ranks that share the tokens of each
+entry of their block tables, each has only the chunks of its own block.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     local: Sequence[int] | Indices
     remote: Sequence[int] | Indices
     local_first: int = 0
-    """How many blocks of our size lie before local[0] in the request: a prefix present already, or a window's clip."""
+    """How many entries of ours lie before local[0] in the request: a prefix present already, or a window's clip."""
     remote_first: int = 0
     num_tokens: int | None = None
     """Tokens to transfer, counted by us from the start of the request; None: as far as both lists reach."""
@@ -92,21 +93,22 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
         local, remote = np.asarray(blocks.local, np.int64), np.asarray(blocks.remote, np.int64)
         self.check_ids(local, remote)
         cut = self.cut
-        local_size = self.local.positions_per_block // cut.positions
-        remote_size = self.remote.positions_per_block // cut.positions
+        local_size = self.local.positions_per_entry // cut.positions
+        remote_size = self.remote.positions_per_entry // cut.positions
         local_start, remote_start = blocks.local_first * local_size, blocks.remote_first * remote_size
         local_end, remote_end = local_start + local.size * local_size, remote_start + remote.size * remote_size
         start, end = max(local_start, remote_start), min(local_end, remote_end)
         _require_cover(blocks, cut.positions, (local_start, local_end), (remote_start, remote_end))
         if blocks.num_tokens is not None:
             end = min(end, -(-blocks.num_tokens // cut.positions))
-        position = np.arange(start, max(start, end), dtype=np.int64)
+        position = _held(np.arange(start, max(start, end), dtype=np.int64), self.local, cut.local_chunks)
+        position = _held(position, self.remote, cut.remote_chunks)
         local_block, local_chunk = _locate(position - local_start, local, self.local, cut.local_chunks)
         remote_block, remote_chunk = _locate(position - remote_start, remote, self.remote, cut.remote_chunks)
         order = np.lexsort((local_chunk, local_block))
         unfilled = np.empty(0, np.int64)
         if self.local.tokens_per_kernel_block:
-            offered = np.arange(local_start, local_end, dtype=np.int64)
+            offered = _held(np.arange(local_start, local_end, dtype=np.int64), self.local, cut.local_chunks)
             unfilled = offered[(offered < start) | (offered >= max(start, end))] - local_start
         unfilled_block, unfilled_chunk = _locate(unfilled, local, self.local, cut.local_chunks)
         return ChunkPairs(
@@ -119,11 +121,20 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def _held(position: Indices, group: CacheGroup, chunks: int) -> Indices:
+    """Those chunks of the request that lie in this rank's blocks; `chunks` make a kernel block."""
+    if group.dcp_size == 1:
+        return position
+    block = position // (chunks * group.kernel_blocks_per_block)
+    held: Indices = position[block % group.dcp_size == group.dcp_rank]
+    return held
+
+
 def _locate(chunk: Indices, ids: Indices, group: CacheGroup, chunks: int) -> tuple[Indices, Indices]:
-    """Kernel block, and chunk within it, of each chunk counted from the start of ids[0]."""
+    """Kernel block, and chunk within it, of each chunk held by this rank, counted from the start of ids[0]."""
     kernel_block, within = np.divmod(chunk, chunks)
-    index, part = np.divmod(kernel_block, group.kernel_blocks_per_block)
-    return ids[index] * group.kernel_blocks_per_block + part, within
+    block, part = np.divmod(kernel_block, group.kernel_blocks_per_block)
+    return ids[block // group.dcp_size] * group.kernel_blocks_per_block + part, within
 
 
 def _require_cover(blocks: GroupBlocks, size: int, local: tuple[int, int], remote: tuple[int, int]) -> None:

@@ -14,12 +14,19 @@ The block ids of a region come from one cache group. Where groups share memory, 
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's name for where memory lies."""
+
+
+class RankId(NamedTuple):
+    """A rank of an engine: its pipeline stage, and its number in that stage."""
+
+    pp_rank: int
+    tp_rank: int
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +61,10 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_kernel_block: int
     """0: blocks are states (of an SSM), one per request, not stretches of its tokens."""
     kernel_blocks_per_block: int = 1
+    dcp_size: int = 1
+    """Ranks that share the tokens of an entry of a block table, a block each (decode context parallel)."""
+    dcp_rank: int = 0
+    """Which of these blocks this rank holds."""
 
     @property
     def positions_per_kernel_block(self) -> int:
@@ -63,6 +74,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def positions_per_block(self) -> int:
         return self.positions_per_kernel_block * self.kernel_blocks_per_block
+
+    @property
+    def positions_per_entry(self) -> int:
+        """What an entry of a block table stands for, on all ranks that share it."""
+        return self.positions_per_block * self.dcp_size
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +102,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     tp_rank: int
+    """Of the ranks that are told apart by what they hold; the next three too."""
     tp_size: int
     dcp_size: int
     pcp_size: int
@@ -96,8 +113,13 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Order of the axes in memory, vLLM's `KVCacheLayout` name, for instance LBHNC."""
     attention_backend: str
     device_id: int = 0
+    pp_rank: int = 0
     groups: tuple[CacheGroup, ...] = ()
     """The cache groups that `Region.group` counts; empty: one, of the two sizes above."""
+
+    @property
+    def rank(self) -> RankId:
+        return RankId(self.pp_rank, self.tp_rank)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -105,6 +127,8 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
             CacheGroup(
                 tokens_per_kernel_block=self.kernel_block_size_tokens,
                 kernel_blocks_per_block=self.kernel_blocks_per_block,
+                dcp_size=self.dcp_size,
+                dcp_rank=self.tp_rank % self.dcp_size,
             ),
         )
 

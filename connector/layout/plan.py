@@ -26,12 +26,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
 from connector.layout.copies import Copy, Place, copies_between
-from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankLayout
-from connector.layout.sources import find_sources, partners
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankId, RankLayout
+from connector.layout.sources import consumers, find_sources, partners
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -48,15 +47,12 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     remote_starts: DescriptorIds
     remote_block_step: int
     remote_chunk_step: int
-    length_bytes: int
-    """Of one chunk in all rows."""
 
 
 class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How the local rank reads from `remote_rank`."""
 
-    remote_rank: int
-    """Tensor-parallel rank to read from."""
+    remote_rank: RankId
     consumers: int
     """How many ranks of our engine that rank waits for: each of them notifies it when it is done."""
     local_runs: tuple[MemoryRun, ...]
@@ -66,34 +62,8 @@ class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     groups: tuple[GroupPair, ...]
     rows: tuple[Rows, ...]
 
-    def descriptor_ids(
-        self, local_blocks: Sequence[int] | npt.NDArray[np.int64], remote_blocks: Sequence[int] | npt.NDArray[np.int64]
-    ) -> tuple[DescriptorIds, DescriptorIds]:
-        """Descriptors of a READ of remote_blocks[i] into local_blocks[i], both logical ids, shape [n].
-
-        For a plan of one cache group with the same block size on both sides; any other takes `chunk_descriptor_ids`.
-        Returns two int32 arrays of shape [n * kernel blocks per block * rows]. Raises BlockIdError when the lists
-        differ in length, an id is outside of its side's memory, or a local block occurs twice.
-        """
-        local, remote = np.asarray(local_blocks, np.int64), np.asarray(remote_blocks, np.int64)
-        if local.ndim != 1 or local.shape != remote.shape:
-            raise BlockIdError("remote", f"{remote.size} of them for {local.size} local blocks")
-        (group,) = self.groups
-        if group.local != group.remote:
-            raise ValueError("the two sides' blocks differ in size")
-        group.check_ids(local, remote)
-        order = np.argsort(local, kind="stable")
-        local, remote = local[order], remote[order]
-        ratio = group.local.kernel_blocks_per_block
-        if ratio > 1:
-            part = np.arange(ratio)
-            local = (local[:, None] * ratio + part).ravel()
-            remote = (remote[:, None] * ratio + part).ravel()
-        ids = [(_number(rows.local_starts, local), _number(rows.remote_starts, remote)) for rows in self.rows]
-        return _concatenate([local for local, _ in ids]), _concatenate([remote for _, remote in ids])
-
-    def chunk_descriptor_ids(self, pairs: Sequence[ChunkPairs]) -> tuple[DescriptorIds, DescriptorIds]:
-        """Descriptors of a READ that fills `pairs`, one element for each cache group (`EnginePlan.pair`).
+    def descriptor_ids(self, pairs: Sequence[ChunkPairs]) -> tuple[DescriptorIds, DescriptorIds]:
+        """Descriptors of a READ that fills `pairs`, this plan's element of what `EnginePlan.pair` gives.
 
         Returns two int32 arrays of the same shape [n]. No error: pairing has checked the ids.
         """
@@ -106,20 +76,11 @@ class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             remote_ids.append(_number(rows.remote_starts, remote))
         return _concatenate(local_ids), _concatenate(remote_ids)
 
-    def length_bytes(self, blocks: int) -> int:
-        """Bytes that a READ of `blocks` logical local blocks of each cache group moves."""
-        return sum(rows.length_bytes * self._chunks(rows.group) for rows in self.rows) * blocks
-
-    def _chunks(self, group: int) -> int:
-        """Chunks of a logical local block."""
-        pair = self.groups[group]
-        return pair.local.kernel_blocks_per_block * pair.cut.local_chunks
-
 
 class Notified(msgspec.Struct, frozen=True, kw_only=True):
     """A remote rank that is only told when this rank is done, and how many ranks of our engine it waits for."""
 
-    remote_rank: int
+    remote_rank: RankId
     consumers: int
 
 
@@ -130,18 +91,28 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One for each remote rank to read from, in the order of ranks. Each is to be notified too."""
     notify_only: tuple[Notified, ...]
     """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
-    groups: tuple[GroupPair, ...]
     own: tuple[Copy, ...]
     """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
 
-    def pair(self, blocks: Sequence[GroupBlocks]) -> tuple[ChunkPairs, ...]:
-        """Pair the block tables of a request, one for each cache group. Raises BlockIdError."""
+    @property
+    def groups(self) -> tuple[GroupPair, ...]:
+        """The cache groups on both sides; of the ranks that are read, those of the first one."""
+        return self.reads[0].groups
+
+    def pair(self, blocks: Sequence[GroupBlocks]) -> list[tuple[ChunkPairs, ...]]:
+        """Pair the block tables of a request, one for each cache group, for each of `reads`. Raises BlockIdError."""
         if len(blocks) != len(self.groups):
             raise BlockIdError("remote", f"lists for {len(blocks)} cache groups instead of {len(self.groups)}")
-        return tuple(group.pair(tables) for group, tables in zip(self.groups, blocks, strict=True))
+        paired: dict[tuple[GroupPair, ...], tuple[ChunkPairs, ...]] = {}
+        for groups in dict.fromkeys(read.groups for read in self.reads):
+            paired[groups] = tuple(group.pair(tables) for group, tables in zip(groups, blocks, strict=True))
+        return [paired[read.groups] for read in self.reads]
 
     def unfilled(self, pairs: Sequence[ChunkPairs]) -> tuple[Indices, Indices]:
-        """Local memory of the request's blocks that no READ fills, for zeroing: addresses and lengths, shape [n]."""
+        """Local memory of the request's blocks that no READ fills, for zeroing: addresses and lengths, shape [n].
+
+        `pairs` are those of any READ.
+        """
         addresses, lengths = [], []
         for copy in self.own:
             blocks, chunks = pairs[copy.group].unfilled_block, pairs[copy.group].unfilled_chunk
@@ -156,51 +127,63 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
 
     Raises LayoutMismatch when it cannot.
     """
-    by_number = _require_partners(local, remotes)
+    by_rank = _require_partners(local, remotes)
     _require_same_layers(local, remotes)
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
-    sources = find_sources(local, by_number)
+    sources = find_sources(local, by_rank)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
-    for rank, remote in sorted(by_number.items()):
-        consumers = len(partners(rank, remote.tp_size, local.tp_size))
+    for rank, remote in sorted(by_rank.items()):
         taken = [source for source in sources if source.remote_rank == rank]
         if taken:
             copies = copies_between(local, remote, taken, cuts)
-            reads.append(_read_plan(local, remote, copies, groups, consumers))
+            reads.append(_read_plan(local, remote, copies, groups))
         else:
-            notify_only.append(Notified(remote_rank=rank, consumers=consumers))
+            notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
-    own = copies_between(local, local, find_sources(local, {local.tp_rank: local}), own_cuts)
-    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), groups=groups, own=tuple(own))
+    own = copies_between(local, local, find_sources(local, {local.rank: local}), own_cuts)
+    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mapping[int, RankLayout]:
-    """The remote ranks by number: those that we deal with, all of one engine that is not ours, and no others."""
-    by_number = {remote.tp_rank: remote for remote in remotes}
-    wanted = partners(local.tp_rank, local.tp_size, remotes[0].tp_size) if remotes else range(1)
-    if sorted(by_number) != list(wanted) or len(remotes) != len(wanted):
+def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mapping[RankId, RankLayout]:
+    """The remote ranks: those that we deal with in each stage, all of one engine that is not ours, and no others."""
+    for remote in remotes:
+        _require_context_parallel(local, remote)
+    by_rank = {remote.rank: remote for remote in remotes}
+    stages = range(len({remote.pp_rank for remote in remotes}) or 1)
+    sizes = (remotes[0].tp_size, local.dcp_size, remotes[0].dcp_size) if remotes else (1,)
+    wanted = [RankId(stage, rank) for stage in stages for rank in partners(local.tp_rank, local.tp_size, *sizes)]
+    if sorted(by_rank) != wanted or len(remotes) != len(wanted):
         advice = "each of the ranks that ours deals with has to be asked, once"
-        raise LayoutMismatch("remote tensor parallel ranks", list(wanted), sorted(by_number), advice)
+        here, there = ([tuple(rank) for rank in ranks] for ranks in (wanted, sorted(by_rank)))
+        raise LayoutMismatch("remote ranks (stage, tensor parallel rank)", here, there, advice)
     for remote in remotes:
         if local.engine_id == remote.engine_id:
             advice = "give each engine an engine id of its own"
             raise LayoutMismatch("engine_id", local.engine_id, remote.engine_id, advice)
-        for field in ("engine_id", "tp_size"):
+        for field in ("engine_id", "tp_size", "dcp_size"):
             if getattr(remote, field) != getattr(remotes[0], field):
                 advice = "all ranks that are read have to be of one engine"
                 raise LayoutMismatch(
                     f"{field} of rank {remote.tp_rank}", getattr(remotes[0], field), getattr(remote, field), advice
                 )
-        for field in ("dcp_size", "pcp_size"):
-            if getattr(local, field) != 1 or getattr(remote, field) != 1:
-                advice = "context parallelism is not supported; set it to 1"
-                raise LayoutMismatch(field, getattr(local, field), getattr(remote, field), advice)
-    return by_number
+    return by_rank
+
+
+def _require_context_parallel(local: RankLayout, remote: RankLayout) -> None:
+    """The sizes of context parallelism that `partners` knows how to pair, and that the built-in connector serves."""
+    ours, theirs = local.dcp_size, remote.dcp_size
+    if any(side.dcp_size not in (1, side.tp_size) for side in (local, remote)) or max(ours, theirs) % min(ours, theirs):
+        advice = "each has to be 1 or that engine's tensor parallel size, and one has to divide the other"
+        raise LayoutMismatch("dcp_size", ours, theirs, advice)
+    remote_fits = remote.pcp_size in (1, theirs) or ours == theirs == 1
+    if local.pcp_size != 1 or not remote_fits:
+        advice = "a decode engine needs 1, a prefill engine 1 or its dcp_size, or any size where nobody has a dcp_size"
+        raise LayoutMismatch("pcp_size", local.pcp_size, remote.pcp_size, advice)
 
 
 def _require_same_layers(local: RankLayout, remotes: Sequence[RankLayout]) -> None:
@@ -234,7 +217,7 @@ def _pair_groups(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[Grou
             advice = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
             ours_count, theirs_count = len(local.cache_groups), len(remote.cache_groups)
             raise LayoutMismatch("number of KV cache groups", ours_count, theirs_count, advice)
-        if remote.cache_groups != groups:
+        if _of_any_rank(remote) != _of_any_rank(remotes[0]):
             advice = "all ranks of an engine have to have the same block sizes"
             raise LayoutMismatch(f"block sizes of rank {remote.tp_rank}", groups, remote.cache_groups, advice)
     pairs = []
@@ -242,15 +225,27 @@ def _pair_groups(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[Grou
         if bool(ours.tokens_per_kernel_block) != bool(theirs.tokens_per_kernel_block):
             here, there = ("tokens" if side.tokens_per_kernel_block else "states" for side in (ours, theirs))
             raise LayoutMismatch(f"KV cache group {index}", here, there, "start both engines with the same model")
-        remote_ids = min(_ids(remote, index, theirs) for remote in remotes)
-        pairs.append(GroupPair(local=ours, remote=theirs, local_ids=_ids(local, index, ours), remote_ids=remote_ids))
+        if ours.dcp_size > 1 < theirs.dcp_size and ours.positions_per_block != theirs.positions_per_block:
+            here, there = (f"{side.positions_per_block} with dcp_size {side.dcp_size}" for side in (ours, theirs))
+            raise LayoutMismatch(f"block size of KV cache group {index}", here, there, "use the same --block-size")
+        # A pipeline stage may have no layer of a group.
+        remote_ids = [_ids(remote, index, theirs) for remote in remotes if _blocks(remote, index)]
+        local_ids = _ids(local, index, ours)
+        pairs.append(GroupPair(local=ours, remote=theirs, local_ids=local_ids, remote_ids=min(remote_ids, default=0)))
     return tuple(pairs)
+
+
+def _of_any_rank(layout: RankLayout) -> list[CacheGroup]:
+    return [msgspec.structs.replace(group, dcp_rank=0) for group in layout.cache_groups]
+
+
+def _blocks(layout: RankLayout, group: int) -> list[int]:
+    return [region.num_blocks for region in layout.regions if region.group == group]
 
 
 def _ids(layout: RankLayout, group: int, sizes: CacheGroup) -> int:
     """How many logical block ids of the group the rank has memory for."""
-    blocks = [region.num_blocks for region in layout.regions if region.group == group]
-    return min(blocks, default=0) // sizes.kernel_blocks_per_block
+    return min(_blocks(layout, group), default=0) // sizes.kernel_blocks_per_block
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------
@@ -296,36 +291,36 @@ def _is_even(place: Place) -> bool:
     return place.chunks > 1 and place.chunks * place.chunk_stride_bytes == place.block_stride_bytes
 
 
-def _read_plan(
-    local: RankLayout, remote: RankLayout, copies: Sequence[Copy], groups: tuple[GroupPair, ...], consumers: int
-) -> ReadPlan:
+def _read_plan(local: RankLayout, remote: RankLayout, copies: Sequence[Copy], groups: Sequence[GroupPair]) -> ReadPlan:
     local_runs, remote_runs = _Runs(local.device_id), _Runs(remote.device_id)
-    alike: dict[tuple[int, tuple[int, int], tuple[int, int]], list[tuple[int, int, int]]] = {}
+    alike: dict[tuple[int, tuple[int, int], tuple[int, int]], list[tuple[int, int]]] = {}
     for copy in copies:
         local_start = local_runs.start(copy.local_address, copy.length_bytes, copy.local)
         remote_start = remote_runs.start(copy.remote_address, copy.length_bytes, copy.remote)
         key = (copy.group, _steps(copy.local), _steps(copy.remote))
-        alike.setdefault(key, []).append((local_start, remote_start, copy.length_bytes))
+        alike.setdefault(key, []).append((local_start, remote_start))
     if max(local_runs.count, remote_runs.count) > _DESCRIPTORS_MAX:
         advice = f"at most {_DESCRIPTORS_MAX} can be addressed; use fewer or larger blocks"
         raise LayoutMismatch("number of descriptors", local_runs.count, remote_runs.count, advice)
     return ReadPlan(
-        remote_rank=remote.tp_rank,
-        consumers=consumers,
+        remote_rank=remote.rank,
+        consumers=consumers(remote, local),
         local_runs=tuple(local_runs.runs),
         remote_runs=tuple(remote_runs.runs),
         memory_kind=local.regions[0].memory_kind,
-        groups=groups,
+        groups=tuple(
+            msgspec.structs.replace(pair, remote=theirs)
+            for pair, theirs in zip(groups, remote.cache_groups, strict=True)
+        ),
         rows=tuple(
             Rows(
                 group=group,
-                local_starts=np.array([[start] for start, _, _ in rows], np.int32),
+                local_starts=np.array([[start] for start, _ in rows], np.int32),
                 local_block_step=local_steps[0],
                 local_chunk_step=local_steps[1],
-                remote_starts=np.array([[start] for _, start, _ in rows], np.int32),
+                remote_starts=np.array([[start] for _, start in rows], np.int32),
                 remote_block_step=remote_steps[0],
                 remote_chunk_step=remote_steps[1],
-                length_bytes=sum(length for _, _, length in rows),
             )
             for (group, local_steps, remote_steps), rows in alike.items()
         ),

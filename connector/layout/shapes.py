@@ -43,6 +43,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
     is_state: bool = False
     """False: a block holds tokens, and all components have the same units."""
+    dcp_sharded: bool = False
+    """With decode context parallelism, ranks hold different tokens of it."""
     whole_blocks: bool = False
     """Where a block holds which token is not known: it can be read into one of the same size only."""
 

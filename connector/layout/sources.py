@@ -5,6 +5,9 @@ r / n to (r + 1) / n. Every head, channel or replica that a rank needs is held b
 A rank handshakes with its partners, reads from as few of them as hold all it needs, and notifies every one, because
 each remote rank keeps its blocks until all its partners have notified. So a remote rank that nobody reads (a replica)
 is released too, and no rank is read that would not wait for its reader.
+
+Where an engine splits the tokens of each block table entry over its ranks (decode context parallel), a rank's partners
+are those that hold tokens of its own. Pipeline stages hold layers of their own: a rank has its partners in every stage.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from connector.layout.geometry import LayoutMismatch, Piece, RankLayout, Region
+from connector.layout.geometry import LayoutMismatch, Piece, RankId, RankLayout, Region
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,19 +25,31 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     local_region: int
     local_piece: Piece
-    remote_rank: int
+    remote_rank: RankId
     remote_region: int
     remote_piece: Piece
     start: int
     stop: int
 
 
-def partners(tp_rank: int, tp_size: int, other_tp_size: int) -> range:
-    """Ranks of an engine of `other_tp_size` ranks that rank `tp_rank` of `tp_size` deals with."""
+def partners(tp_rank: int, tp_size: int, other_tp_size: int, dcp_size: int = 1, other_dcp_size: int = 1) -> range:
+    """Ranks of an engine of `other_tp_size` ranks that rank `tp_rank` of `tp_size` deals with, in each stage.
+
+    A `dcp_size` is 1 or the `tp_size`, and one of the two divides the other.
+    """
+    if other_dcp_size > 1:
+        step = min(dcp_size, other_dcp_size)
+        return range(tp_rank % step, other_tp_size if step == dcp_size else tp_rank % step + 1, step)
     return range(tp_rank * other_tp_size // tp_size, -(-(tp_rank + 1) * other_tp_size // tp_size))
 
 
-def find_sources(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list[Source]:
+def consumers(remote: RankLayout, local: RankLayout) -> int:
+    """How many ranks of `local`'s engine deal with the rank `remote`."""
+    sizes = (local.tp_size, remote.tp_size, local.dcp_size, remote.dcp_size)
+    return sum(remote.tp_rank in partners(tp_rank, *sizes) for tp_rank in range(local.tp_size))
+
+
+def find_sources(local: RankLayout, remotes: Mapping[RankId, RankLayout]) -> list[Source]:
     """Where every piece of `local` comes from. `remotes`: layouts by rank.
 
     Where several ranks hold the same, one is taken, a different one for different engines and ranks, so that many
@@ -44,11 +59,15 @@ def find_sources(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list[S
     sources: list[Source] = []
     for index, region in enumerate(local.regions):
         for piece in region.pieces:
-            sources.extend(_cover(index, region, piece, holders.get((piece.layer, piece.component), ())))
+            of_piece = holders.get((piece.layer, piece.component), ())
+            # Each part of the tokens is held by other ranks, and has to be covered by itself.
+            for part in sorted({holder.dcp_rank for holder in of_piece}) or (0,):
+                of_part = [holder for holder in of_piece if holder.dcp_rank == part]
+                sources.extend(_cover(index, region, piece, of_part))
     return sources
 
 
-def _by_preference(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list[RankLayout]:
+def _by_preference(local: RankLayout, remotes: Mapping[RankId, RankLayout]) -> list[RankLayout]:
     ranks = sorted(remotes)
     # A hash of the name that is the same in every process, so that a restart chooses the same.
     turn = (zlib.crc32(local.engine_id.encode()) + local.tp_rank) % len(ranks)
@@ -56,7 +75,8 @@ def _by_preference(local: RankLayout, remotes: Mapping[int, RankLayout]) -> list
 
 
 class _Holder(msgspec.Struct, frozen=True):
-    rank: int
+    rank: RankId
+    dcp_rank: int
     region_index: int
     region: Region
     piece: Piece
@@ -68,7 +88,8 @@ def _holders(remotes: Sequence[RankLayout]) -> dict[tuple[str, str], list[_Holde
     for layout in remotes:
         for index, region in enumerate(layout.regions):
             for piece in region.pieces:
-                holder = _Holder(layout.tp_rank, index, region, piece)
+                dcp_rank = layout.cache_groups[region.group].dcp_rank
+                holder = _Holder(layout.rank, dcp_rank, index, region, piece)
                 found.setdefault((piece.layer, piece.component), []).append(holder)
     return found
 
@@ -100,7 +121,7 @@ def _cover(index: int, region: Region, piece: Piece, holders: Sequence[_Holder])
         wanted = still_wanted
     if wanted:
         missing = " and ".join(f"{start} to {stop}" for start, stop in wanted)
-        there = [f"{holder.piece.start} to {holder.piece.stop} on rank {holder.rank}" for holder in holders]
+        there = [f"{holder.piece.start} to {holder.piece.stop} on rank {holder.rank.tp_rank}" for holder in holders]
         raise LayoutMismatch(
             f"{piece.component} of {piece.layer}",
             f"units {piece.start} to {piece.stop}, with {missing} missing",

@@ -2,9 +2,6 @@
 
 The tables come as the two schedulers made them, each in blocks of its own size. What they mean together is known only
 here, where the peer's layout is: where a table that a window has clipped begins, and which tokens a block stands for.
-
-Two engines with one cache group and equal blocks, the common case, need no pairing of chunks: block i of the request
-is block i on both sides.
 """
 
 from __future__ import annotations
@@ -41,28 +38,16 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
         return Resolved(reads=(), unfilled=None)
     if len(groups) != len(plan.groups):
         raise BlockIdError("remote", f"lists for {len(groups)} cache groups instead of {len(plan.groups)}")
-    if len(groups) == 1 and plan.groups[0].local == plan.groups[0].remote and groups[0].window_tokens is None:
-        return _resolve_block_by_block(plan, groups[0])
     tables = [_tables(pair, group, command) for pair, group in zip(plan.groups, groups, strict=True)]
     pairs = plan.pair(tables)
     reads = []
-    for source, read in enumerate(plan.reads):
-        local_ids, remote_ids = read.chunk_descriptor_ids(pairs)
+    for source, (read, of_read) in enumerate(zip(plan.reads, pairs, strict=True)):
+        local_ids, remote_ids = read.descriptor_ids(of_read)
         if local_ids.size:
             reads.append(Read(source=source, local_ids=local_ids, remote_ids=remote_ids))
-    addresses, lengths = plan.unfilled(pairs)
+    addresses, lengths = plan.unfilled(pairs[0])
     unfilled = Memory(addresses=addresses, lengths=lengths) if addresses.size else None
     return Resolved(reads=tuple(reads), unfilled=unfilled)
-
-
-def _resolve_block_by_block(plan: EnginePlan, group: GroupPull) -> Resolved:
-    local = group.local_block_ids
-    remote = group.remote_block_ids[group.local_first : group.local_first + len(local)]
-    reads = []
-    for source, read in enumerate(plan.reads):
-        local_ids, remote_ids = read.descriptor_ids(local, remote)
-        reads.append(Read(source=source, local_ids=local_ids, remote_ids=remote_ids))
-    return Resolved(reads=tuple(reads), unfilled=None)
 
 
 def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlocks:
@@ -85,5 +70,5 @@ def _remote_first(pair: GroupPair, group: GroupPull, command: StartPull) -> int:
     remote_num_tokens = command.remote_num_tokens if command.remote_num_tokens is not None else command.num_tokens
     if group.window_tokens is None or remote_num_tokens is None:
         return 0
-    blocks = -(-remote_num_tokens // pair.remote.positions_per_block)
+    blocks = -(-remote_num_tokens // pair.remote.positions_per_entry)
     return max(0, blocks - len(group.remote_block_ids))

@@ -1,10 +1,10 @@
 """One handshake with one remote engine, as a transaction.
 
-A rank deals with those ranks of the engine that `partners` names. `exchange` asks the side channel what one of them
-looks like, and measures the engine's clock on the way. `connect` does that for all of them at once, plans the reads,
-loads the agents and prepares the descriptors. Everything is validated before anything is loaded; whatever was loaded is
-taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to all of these
-ranks, or without a trace.
+A rank deals with those ranks of the engine that `partners` names, in each pipeline stage. `exchange` asks the side
+channel what one of them looks like, and measures the engine's clock on the way. `connect` does that for all of them at
+once, plans the reads, loads the agents and prepares the descriptors. Everything is validated before anything is loaded;
+whatever was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a
+`Connection` to all of these ranks, or without a trace.
 
 Every question opens a socket of its own. The built-in listener has no room for a request id, so a reply that comes
 after its timeout must have no socket to arrive at.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from connector.layout.geometry import LayoutMismatch, RankLayout
+from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
 from connector.layout.sources import partners
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
@@ -31,6 +31,9 @@ from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatib
 
 ASKED_AT_ONCE = 16
 """Questions that are open to one engine at a time: how many ranks it has is what a request says."""
+
+RANKS_MAX = 1024
+"""Ranks of one engine that a rank deals with."""
 
 
 class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +75,7 @@ class Exchanged(msgspec.Struct, frozen=True, kw_only=True):
         return self.reply.actor.incarnation if self.reply.actor is not None else None
 
 
-async def exchange(context: ActorContext, peer: PeerAddress, rank: int | None = None) -> Exchanged:
+async def exchange(context: ActorContext, peer: PeerAddress, rank: RankId | None = None) -> Exchanged:
     """One question about one rank (None: any that we deal with) and its answer.
 
     Raises HandshakeError; bounded by the option handshake_timeout_seconds.
@@ -94,12 +97,12 @@ async def exchange(context: ActorContext, peer: PeerAddress, rank: int | None = 
     return Exchanged(reply=reply, clock_sample=sample)
 
 
-async def _ask(context: ActorContext, peer: PeerAddress, rank: int) -> tuple[bytes, ...]:
+async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[bytes, ...]:
     """Send the question over a socket of its own, and wait for as long as the caller lets us."""
     requester: Requester | None = None
     try:
         requester = context.side_channel.connect(peer.host, peer.port)
-        return await requester.ask([encode_request(0, rank)])
+        return await requester.ask([encode_request(*rank)])
     except SideChannelError as error:
         raise _refused(peer, f"its address cannot be used: {error.error}") from error
     finally:
@@ -107,9 +110,15 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: int) -> tuple[byt
             requester.close()
 
 
-def _partners(context: ActorContext, peer: PeerAddress) -> range:
+def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
+    """Raises HandshakeError(Incompatible) when they would be too many."""
     local = context.local.layout
-    return partners(local.tp_rank, local.tp_size, peer.tp_size)
+    in_stage = partners(local.tp_rank, local.tp_size, peer.tp_size, local.dcp_size, peer.dcp_size)
+    if not 0 < peer.pp_size * len(in_stage) <= RANKS_MAX:
+        ranks = f"{len(in_stage)} in each of {peer.pp_size} stages"
+        advice = f"a rank can deal with 1 to {RANKS_MAX}; are the parallel sizes in kv_transfer_params those of P?"
+        raise _incompatible(peer, LayoutMismatch("number of ranks to read from", f"up to {RANKS_MAX}", ranks, advice))
+    return [RankId(stage, tp_rank) for stage in range(peer.pp_size) for tp_rank in in_stage]
 
 
 async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
@@ -133,13 +142,13 @@ async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
     )
 
 
-async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequence[int]) -> list[Exchanged]:
+async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId]) -> list[Exchanged]:
     """The answers about all ranks, in their order. Raises the first rank's HandshakeError when any fails."""
-    answers: dict[int, Exchanged] = {}
-    errors: dict[int, HandshakeError] = {}
+    answers: dict[RankId, Exchanged] = {}
+    errors: dict[RankId, HandshakeError] = {}
     turns = trio.CapacityLimiter(ASKED_AT_ONCE)
 
-    async def ask(rank: int, nursery: trio.Nursery) -> None:
+    async def ask(rank: RankId, nursery: trio.Nursery) -> None:
         try:
             async with turns:
                 answers[rank] = await exchange(context, peer, rank)
@@ -155,28 +164,21 @@ async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequenc
     return [answers[rank] for rank in ranks]
 
 
-def _plan(context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged]) -> EnginePlan:
+def _plan(
+    context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], answers: Sequence[Exchanged]
+) -> EnginePlan:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
     try:
-        if peer.pp_size != 1:
-            advice = "pipeline parallelism is not supported; set it to 1"
-            raise LayoutMismatch("pp_size", 1, peer.pp_size, advice)
-        remotes: list[RankLayout] = [
-            understand(answer.reply.metadata, tp_rank=rank, tp_size=peer.tp_size, local=context.local)
-            for rank, answer in zip(ranks, answers, strict=True)
-        ]
+        remotes: list[RankLayout] = []
+        for rank, answer in zip(ranks, answers, strict=True):
+            remote = understand(answer.reply.metadata, rank=rank, tp_size=peer.tp_size, local=context.local)
+            if remote.dcp_size != peer.dcp_size:
+                advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
+                raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
+            remotes.append(remote)
         return plan_engine(context.local.layout, remotes)
     except LayoutMismatch as mismatch:
-        raise HandshakeError(
-            Incompatible(
-                peer=peer.engine_id,
-                address=str(peer),
-                field=mismatch.field,
-                local=mismatch.local,
-                remote=mismatch.remote,
-                advice=mismatch.advice,
-            )
-        ) from mismatch
+        raise _incompatible(peer, mismatch) from mismatch
 
 
 async def disconnect(context: ActorContext, connection: Connection) -> None:
@@ -185,13 +187,13 @@ async def disconnect(context: ActorContext, connection: Connection) -> None:
 
 
 async def _load(
-    context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answers: Sequence[Exchanged], plan: EnginePlan
+    context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], answers: Sequence[Exchanged], plan: EnginePlan
 ) -> tuple[tuple[RemoteRank, ...], tuple[ReadSource, ...]]:
     nixl = context.nixl
     consumers = {read.remote_rank: read.consumers for read in plan.reads}
     consumers |= {notified.remote_rank: notified.consumers for notified in plan.notify_only}
     local_lists = [await nixl.local_list(read.local_runs) for read in plan.reads]
-    agents: dict[int, AgentName] = {}
+    agents: dict[RankId, AgentName] = {}
     remote_lists: list[DescriptorListHandle] = []
     try:
         for rank, answer in zip(ranks, answers, strict=True):
@@ -227,6 +229,19 @@ async def _unload(
             await context.nixl.unload_agent(agent)
         except (NixlCallFailed, PortClosed):
             continue  # Likewise; there is nothing left to take back.
+
+
+def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError:
+    return HandshakeError(
+        Incompatible(
+            peer=peer.engine_id,
+            address=str(peer),
+            field=mismatch.field,
+            local=mismatch.local,
+            remote=mismatch.remote,
+            advice=mismatch.advice,
+        )
+    )
 
 
 def _refused(peer: PeerAddress, detail: str) -> HandshakeError:

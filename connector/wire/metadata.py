@@ -8,6 +8,7 @@ together. `describe` makes it from a `RankLayout`, which is what the rest of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -84,6 +85,8 @@ def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
     for field in ("block_lens", "block_strides", "region_num_blocks", "region_group_ids", "region_names"):
         _require_length(metadata, field, regions)
     _require_length(metadata, "region_mem_types", regions)
+    if metadata.region_members:
+        _require_length(metadata, "region_members", regions)
     block_counts = metadata.region_num_blocks or [metadata.num_blocks] * regions
     for address, length, stride, count in zip(
         metadata.kv_caches_base_addr, metadata.block_lens, metadata.block_strides, block_counts, strict=True
@@ -111,6 +114,23 @@ class AdvertisedRegion(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     group: int
 
+    @property
+    def layers(self) -> list[str]:
+        """The layers that have memory here, group by group."""
+        return [layer for member in self.members for layer in layers_in_order(member)]
+
+
+def layers_in_order(region: Region) -> list[str]:
+    """The layers of a region in the order in which they lie in a block."""
+    return list(dict.fromkeys(piece.layer for piece in sorted(region.pieces, key=lambda piece: piece.offset_bytes)))
+
+
+def sizing_region(members: Sequence[Region]) -> Region:
+    """Of regions at one address, that whose blocks' length is advertised."""
+    # The built-in connector lets the last latent cache decide, and without any the first cache.
+    latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
+    return latent[-1] if latent else members[0]
+
 
 def advertised_regions(layout: RankLayout) -> list[AdvertisedRegion]:
     """The regions as peers see them, in the order of `layout`."""
@@ -127,9 +147,7 @@ def kernel_blocks_per_state(region: Region, layout: RankLayout) -> int:
 
 
 def _advertised(members: tuple[Region, ...], layout: RankLayout) -> AdvertisedRegion:
-    # The built-in connector lets the last latent cache decide, and without any the first cache.
-    latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
-    sizes = latent[-1] if latent else members[0]
+    sizes = sizing_region(members)
     parts = kernel_blocks_per_state(sizes, layout)
     groups = {region.group for region in members}
     return AdvertisedRegion(
@@ -173,7 +191,7 @@ def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
         region_mem_types=[region.members[0].memory_kind for region in regions],
         dcp_size=layout.dcp_size,
         pcp_size=layout.pcp_size,
-        region_members=[],
+        region_members=[region.layers for region in regions],
         packed_member_layouts={},
     )
 

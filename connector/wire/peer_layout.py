@@ -1,11 +1,13 @@
 """What a peer's metadata means: from the handshake map to a `RankLayout` whose regions have pieces.
 
-A peer says where its regions are and how long their blocks are, not what is in them. That follows from what we know:
-both engines run the same model with the same cache groups, so the peer's region of a name holds the layers that ours of
-that name holds; what a rank holds of a layer follows from the layer's shape, its rank and its tensor-parallel size; and
-where that lies in a block follows from the name of its layout and its block size. The advertised block lengths then
-have to be what all this adds up to. Where our own block is as long as its content the peer's has to be so too; where
-ours has padding (of pages of unlike layers), the peer's may have some other padding.
+A peer says where its regions are and how long their blocks are, and perhaps which layers are in them, but not what is
+where. That follows from what we know: both engines run the same model with the same cache groups, so where nothing else
+is said the peer's region of a name holds the layers that ours of that name holds; what a rank holds of a layer follows
+from the layer's shape, its rank and its tensor-parallel size; and where that lies in a block follows from the name of
+its layout and its block size. The advertised block lengths then have to be what all this adds up to. Where our own
+block is as long as its content the peer's has to be so too; where ours has padding (of pages of unlike layers), the
+peer's may have some other padding. A rank of a pipeline stage has some of the layers; whether all ranks together have
+every layer is seen when the reads are planned.
 
 Everything here is untrusted: whatever does not fit raises LayoutMismatch, and no piece lies outside of the peer's
 blocks.
@@ -18,7 +20,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, Piece, RankLayout, Region
+from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, Piece, RankId, RankLayout, Region
 from connector.layout.shapes import (
     ImpossibleShard,
     LayerShape,
@@ -30,10 +32,12 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.wire.metadata import (
-    AdvertisedRegion,
+    SHARED_GROUP,
     AgentMetadata,
     advertised_regions,
     kernel_blocks_per_state,
+    layers_in_order,
+    sizing_region,
     ssm_sizes,
 )
 
@@ -55,8 +59,8 @@ class LocalSide(Protocol):
     def shapes(self) -> Mapping[str, LayerShape]: ...
 
 
-def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: LocalSide) -> RankLayout:
-    """The layout of the rank that sent `metadata`, which is `tp_rank` of `tp_size`.
+def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalSide) -> RankLayout:
+    """The layout of the rank that sent `metadata`, which is `rank` of an engine with `tp_size` ranks in each stage.
 
     Raises LayoutMismatch when it describes something other than what that rank of our model would have.
     """
@@ -68,16 +72,17 @@ def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: Lo
     backends = (ours.attention_backend, metadata.attn_backend_name)
     if CPU_ATTENTION in backends and len(set(backends)) > 1:
         raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
-    groups = _groups(ours, metadata)
+    groups = _groups(ours, metadata, rank, local.shapes.values())
     _require_same_blocks(ours, groups, local.shapes.values())
-    peer = _Peer(metadata=metadata, tp_rank=tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
+    peer = _Peer(metadata=metadata, tp_rank=rank.tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
     try:
         regions = _regions(ours, peer)
     except ImpossibleShard as error:
         raise LayoutMismatch("tp_size", ours.tp_size, tp_size, str(error)) from error
     theirs = RankLayout(
         engine_id=metadata.engine_id,
-        tp_rank=tp_rank,
+        pp_rank=rank.pp_rank,
+        tp_rank=rank.tp_rank,
         tp_size=tp_size,
         dcp_size=metadata.dcp_size,
         pcp_size=metadata.pcp_size,
@@ -113,8 +118,11 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True):
         return values
 
 
-def _groups(ours: RankLayout, metadata: AgentMetadata) -> tuple[CacheGroup, ...]:
+def _groups(
+    ours: RankLayout, metadata: AgentMetadata, rank: RankId, shapes: Iterable[LayerShape]
+) -> tuple[CacheGroup, ...]:
     """The peer's cache groups. It states one block size for all; where ours differ, its own differ in proportion."""
+    sharded = {shape.group for shape in shapes if shape.dcp_sharded}
     groups: list[CacheGroup] = []
     for index, group in enumerate(ours.cache_groups):
         if not group.tokens_per_kernel_block:
@@ -129,8 +137,15 @@ def _groups(ours: RankLayout, metadata: AgentMetadata) -> tuple[CacheGroup, ...]
                 f"unknown with {metadata.block_size} in all",
                 advice,
             )
-        ratio = metadata.physical_blocks_per_logical_kv_block
-        groups.append(CacheGroup(tokens_per_kernel_block=tokens, kernel_blocks_per_block=ratio))
+        dcp_size = metadata.dcp_size if index in sharded else 1
+        groups.append(
+            CacheGroup(
+                tokens_per_kernel_block=tokens,
+                kernel_blocks_per_block=metadata.physical_blocks_per_logical_kv_block,
+                dcp_size=dcp_size,
+                dcp_rank=rank.tp_rank % dcp_size,
+            )
+        )
     return tuple(groups)
 
 
@@ -144,57 +159,63 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
 
 
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
-    by_name: dict[str, list[AdvertisedRegion]] = {}
-    for region in advertised_regions(ours):
-        by_name.setdefault(region.name, []).append(region)
+    held: dict[str, Region] = {piece.layer: region for region in ours.regions for piece in region.pieces}
     names = [cast(str, name) for name in peer.stated("region_names")]
-    _require_same_names(list(by_name), names)
-    indices: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        indices.setdefault(name, []).append(index)
+    in_region = {region.name: region for region in advertised_regions(ours)}
+    parts: dict[str, int] = {}
+    owners: dict[str, str] = {}
     regions: list[Region] = []
-    for name, same_name in by_name.items():
-        for part, index in enumerate(indices[name]):
-            regions.extend(_region(ours, same_name[0], peer, index, part, len(indices[name])))
+    for index, name in enumerate(names):
+        members = peer.metadata.region_members[index] if peer.metadata.region_members else None
+        if members is None:
+            # What shares its memory with the layer of that name is the same on both sides.
+            members = list(in_region[name].layers) if name in in_region else [name]
+        for layer in (name, *members):
+            if layer not in held or not members:
+                raise LayoutMismatch(f"KV cache region {layer}", "absent", "present", _SAME_LAYOUT)
+            if owners.setdefault(layer, name) != name:
+                # Pieces of both would be taken for replicas of each other.
+                raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, _SAME_LAYOUT)
+        part = parts[name] = parts.get(name, -1) + 1
+        regions.extend(_region(ours, held, peer, index, members, part, names.count(name)))
     return tuple(regions)
 
 
-def _require_same_names(ours: Sequence[str], theirs: Sequence[str]) -> None:
-    differing = set(ours) ^ set(theirs)
-    if differing:
-        name = min(differing)
-        here, there = ("present" if name in side else "absent" for side in (ours, theirs))
-        raise LayoutMismatch(f"KV cache region {name}", here, there, _SAME_LAYOUT)
-
-
-def _region(ours: RankLayout, known: AdvertisedRegion, peer: _Peer, index: int, part: int, parts: int) -> list[Region]:
+def _region(
+    ours: RankLayout, held: Mapping[str, Region], peer: _Peer, index: int, members: list[str], part: int, parts: int
+) -> list[Region]:
     """Region `index` of the peer, once for each cache group in it; it is number `part` of the `parts` of its name."""
     metadata = peer.metadata
+    by_group: dict[int, list[str]] = {}
+    for layer in members:
+        by_group.setdefault(held[layer].group, []).append(layer)
+    expected_group = next(iter(by_group)) if len(by_group) == 1 else SHARED_GROUP
     group = peer.stated("region_group_ids")[index]
-    if group != known.group:
-        raise LayoutMismatch(f"cache group of {known.name}", known.group, group, _SAME_GROUPS)
+    if group != expected_group:
+        raise LayoutMismatch(f"cache group of {members[0]}", expected_group, group, _SAME_GROUPS)
+    sizing = sizing_region([held[layer] for layer in members])
     regions: list[Region] = []
-    for member in known.members:
-        layers = _layers_in_order(member)
+    for layers in by_group.values():
+        known = held[layers[0]]
         is_state = peer.shapes[layers[0]].is_state
         # Peers count and measure states in kernel blocks too.
         ratio = metadata.physical_blocks_per_logical_kv_block if is_state else 1
         if is_state:
             pieces = _state(peer, layers, parts)
         else:
-            pitch_bytes = _pitch_bytes(member, layers, metadata.block_lens[index])
+            pitch_bytes = _pitch_bytes(known, len(layers), metadata.block_lens[index])
             pieces = _pages(peer, layers, pitch_bytes, part, parts)
         region = Region(
-            name=member.name,
+            name=layers[0],
             base_address=metadata.kv_caches_base_addr[index],
             block_length_bytes=metadata.block_lens[index] * ratio,
             block_stride_bytes=metadata.block_strides[index] * ratio,
             num_blocks=cast(int, peer.stated("region_num_blocks")[index]) // ratio,
             memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
-            group=member.group,
+            group=known.group,
             pieces=pieces,
         )
-        regions.append(_checked(ours, known, member, region, peer))
+        regions.append(_checked(ours, sizing, known, region, peer))
     return regions
 
 
@@ -210,27 +231,23 @@ def _require_rows(metadata: AgentMetadata) -> None:
         raise LayoutMismatch("block_strides", f"at least {row_bytes}", min(metadata.block_strides), advice)
 
 
-def _layers_in_order(region: Region) -> list[str]:
-    """The layers of a region in the order in which they lie in a block."""
-    return list(dict.fromkeys(piece.layer for piece in sorted(region.pieces, key=lambda piece: piece.offset_bytes)))
-
-
 def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
     """Pieces of the state of a layer, which has its blocks to itself in any layout."""
     _require_parts(layers[0], 1, parts)
     return state_pieces(peer.shapes[layers[0]], tp_rank=peer.tp_rank, tp_size=peer.tp_size)
 
 
-def _pitch_bytes(member: Region, layers: Sequence[str], length_bytes: int) -> int | None:
-    """How far apart layers are in a block of the peer's; None: as far as their pages are long.
+def _pitch_bytes(known: Region, count: int, length_bytes: int) -> int | None:
+    """How far apart `count` layers are in a block of the peer's; None: as far as their pages are long.
 
-    Where pages of one size, padded perhaps, fill our block, they fill the peer's.
+    Where pages of one size, padded perhaps, fill our block `known`, they fill the peer's.
     """
-    starts = [min(piece.offset_bytes for piece in member.pieces if piece.layer == layer) for layer in layers]
-    pitch_bytes, rest = divmod(member.block_length_bytes, len(layers))
+    layers = layers_in_order(known)
+    starts = [min(piece.offset_bytes for piece in known.pieces if piece.layer == layer) for layer in layers]
+    pitch_bytes, rest = divmod(known.block_length_bytes, len(layers))
     if rest or starts != [pitch_bytes * index for index in range(len(layers))]:
         return None
-    return length_bytes // len(layers)
+    return length_bytes // count
 
 
 def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: int, parts: int) -> tuple[Piece, ...]:
@@ -266,21 +283,22 @@ def _require_parts(layer: str, expected: int, parts: int) -> None:
         raise LayoutMismatch(f"number of KV cache regions of {layer}", expected, parts, _SAME_LAYOUT)
 
 
-def _checked(ours: RankLayout, known: AdvertisedRegion, member: Region, region: Region, peer: _Peer) -> Region:
-    """The peer's region, if its blocks are what they should be."""
+def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, peer: _Peer) -> Region:
+    """The peer's region, if its blocks are what they should be; it advertises the length of those like `sizing`."""
     content_bytes = _content_bytes(region, peer.groups)
     length_bytes = region.block_length_bytes
-    if member.block_length_bytes // kernel_blocks_per_state(member, ours) != known.block_length_bytes:
+    lengths = {each.block_length_bytes // kernel_blocks_per_state(each, ours) for each in (sizing, known)}
+    if len(lengths) > 1:
         # The advertised length is that of another cache group's blocks at this address; the stride bounds this one's.
         length_bytes = region.block_stride_bytes
         fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
-    elif member.block_length_bytes == _content_bytes(member, ours.cache_groups):
+    elif known.block_length_bytes == _content_bytes(known, ours.cache_groups):
         fits, expected = content_bytes == length_bytes, str(content_bytes)
     else:
         fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
     if not fits:
         ranks = f"rank {peer.tp_rank} of {peer.tp_size}"
-        raise LayoutMismatch(f"block length of {member.name} on {ranks}", expected, length_bytes, _SAME_MODEL)
+        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, _SAME_MODEL)
     return region
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -22,7 +23,7 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.clock import MonotonicClock
 from connector.runtime.context import LocalRank
-from connector.runtime.messages import Command
+from connector.runtime.messages import Command, LeaseGranted, SendEnded
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.tracked import Recorder
@@ -30,6 +31,7 @@ from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.ledger import TransferLedger
+from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
 from statemachine.trace import TraceSink
 
@@ -52,6 +54,8 @@ class ConnectorWorker:
         self._options = options
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
+        self._is_copy = False
+        self._rank_number = 0
         self._trace: TraceSink | None = None
         self._cache_memory = CacheMemory(())
         self._clock = MonotonicClock()
@@ -60,16 +64,21 @@ class ConnectorWorker:
     # --- once ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV cache with NIXL and start the actors.
+        """Register the KV cache with NIXL and start the actors. A copy of another rank does neither.
 
         Raises UnsupportedCache, NixlCallFailed or ThreadStartError; the engine does not start then.
         """
+        place = placement(self._vllm_config)
+        if place.is_copy:
+            self._is_copy = True
+            return
         registration = derive_registration(self._vllm_config, self._kv_cache_config, kv_caches)
         layout = registration.layout
+        self._rank_number = place.number
         self._cache_memory = CacheMemory(kv_caches.values())
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
-                self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=layout.tp_rank
+                self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
             )
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -110,10 +119,10 @@ class ConnectorWorker:
             side_channel=ZmqSideChannel(),
             clock=clock,
             recorder=Recorder(
-                engine_id=layout.engine_id, rank=layout.tp_rank, role="worker", clock=clock, sink=self._trace
+                engine_id=layout.engine_id, rank=self._rank_number, role="worker", clock=clock, sink=self._trace
             ),
             emit=self.ledger.hear,
-            log_failure=FailureLog(layout.engine_id, layout.tp_rank),
+            log_failure=FailureLog(layout.engine_id, self._rank_number),
             log_crash=log_crash,
             jitter=random.Random(layout.engine_id),
         )
@@ -135,6 +144,8 @@ class ConnectorWorker:
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Hand this step's commands to the actors."""
         thread = self._thread
+        if self._is_copy:
+            self._end_sends(metadata.commands)
         if not metadata.commands or thread is None:
             return
         for command in metadata.commands:
@@ -144,6 +155,13 @@ class ConnectorWorker:
             else:
                 thread.post(command)
         thread.flush()
+
+    def _end_sends(self, commands: Sequence[Command]) -> None:
+        """Nobody reads from a copy, and vLLM frees blocks when all ranks say that they were read."""
+        for command in commands:
+            if isinstance(command, LeaseGranted):
+                self.ledger.enter(command)
+                self.ledger.hear(SendEnded(request_id=command.request_id, expired=False))
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -48,7 +49,9 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     specs: dict[str, KVCacheSpec] = {}
     for group in kv_cache_config.kv_cache_groups:
         if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
-            specs.update(group.kv_cache_spec.kv_cache_specs)
+            # Of a group of which this pipeline stage has no layer, it has those of all stages.
+            of_group = group.kv_cache_spec.kv_cache_specs
+            specs.update({layer: of_group[layer] for layer in group.layer_names})
         else:
             specs.update(dict.fromkeys(group.layer_names, group.kv_cache_spec))
     return specs
@@ -81,7 +84,9 @@ def layer_shapes(kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_s
     """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass."""
     specs = layer_specs(kv_cache_config)
     return {
-        layer: _layer_shape(layer, specs[layer], group, model_config, tp_size)
+        layer: msgspec.structs.replace(
+            _layer_shape(layer, specs[layer], group, model_config, tp_size), dcp_sharded=specs[layer].dcp_sharded
+        )
         for group, members in enumerate(kv_cache_config.kv_cache_groups)
         for layer in members.layer_names
         if layer in specs

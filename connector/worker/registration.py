@@ -28,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_current_attn_backends,
     get_current_attn_backends_and_specs,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
 from vllm.v1.worker.utils import select_common_block_size
@@ -42,6 +41,7 @@ from connector.wire.peer_layout import understand
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.cpu_attention import as_stored
 from connector.worker.layer_shapes import layer_shapes, layer_specs, require_known_spec
+from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 from connector.worker.unsupported import UnsupportedCache
 
 
@@ -63,10 +63,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise UnsupportedCache for an engine that cannot be served, whatever its tensors will look like."""
-    parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise UnsupportedCache(name, getattr(parallel, name), 1)
+    require_supported_parallelism(vllm_config)
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             raise UnsupportedCache("KV cache group", "that is kept on the host or not transferable", "an ordinary one")
@@ -86,7 +83,8 @@ def derive_registration(
     (they share another layer's) may be among them and are skipped. Raises UnsupportedCache.
     """
     require_supported(vllm_config, kv_cache_config)
-    tp_rank, tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    place = placement(vllm_config)
+    tp_rank, tp_size = place.tp_rank, place.tp_size
     specs = layer_specs(kv_cache_config)
     shapes = as_stored(layer_shapes(kv_cache_config, vllm_config.model_config, tp_size), specs, vllm_config)
     backends = get_current_attn_backends(vllm_config)
@@ -115,17 +113,18 @@ def derive_registration(
     backend_name = backends[0].get_name()
     layout = RankLayout(
         engine_id=vllm_config.kv_transfer_config.engine_id,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        dcp_size=1,
-        pcp_size=1,
+        pp_rank=place.rank.pp_rank,
+        tp_rank=place.rank.tp_rank,
+        tp_size=place.size,
+        dcp_size=place.dcp_size,
+        pcp_size=place.pcp_size,
         regions=merge(regions),
         kernel_block_size_tokens=kernel_block_size_tokens,
         kernel_blocks_per_block=ratio,
         layout_name=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
         attention_backend=backend_name,
         device_id=device_id(first),
-        groups=_cache_groups(kv_cache_config, kv_caches, shapes, ratio),
+        groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, place, ratio),
     )
     registration = Registration(
         layout=layout,
@@ -142,7 +141,7 @@ def _require_understandable(registration: Registration) -> None:
     """What we advertise has to say all about our memory: a peer derives the rest from the layout's name."""
     ours = registration.layout
     try:
-        derived = understand(describe(ours, b""), tp_rank=ours.tp_rank, tp_size=ours.tp_size, local=registration)
+        derived = understand(describe(ours, b""), rank=ours.rank, tp_size=ours.tp_size, local=registration)
     except LayoutMismatch as mismatch:
         raise UnsupportedCache(mismatch.field, mismatch.local, mismatch.remote) from mismatch
     for region, as_seen in zip(ours.regions, derived.regions, strict=True):
@@ -161,20 +160,36 @@ def _block_size_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _cache_groups(
+    vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, LayerShape],
+    place: Placement,
     ratio: int,
 ) -> tuple[CacheGroup, ...]:
-    """Sizes of the kernel blocks of each group, from the tensors."""
+    """Sizes of the kernel blocks of each group, from the tensors, and which of several ranks' blocks these are."""
     groups: list[CacheGroup] = []
     for group in kv_cache_config.kv_cache_groups:
-        layers = [layer for layer in group.layer_names if layer in shapes]
-        tokens = {0 if shapes[layer].is_state else kv_caches[layer].shape[2] for layer in layers}
+        spec = group.kv_cache_spec
+        if any(isinstance(each, MambaSpec) for each in iter_layer_specs(spec)):
+            groups.append(CacheGroup(tokens_per_kernel_block=0))
+            continue
+        # A pipeline stage may have no layer of a group.
+        expected = spec.block_size // ratio
+        tokens = {kv_caches[layer].shape[2] for layer in group.layer_names if layer in kv_caches} | {expected}
         if len(tokens) != 1:
-            raise UnsupportedCache(f"KV cache group of {group.layer_names} with block sizes", tokens, "one block size")
-        (size,) = tokens
-        groups.append(CacheGroup(tokens_per_kernel_block=size, kernel_blocks_per_block=ratio if size else 1))
+            raise UnsupportedCache(f"KV cache group of {group.layer_names} with block sizes", tokens, expected)
+        dcp_size = place.dcp_size if spec.dcp_sharded else 1
+        in_turn = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        if dcp_size > 1 and in_turn != spec.block_size:
+            raise UnsupportedCache("cp_kv_cache_interleave_size", in_turn, f"the block size {spec.block_size}")
+        groups.append(
+            CacheGroup(
+                tokens_per_kernel_block=expected,
+                kernel_blocks_per_block=ratio,
+                dcp_size=dcp_size,
+                dcp_rank=place.rank.tp_rank % dcp_size,
+            )
+        )
     return tuple(groups)
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
+from connector.layout.geometry import RankId
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange, PortCounts
 from connector.ports.nixl_agent import RealNixlPort
@@ -86,19 +87,26 @@ class Engine:
     outcomes: list[Outcome]
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
+    stages: int = 1
+    """Of the engine."""
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
     listener: HandshakeListener | None = None
 
     @property
     def address(self) -> PeerAddress:
         assert self.listener is not None
-        tp_size = self.local.layout.tp_size
-        return PeerAddress(engine_id=self.engine_id, host="127.0.0.1", port=self.listener.port, tp_size=tp_size)
+        return PeerAddress(
+            engine_id=self.engine_id,
+            host="127.0.0.1",
+            port=self.listener.port,
+            tp_size=self.local.layout.tp_size,
+            pp_size=self.stages,
+        )
 
     def by_head(self) -> npt.NDArray[np.uint8]:
-        """The memory as shape [layers, blocks, heads of this rank, tokens, bytes]."""
+        """The memory as shape [layers of its stage, blocks, heads of this rank, tokens, bytes]."""
         heads, tokens = max(1, HEADS // self.local.layout.tp_size), self.local.layout.kernel_block_size_tokens
-        return self.memory.reshape(LAYERS, BLOCKS, heads, tokens, -1)
+        return self.memory.reshape(len(self.memory), BLOCKS, heads, tokens, -1)
 
     def payload(self) -> bytes:
         """What the listener answers for this rank."""
@@ -203,18 +211,29 @@ async def parallel_engine(
     compatibility_hash: str = HASH,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
+    stages: int = 1,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
-    The first rank has the listener, which answers for all of them.
+    The first rank has the listener, which answers for all of them. With several pipeline `stages`, each of which has a
+    part of the layers, the ranks of the first one come first.
     """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
     ranks = [
-        _rank(engine_id, shapes, tp_rank, tp_size, options or ConnectorOptions(), compatibility_hash, tokens)
+        _rank(
+            engine_id,
+            {layer: shapes[layer] for layer in layers},
+            RankId(pp_rank, tp_rank),
+            tp_size,
+            options or ConnectorOptions(),
+            compatibility_hash,
+            tokens,
+        )
+        for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
     ]
     for each in ranks:
-        each.incarnation = incarnation or ranks[0].incarnation
+        each.stages, each.incarnation = stages, incarnation or ranks[0].incarnation
     try:
         async with trio.open_nursery() as nursery:
             for each in ranks:
@@ -224,7 +243,7 @@ async def parallel_engine(
                     side_channel=ZmqSideChannel(),
                     host="127.0.0.1",
                     port=port,
-                    payloads={(0, tp_rank): each.payload() for tp_rank, each in enumerate(ranks)},
+                    payloads={each.local.layout.rank: each.payload() for each in ranks},
                     clock=MonotonicClock(),
                     log_bad_frame=lambda detail: None,
                 )
@@ -245,7 +264,7 @@ async def parallel_engine(
 def _rank(
     engine_id: str,
     shapes: dict[str, LayerShape],
-    tp_rank: int,
+    rank: RankId,
     tp_size: int,
     options: ConnectorOptions,
     compatibility_hash: str,
@@ -253,9 +272,16 @@ def _rank(
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
-    memory = np.zeros((LAYERS, BLOCKS, block_bytes), np.uint8)
+    memory = np.zeros((len(shapes), BLOCKS, block_bytes), np.uint8)
     layout = attention_rank(
-        engine_id, shapes, address=memory.ctypes.data, blocks=BLOCKS, tokens=tokens, tp_rank=tp_rank, tp_size=tp_size
+        engine_id,
+        shapes,
+        address=memory.ctypes.data,
+        blocks=BLOCKS,
+        tokens=tokens,
+        pp_rank=rank.pp_rank,
+        tp_rank=rank.tp_rank,
+        tp_size=tp_size,
     )
     local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
     port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
@@ -267,7 +293,7 @@ def _rank(
         nixl_port=port,
         side_channel=ZmqSideChannel(),
         clock=clock,
-        recorder=Recorder(engine_id=engine_id, rank=tp_rank, role="worker", clock=clock, sink=trace),
+        recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="worker", clock=clock, sink=trace),
         emit=outcomes.append,
         log_failure=lambda subject, failure: failures.append((subject, failure)),
         log_crash=lambda name, error: crashes.append((name, error)),

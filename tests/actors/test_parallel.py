@@ -28,8 +28,12 @@ def fill(ranks: list[Engine], seed: int = 1) -> npt.NDArray[np.uint8]:
     """Give the ranks random KV, replicas alike; returns it as shape [layers, blocks, heads, tokens, bytes]."""
     _, _, _, tokens, head_bytes = ranks[0].by_head().shape
     whole = np.random.default_rng(seed).integers(1, 255, (LAYERS, BLOCKS, HEADS, tokens, head_bytes), np.uint8)
-    for number, each in enumerate(ranks):
-        each.by_head()[:] = whole[:, :, heads_of(number, len(ranks))]
+    first = {0: 0}
+    for each in ranks:
+        (stage, tp_rank), tp_size = each.local.layout.rank, each.local.layout.tp_size
+        layers = first[stage] + len(each.memory)
+        each.by_head()[:] = whole[first[stage] : layers, :, heads_of(tp_rank, tp_size)]
+        first[stage + 1] = layers
     return whole
 
 
@@ -113,14 +117,58 @@ def test_rank_that_the_peer_does_not_have_fails_the_request_and_leaves_nothing()
     run(test)
 
 
-def test_stages_of_a_pipeline_are_refused_by_name() -> None:
+@pytest.mark.parametrize(("stages", "prefill", "decode"), [(2, 1, 1), (3, 2, 1), (2, 1, 2), (3, 1, 1)])
+def test_every_pipeline_stage_is_read_and_told(stages: int, prefill: int, decode: int) -> None:
     async def test() -> None:
-        async with parallel_engine("p", 1, serves=True) as (p,), parallel_engine("d", 1) as (d,):
-            address = msgspec.structs.replace(p.address, pp_size=2)
-            d.pull("a", address, [1], [1], lease_expires_at=lend([p], "remote-a"))
+        async with (
+            parallel_engine("p", prefill, serves=True, stages=stages) as ps,
+            parallel_engine("d", decode) as ds,
+        ):
+            whole = fill(ps)
+            ends = lend(ps, "remote-a")
+            for each in ds:
+                each.pull("a", ps[0], [5, 6, 7], [1, 2, 9], lease_expires_at=ends)
+            for number, each in enumerate(ds):
+                assert (await until(lambda each=each: each.received("a"))).failure is None
+                assert (each.by_head()[:, [5, 6, 7]] == whole[:, [1, 2, 9], heads_of(number, decode)]).all()
+            for each in ps:
+                assert not (await until(lambda each=each: each.sent("remote-a"))).expired
+            assert [each.counts().remote_agents for each in ds] == [max(1, prefill // decode) * stages] * decode
+
+    run(test)
+
+
+def test_a_stage_too_few_is_refused_by_the_layer_that_lacks() -> None:
+    """The parameters leave out that the engine has two."""
+
+    async def test() -> None:
+        async with parallel_engine("p", 1, serves=True, stages=2) as ps, parallel_engine("d", 1) as (d,):
+            address = msgspec.structs.replace(ps[0].address, pp_size=1)
+            d.pull("a", address, [1], [1], lease_expires_at=lend(ps, "remote-a"))
             ended = await until(lambda: d.received("a"))
             assert isinstance(ended.failure, Incompatible)
-            assert (ended.failure.field, ended.failure.local, ended.failure.remote) == ("pp_size", "1", "2")
+            assert ended.failure.field == "KV cache of layers.2"
+            assert (ended.failure.local, ended.failure.remote) == ("present", "absent")
+            assert d.counts().remote_agents == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field", "remote"),
+    [
+        ({"pp_size": 1024, "tp_size": 1024}, "number of ranks to read from", "1024 in each of 1024 stages"),
+        ({"dcp_size": 2, "tp_size": 2}, "dcp_size", "2"),
+    ],
+)
+def test_sizes_that_the_peer_does_not_have_are_refused_by_name(sizes: dict[str, int], field: str, remote: str) -> None:
+    async def test() -> None:
+        async with parallel_engine("p", 2, serves=True) as ps, parallel_engine("d", 1) as (d,):
+            address = msgspec.structs.replace(ps[0].address, **sizes)
+            d.pull("a", address, [1], [1], lease_expires_at=lend(ps, "remote-a"))
+            ended = await until(lambda: d.received("a"))
+            assert isinstance(ended.failure, Incompatible)
+            assert (ended.failure.field, ended.failure.remote) == (field, remote)
             assert d.counts().remote_agents == 0
 
     run(test)

@@ -36,7 +36,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from connector.layout import CacheGroup, EnginePlan, Piece, RankLayout, Region, plan_engine
+from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
+from connector.layout.plan import EnginePlan, plan_engine
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 

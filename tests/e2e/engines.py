@@ -94,6 +94,8 @@ class EngineOptions:
     core: int = 0
     """Where its only worker runs; with more than one they take the cores from here on, in turn."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    """More than one needs the role of a producer."""
     block_size: int = BLOCK_SIZE_TOKENS
     connector: Literal["actor", "plugin", "builtin"] = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
@@ -135,6 +137,7 @@ class EngineOptions:
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--enforce-eager", "--seed", "0"]
         command += ["--block-size", str(self.block_size), "--max-model-len", str(self.context_tokens)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         if self.max_num_batched_tokens is not None:
@@ -162,7 +165,8 @@ class EngineOptions:
     def _cores(self) -> list[str]:
         """One for each worker, in the order of their ranks."""
         available = os.cpu_count() or 1
-        return [str((self.core + rank) % available) for rank in range(self.tensor_parallel_size)]
+        ranks = range(self.tensor_parallel_size * self.pipeline_parallel_size)
+        return [str((self.core + rank) % available) for rank in ranks]
 
 
 class Engine:

@@ -65,11 +65,14 @@ class Kind:
     family: str
     ranks: int = 1
     block_size: int = BLOCK_SIZE_TOKENS
+    stages: int = 1
+    """Of a pipeline; an engine with more than one only lends."""
     number: int = 1
     """Of engines that are otherwise alike."""
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.number}-{self.ranks}-ranks-blocks-of-{self.block_size}"
+        stages = f"-{self.stages}-stages" if self.stages > 1 else ""
+        return f"{self.family}-{self.number}-{self.ranks}-ranks{stages}-blocks-of-{self.block_size}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ ROUTES = (
     Route(Kind("llama", ranks=2), Kind("llama")),
     Route(Kind("llama"), Kind("llama", ranks=2)),
     Route(Kind("llama"), Kind("llama", block_size=LONG_BLOCK_SIZE)),
+    Route(Kind("llama", stages=2), Kind("llama")),
+    Route(Kind("gemma", stages=2), Kind("gemma")),
     Route(Kind("gemma", ranks=2), Kind("gemma")),
     Route(Kind("deepseek", ranks=2), Kind("deepseek")),
     Route(Kind("deepseek"), Kind("deepseek", ranks=2)),
@@ -125,6 +130,8 @@ class Stable:
             logs=self.directory / "logs",
             core=core,
             tensor_parallel_size=kind.ranks,
+            pipeline_parallel_size=kind.stages,
+            kv_role="kv_producer" if kind.stages > 1 else "kv_both",
             block_size=kind.block_size,
             connector="builtin" if self.builtin else "actor",
             extra_config={"kv_lease_duration": LEASE_SECONDS} | (BUILTIN_CONFIG if self.builtin else extra),

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from connector.layout import RankLayout
+from connector.layout.geometry import RankId, RankLayout
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
@@ -38,7 +38,7 @@ class PrefillRank(msgspec.Struct, frozen=True):
 def open_port(engine: Engine, rank: Rank) -> RealNixlPort:
     """An agent that has registered a rank's memory, and nothing else."""
     ranges = [MemoryRange(address, array.size) for address, array in zip(rank.addresses, rank.memory, strict=True)]
-    return RealNixlPort.open(f"{engine.engine_id}-{rank.tp_rank}-{uuid.uuid4()}", ranges, "DRAM")
+    return RealNixlPort.open(f"{engine.engine_id}-{rank.rank}-{uuid.uuid4()}", ranges, "DRAM")
 
 
 class PrefillProcess:
@@ -70,8 +70,8 @@ class PrefillProcess:
             self._process.join()
 
     @contextlib.contextmanager
-    def ranks(self, case: Case) -> Iterator[list[PrefillRank]]:
-        """All prefill ranks of a case, in order. Once they were read: AssertionError if that changed their memory."""
+    def ranks(self, case: Case) -> Iterator[dict[RankId, PrefillRank]]:
+        """All prefill ranks of a case. Once they were read: AssertionError if that changed their memory."""
         self._connection.send(case)
         ranks = self._answer()
         try:
@@ -100,7 +100,7 @@ def _main(connection: Connection) -> None:
 def _serve(connection: Connection, case: Case) -> None:
     noise = np.random.default_rng(case.noise)
     content = make_content(case, noise)
-    ranks = [Rank(case, case.prefill, number, noise, in_place=True) for number in range(case.prefill.tp_size)]
+    ranks = [Rank(case, case.prefill, number, noise, in_place=True) for number in case.prefill.ranks]
     for rank in ranks:
         write_prefill(case, rank, content)
     before = [[array.copy() for array in rank.memory] for rank in ranks]
@@ -110,13 +110,11 @@ def _serve(connection: Connection, case: Case) -> None:
             ports.append(open_port(case.prefill, rank))
             ports[-1].expect_notifications(True)  # a first READ needs this side's polls to connect
         connection.send(
-            [PrefillRank(rank.layout, port.agent_metadata) for rank, port in zip(ranks, ports, strict=True)]
+            {rank.rank: PrefillRank(rank.layout, port.agent_metadata) for rank, port in zip(ranks, ports, strict=True)}
         )
         connection.recv()
         changed = [
-            rank.tp_rank
-            for rank, old in zip(ranks, before, strict=True)
-            if not all(map(np.array_equal, rank.memory, old))
+            rank.rank for rank, old in zip(ranks, before, strict=True) if not all(map(np.array_equal, rank.memory, old))
         ]
     finally:
         for port in ports:

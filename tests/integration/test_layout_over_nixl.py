@@ -14,13 +14,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
 import trio
 
-from connector.layout import ReadPlan, partners, plan_engine
+from connector.layout.geometry import RankId
+from connector.layout.plan import ReadPlan, plan_engine
+from connector.layout.sources import partners
 from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadDone
 from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
@@ -159,6 +161,27 @@ ROWS: dict[str, tuple[str, Condition]] = {
     "blocks outermost on one side": ("attention", _all(_has("attention"), _has_heads, _blocks_outermost_on_one_side)),
     "padded pages": ("attention", _all(_has("attention", "padding"), _has_heads)),
     "prefix hit": ("attention", _all(_has("attention", "prefix hit"), _has_heads)),
+    "two pipeline stages": ("attention", _all(_has("P with 2 pipeline stages", "attention"), _has_heads)),
+    "three pipeline stages, P_TP twice D_TP": (
+        "attention",
+        _all(_has("P with 3 pipeline stages", "attention"), _has_heads, _has_ratio(1, 2)),
+    ),
+    "pipeline stages, groups share tensors": (
+        "groups",
+        _has("P with 2 pipeline stages", "attention", "groups share tensors"),
+    ),
+    "pipeline stages, states and attention": ("states", _has("P with 2 pipeline stages", "attention", "states")),
+    "tokens split on P": ("context", _all(_has("tokens split on P, tokens whole on D"), _has_ratio(1, 4))),
+    "tokens split on D": ("context", _all(_has("tokens whole on P, tokens split on D"), _has_ratio(4, 1))),
+    "tokens split on both": ("context", _all(_has("tokens split on P, tokens split on D"), _has_ratio(1, 1))),
+    "tokens split on both, P's ranks twice D's": (
+        "context",
+        _all(_has("tokens split on P, tokens split on D"), _has_ratio(1, 2)),
+    ),
+    "tokens split on both, D's ranks twice P's": (
+        "context",
+        _all(_has("tokens split on P, tokens split on D"), _has_ratio(2, 1)),
+    ),
 }
 """What has to be shown: family of cases, and what makes a case one of the row."""
 
@@ -174,8 +197,8 @@ def _is_worth_it(case: Case) -> bool:
         )
         for table, ours, theirs in zip(
             case.tables,
-            (group.positions_per_block for group in case.decode.groups),
-            (group.positions_per_block for group in case.prefill.groups),
+            (group.positions_per_entry for group in case.decode.groups),
+            (group.positions_per_entry for group in case.prefill.groups),
             strict=True,
         )
     )
@@ -209,8 +232,8 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
     """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong."""
     content = make_content(case, np.random.default_rng(case.noise))
     ranks = [
-        Rank(case, case.decode, number, np.random.default_rng((case.noise, number)), in_place=True)
-        for number in range(case.decode.tp_size)
+        Rank(case, case.decode, number, np.random.default_rng((case.noise, *number)), in_place=True)
+        for number in case.decode.ranks
     ]
     expectations = [Expectation(case, rank, content) for rank in ranks]
     descriptors = 0
@@ -232,21 +255,26 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
     return descriptors
 
 
-async def _read(case: Case, rank: Rank, prefill_ranks: Sequence[PrefillRank], change: Change) -> int:
+async def _read(case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change) -> int:
     """One decode rank's part; returns the number of descriptors."""
-    partner_numbers = partners(rank.tp_rank, case.decode.tp_size, case.prefill.tp_size)
-    engine_plan = plan_engine(rank.layout, [prefill_ranks[number].layout for number in partner_numbers])
+    sizes = (case.decode.tp_size, case.prefill.tp_size, case.decode.dcp_size, case.prefill.dcp_size)
+    in_stage = partners(rank.tp_rank, *sizes)
+    engine_plan = plan_engine(
+        rank.layout, [each.layout for number, each in prefill_ranks.items() if number.tp_rank in in_stage]
+    )
     pairs = engine_plan.pair(case.tables)
     descriptors, posted = 0, set()
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
     port = open_port(case.decode, rank)
     try:
         port.set_event_callback(send.send_nowait)
-        for read in engine_plan.reads:
-            local_ids, remote_ids = change(read, *read.chunk_descriptor_ids(pairs))
+        for read, of_read in zip(engine_plan.reads, pairs, strict=True):
+            local_ids, remote_ids = change(read, *read.descriptor_ids(of_read))
             agent = await port.add_remote_agent(prefill_ranks[read.remote_rank].agent_metadata)
             local = await port.prepare_local(read.local_runs)
             remote = await port.prepare_remote(agent, read.remote_runs)
+            if not local_ids.size:
+                continue
             posted.add(await port.post_read(local, local_ids, remote, remote_ids, b""))
             descriptors += local_ids.size
         while posted:
@@ -256,7 +284,7 @@ async def _read(case: Case, rank: Rank, prefill_ranks: Sequence[PrefillRank], ch
     finally:
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
-    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs)), strict=True):
+    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
         rank.bytes_at(address, length_bytes)[:] = 0
     return descriptors
 

@@ -28,6 +28,7 @@ def attention_rank(
     blocks: int,
     tokens: int,
     stride_bytes: int | None = None,
+    pp_rank: int = 0,
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> RankLayout:
@@ -55,6 +56,7 @@ def attention_rank(
         )
     return RankLayout(
         engine_id=engine_id,
+        pp_rank=pp_rank,
         tp_rank=tp_rank,
         tp_size=tp_size,
         dcp_size=1,

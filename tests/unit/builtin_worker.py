@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.wire.metadata import AgentMetadata
+
 
 def builtin_registration(
     config: VllmConfig, caches: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
@@ -36,3 +38,9 @@ def builtin_registration(
         return metadata, payload.compatibility_hash, registered
     finally:
         worker.shutdown()
+
+
+def differing_fields(ours: AgentMetadata, theirs: NixlAgentMetadata) -> set[str]:
+    """What of our metadata is not as the built-in connector says it of the same cache."""
+    names = (field.name for field in msgspec.structs.fields(ours))
+    return {name for name in names if getattr(ours, name) != getattr(theirs, name)}

@@ -17,8 +17,13 @@ from typing import TypeAlias
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -35,7 +40,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from connector.layout import GroupBlocks, RankLayout, plan_engine
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import RankId, RankLayout
+from connector.layout.plan import plan_engine
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration, derive_registration
@@ -172,6 +179,7 @@ class Rank:
 
     tp_rank: int
     tp_size: int
+    pp_rank: int
     specs: Mapping[str, KVCacheSpec]
     caches: KVCacheConfig
     tensors: Mapping[str, torch.Tensor]
@@ -191,10 +199,13 @@ def make_caches(
     *,
     layout: str = "LBHNC",
     kernel_block_tokens: int | None = None,
+    stage: Sequence[str] | None = None,
 ) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """Groups, placement and tensors, as vLLM's engine makes them."""
+    """Groups, placement and tensors, as vLLM's engine makes them. `stage`: the layers of this one; None: all."""
     monkeypatch.setattr(config.cache_config, "kv_cache_layout", layout)
     groups = get_kv_cache_groups(config, dict(specs))
+    if stage is not None:
+        groups = _project_kv_cache_groups_to_worker(groups, {layer: specs[layer] for layer in stage})
     per_block = 1 << 20
     caches = get_kv_cache_config_from_groups(config, groups, per_block)
     size = caches.kv_cache_tensors[0].size // caches.num_blocks * NUM_BLOCKS
@@ -220,14 +231,20 @@ def make_rank(
     tp_size: int,
     layout: str = "LBHNC",
     kernel_block_tokens: int | None = None,
+    pp_rank: int = 0,
+    stage: Sequence[str] | None = None,
 ) -> Rank:
     """Register the cache of a rank, in this process, which vLLM takes for a single rank."""
-    caches, tensors = make_caches(config, monkeypatch, specs, layout=layout, kernel_block_tokens=kernel_block_tokens)
+    caches, tensors = make_caches(
+        config, monkeypatch, specs, layout=layout, kernel_block_tokens=kernel_block_tokens, stage=stage
+    )
     monkeypatch.setattr(config.kv_transfer_config, "engine_id", engine_id)
-    be_rank(monkeypatch, "connector.worker.registration", tp_rank, tp_size)
+    be_rank(monkeypatch, "connector.worker.parallelism", tp_rank, tp_size)
+    monkeypatch.setattr(get_pp_group(), "rank_in_group", pp_rank)
     return Rank(
         tp_rank=tp_rank,
         tp_size=tp_size,
+        pp_rank=pp_rank,
         specs=_grouped_specs(caches),
         caches=caches,
         tensors=tensors,
@@ -253,7 +270,8 @@ def _grouped_specs(caches: KVCacheConfig) -> dict[str, KVCacheSpec]:
 def seen(local: Registration, remote: Rank) -> RankLayout:
     """What the local rank makes of the remote one's metadata."""
     sent = encode_agent_metadata(remote.registration.agent_metadata(b"agent"))
-    return understand(decode_agent_metadata(sent), tp_rank=remote.tp_rank, tp_size=remote.tp_size, local=local)
+    rank = RankId(remote.pp_rank, remote.tp_rank)
+    return understand(decode_agent_metadata(sent), rank=rank, tp_size=remote.tp_size, local=local)
 
 
 def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
@@ -261,16 +279,16 @@ def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> N
     layouts = [seen(decode.registration, rank) for rank in prefill]
     plan = plan_engine(decode.registration.layout, layouts)
     pairs = plan.pair(tables)
-    by_rank = {rank.tp_rank: rank for rank in prefill}
-    for read in plan.reads:
+    by_rank = {RankId(rank.pp_rank, rank.tp_rank): rank for rank in prefill}
+    for read, of_read in zip(plan.reads, pairs, strict=True):
         local, remote = expand_runs(read.local_runs), expand_runs(read.remote_runs)
-        for ours, theirs in zip(*(ids.tolist() for ids in read.chunk_descriptor_ids(pairs)), strict=True):
+        for ours, theirs in zip(*(ids.tolist() for ids in read.descriptor_ids(of_read)), strict=True):
             (to, length_bytes), (source, source_length_bytes) = local[ours], remote[theirs]
             assert length_bytes == source_length_bytes
             assert _is_registered(decode, to, length_bytes)
             assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
             ctypes.memmove(to, source, length_bytes)
-    for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs)), strict=True):
+    for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs[0])), strict=True):
         assert _is_registered(decode, address, length_bytes)
         ctypes.memset(address, 0, length_bytes)
 

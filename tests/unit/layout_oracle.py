@@ -31,14 +31,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connector.layout import CacheGroup, EnginePlan, GroupBlocks, Piece, RankLayout, Region, partners, plan_engine
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import CacheGroup, Piece, RankId, RankLayout, Region
+from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
+from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
 
 Bytes = npt.NDArray[np.uint8]
 
-FAMILIES = ("attention", "groups", "states")
-"""One cache group of attention; several groups with windows; attention with states."""
+FAMILIES = ("attention", "groups", "states", "context")
+"""One cache group of attention; several groups with windows; attention with states; ranks with tokens of their own."""
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -71,6 +74,12 @@ class Engine:
     padding_bytes: int
     groups: tuple[CacheGroup, ...]
     num_ids: int
+    pp_size: int = 1
+    dcp_size: int = 1
+
+    @property
+    def ranks(self) -> list[RankId]:
+        return [RankId(stage, rank) for stage in range(self.pp_size) for rank in range(self.tp_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +98,49 @@ class Case:
 
     @property
     def shapes(self) -> list[LayerShape]:
-        return [shape for tensor in self.tensors for row in tensor.layers for shape in row if shape is not None]
+        return shapes_in(self.tensors)
+
+    def stage(self, engine: Engine, pp_rank: int) -> list[Tensor]:
+        """What a pipeline stage has of the model: a stretch of the slices, counted through all tensors."""
+        slices = sum(len(tensor.layers) for tensor in self.tensors)
+        tensors, number = [], 0
+        for tensor in self.tensors:
+            stages = [(number + index) * engine.pp_size // slices for index in range(len(tensor.layers))]
+            number += len(tensor.layers)
+            rows = tuple(row for row, stage in zip(tensor.layers, stages, strict=True) if stage == pp_rank)
+            if rows:
+                tensors.append(Tensor(layers=rows))
+        return tensors
+
+
+def shapes_in(tensors: Sequence[Tensor]) -> list[LayerShape]:
+    return [shape for tensor in tensors for row in tensor.layers for shape in row if shape is not None]
 
 
 def draw_case(chance: random.Random, family: str) -> Case:
     """A random case. `chance` is a random.Random, or hypothesis's imitation of one."""
     tp_sizes = chance.choice(((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 6)))
     prefill_tp, decode_tp = chance.choice(tp_sizes), chance.choice(tp_sizes)
+    decode_dcp, prefill_dcp = 1, 1
+    if family == "context":
+        decode_dcp, prefill_dcp = (chance.choice((1, tp, tp)) for tp in (decode_tp, prefill_tp))
+        if max(decode_dcp, prefill_dcp) % min(decode_dcp, prefill_dcp):
+            prefill_dcp = 1
     states = family == "states"
-    token_groups = 1 if family == "attention" else chance.randint(1 if states else 2, 3)
+    token_groups = 1 if family in ("attention", "context") else chance.randint(1 if states else 2, 3)
     num_groups = token_groups + states
     shared = num_groups > 1 and chance.random() < 0.6
     in_lanes = chance.random() < 0.3
     tensors = _draw_tensors(
-        chance, (prefill_tp, decode_tp), token_groups, states=states, shared=shared, in_lanes=in_lanes
+        chance,
+        (prefill_tp, decode_tp),
+        token_groups,
+        states=states,
+        shared=shared,
+        in_lanes=in_lanes and family != "context",
+        is_latent=family == "context" or (not in_lanes and chance.random() < 0.3),
     )
-    sizes = _draw_group_sizes(chance, token_groups, states=states, shared=shared)
+    sizes = _draw_group_sizes(chance, token_groups, states=states, shared=shared, dcp_sizes=(decode_dcp, prefill_dcp))
     counts, tables = [], []
     num_tokens = chance.randint(1, 24)
     for decode_group, prefill_group in sizes:
@@ -112,7 +148,7 @@ def draw_case(chance: random.Random, family: str) -> Case:
         count, table = (
             _draw_state_table(chance)
             if is_state
-            else _draw_token_table(chance, num_tokens, decode_group, prefill_group, windows=family != "attention")
+            else _draw_token_table(chance, num_tokens, decode_group, prefill_group, windows=num_groups > 1)
         )
         counts.append(count)
         tables.append(table)
@@ -122,6 +158,8 @@ def draw_case(chance: random.Random, family: str) -> Case:
     if in_lanes:
         layouts = tuple(name for name in layouts if name.endswith("NC"))
     layout_name = chance.choice(layouts)
+    slices = sum(len(tensor.layers) for tensor in tensors)
+    prefill_pp = chance.choice([pp for pp in (1, 1, 1, 2, 3) if pp <= slices])
     engines = [
         Engine(
             engine_id=name,
@@ -130,9 +168,14 @@ def draw_case(chance: random.Random, family: str) -> Case:
             padding_bytes=chance.choice((0, 0, 3)),
             groups=tuple(pair[side] for pair in sizes),
             num_ids=total + chance.randint(1, 3),
+            pp_size=pp_size,
+            dcp_size=dcp_size,
         )
-        for side, (name, tp_size, total) in enumerate(
-            ((f"decode-{chance.randint(0, 99)}", decode_tp, decode_total), ("prefill", prefill_tp, prefill_total))
+        for side, (name, tp_size, pp_size, dcp_size, total) in enumerate(
+            (
+                (f"decode-{chance.randint(0, 99)}", decode_tp, 1, decode_dcp, decode_total),
+                ("prefill", prefill_tp, prefill_pp, prefill_dcp, prefill_total),
+            )
         )
     ]
     decode, prefill = engines
@@ -156,6 +199,7 @@ def _draw_tensors(
     states: bool,
     shared: bool,
     in_lanes: bool,
+    is_latent: bool,
 ) -> tuple[Tensor, ...]:
     """The model. Shared: layer i of every group lies in slice i of one tensor; in lanes: K and V of attention do."""
     units = [n for n in (1, 2, 3, 4, 6, 8, 12) if all(n % t == 0 or t % n == 0 for t in tp_sizes)]
@@ -165,7 +209,6 @@ def _draw_tensors(
     # Bytes of a lane; 0: K and V side by side in each token.
     lanes = (chance.randint(1, 2), chance.randint(1, 2)) if in_lanes else (0, 0)
     k_bytes, v_bytes = (chance.randint(1, 3) * max(1, lane) for lane in lanes)
-    is_latent = not in_lanes and chance.random() < 0.3
     names = iter(range(1000))
 
     def tokens(group: int) -> LayerShape:
@@ -220,19 +263,22 @@ def _draw_tensors(
 
 
 def _draw_group_sizes(
-    chance: random.Random, token_groups: int, *, states: bool, shared: bool
+    chance: random.Random, token_groups: int, *, states: bool, shared: bool, dcp_sizes: tuple[int, int]
 ) -> list[tuple[CacheGroup, CacheGroup]]:
     """Block sizes of each group on (decode, prefill). Groups that share memory have pages of one size."""
+    decode_dcp, prefill_dcp = dcp_sizes
 
     def sizes() -> tuple[CacheGroup, CacheGroup]:
         decode_tokens = chance.choice((1, 2, 3, 4, 8))
         prefill_tokens = decode_tokens if chance.random() < 0.4 else chance.choice((1, 2, 3, 4, 6, 8))
         ratio = chance.choice((1, 1, 2, 3))
+        prefill_ratio = ratio if chance.random() < 0.5 else chance.choice((1, 2, 3))
+        if min(dcp_sizes) > 1:
+            prefill_tokens, prefill_ratio = decode_tokens, ratio
         return (
-            CacheGroup(tokens_per_kernel_block=decode_tokens, kernel_blocks_per_block=ratio),
+            CacheGroup(tokens_per_kernel_block=decode_tokens, kernel_blocks_per_block=ratio, dcp_size=decode_dcp),
             CacheGroup(
-                tokens_per_kernel_block=prefill_tokens,
-                kernel_blocks_per_block=ratio if chance.random() < 0.5 else chance.choice((1, 2, 3)),
+                tokens_per_kernel_block=prefill_tokens, kernel_blocks_per_block=prefill_ratio, dcp_size=prefill_dcp
             ),
         )
 
@@ -250,7 +296,7 @@ def _draw_token_table(
     chance: random.Random, num_tokens: int, decode: CacheGroup, prefill: CacheGroup, *, windows: bool
 ) -> tuple[_Count, GroupBlocks]:
     """How many blocks (decode, prefill) the request has in this group, and all of a table but the ids."""
-    decode_size, prefill_size = decode.positions_per_block, prefill.positions_per_block
+    decode_size, prefill_size = decode.positions_per_entry, prefill.positions_per_entry
     decode_end = math.ceil(num_tokens / decode_size)
     prefill_end = math.ceil(num_tokens / prefill_size) + chance.choice((0, 0, 1))
     decode_first = chance.choice((0, 0, chance.randint(0, decode_end)))
@@ -318,6 +364,11 @@ def features_of(case: Case) -> tuple[str, ...]:
         else "neither TP divides the other"
     )
     found = [ratio, case.family]
+    if prefill.pp_size > 1:
+        found.append(f"P with {prefill.pp_size} pipeline stages")
+    if case.family == "context":
+        ours, theirs = ("tokens split" if engine.dcp_size > 1 else "tokens whole" for engine in (decode, prefill))
+        found.append(f"{theirs} on P, {ours} on D")
     if any(component.bytes_per_lane for shape in shapes for component in shape.components):
         found.append("lanes")
     for shape in shapes:
@@ -385,29 +436,35 @@ class Rank:
     """
 
     def __init__(
-        self, case: Case, engine: Engine, tp_rank: int, noise: np.random.Generator, *, in_place: bool = False
+        self, case: Case, engine: Engine, rank: RankId, noise: np.random.Generator, *, in_place: bool = False
     ) -> None:
-        self.engine, self.tp_rank = engine, tp_rank
+        self.engine, self.rank, self.tp_rank = engine, rank, rank.tp_rank
+        self.groups = tuple(
+            msgspec.structs.replace(group, dcp_rank=rank.tp_rank % group.dcp_size) for group in engine.groups
+        )
+        tensors = case.stage(engine, rank.pp_rank)
+        self.shapes = shapes_in(tensors)
         self.memory: list[Bytes] = []
         self.addresses: list[int] = []
         self._in_place = in_place
         self.pages: dict[str, list[Bytes]] = {}
         self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
         regions: list[Region] = []
-        for tensor in case.tensors:
+        for tensor in tensors:
             regions.extend(self._lay_out(tensor, noise))
         self.layout = RankLayout(
             engine_id=engine.engine_id,
-            tp_rank=tp_rank,
+            pp_rank=rank.pp_rank,
+            tp_rank=rank.tp_rank,
             tp_size=engine.tp_size,
-            dcp_size=1,
+            dcp_size=engine.dcp_size,
             pcp_size=1,
             regions=tuple(regions),
             kernel_block_size_tokens=1,
             kernel_blocks_per_block=1,
             layout_name=engine.layout_name,
             attention_backend="ANY",
-            groups=engine.groups,
+            groups=self.groups,
         )
 
     def _allocate(self, length_bytes: int, noise: np.random.Generator) -> tuple[Bytes, int]:
@@ -577,7 +634,7 @@ def make_content(case: Case, noise: np.random.Generator) -> Content:
     pages, states = {}, {}
     for shape in case.shapes:
         table, group = case.tables[shape.group], case.prefill.groups[shape.group]
-        positions = (table.remote_first + len(table.remote)) * group.positions_per_block
+        positions = (table.remote_first + len(table.remote)) * group.positions_per_entry
         if shape.is_state:
             states[shape.name] = [
                 noise.integers(0, 256, (positions, component.units, component.bytes_per_unit), dtype=np.uint8)
@@ -591,8 +648,8 @@ def make_content(case: Case, noise: np.random.Generator) -> Content:
 
 def write_prefill(case: Case, rank: Rank, content: Content) -> None:
     """Lay the request's KV into a prefill rank's memory as that rank would hold it."""
-    for shape in case.shapes:
-        table, group = case.tables[shape.group], case.prefill.groups[shape.group]
+    for shape in rank.shapes:
+        table, group = case.tables[shape.group], rank.groups[shape.group]
         if shape.is_state:
             for (units, view), values in zip(rank.states[shape.name], content.states[shape.name], strict=True):
                 for slot, block in enumerate(table.remote, table.remote_first):
@@ -617,9 +674,9 @@ def _write_expected(case: Case, rank: Rank, content: Content) -> None:
     """Change a decode rank's memory into what it has to be after the request was read."""
     for shape in case.shapes:
         table = case.tables[shape.group]
-        ours, theirs = case.decode.groups[shape.group], case.prefill.groups[shape.group]
-        first = table.remote_first * theirs.positions_per_block
-        end = (table.remote_first + len(table.remote)) * theirs.positions_per_block
+        ours, theirs = rank.groups[shape.group], case.prefill.groups[shape.group]
+        first = table.remote_first * theirs.positions_per_entry
+        end = (table.remote_first + len(table.remote)) * theirs.positions_per_entry
         if shape.is_state:
             for (units, view), values in zip(rank.states[shape.name], content.states[shape.name], strict=True):
                 for slot, block in enumerate(table.local, table.local_first):
@@ -640,7 +697,11 @@ def _positions(blocks: Sequence[int], first: int, group: CacheGroup) -> list[tup
     """(kernel block, token within it, position in the request) of every token of the blocks."""
     ratio, size = group.kernel_blocks_per_block, group.tokens_per_kernel_block
     return [
-        (block * ratio + part, token, ((first + index) * ratio + part) * size + token)
+        (
+            block * ratio + part,
+            token,
+            (((first + index) * group.dcp_size + group.dcp_rank) * ratio + part) * size + token,
+        )
         for index, block in enumerate(blocks)
         for part in range(ratio)
         for token in range(size)
@@ -675,18 +736,14 @@ def check(case: Case) -> int:
     """Judge the product's plan of a case; returns the number of descriptors it needs. Raises OracleError."""
     noise = np.random.default_rng(case.noise)
     content = make_content(case, noise)
-    wanted = [
-        rank
-        for rank in range(case.prefill.tp_size)
-        if rank * case.decode.tp_size < (case.decode_rank + 1) * case.prefill.tp_size
-        and case.decode_rank * case.prefill.tp_size < (rank + 1) * case.decode.tp_size
-    ]
-    if list(partners(case.decode_rank, case.decode.tp_size, case.prefill.tp_size)) != wanted:
+    wanted = [rank for rank in case.prefill.ranks if _deal_with_each_other(case, case.decode_rank, rank.tp_rank)]
+    sizes = (case.decode.tp_size, case.prefill.tp_size, case.decode.dcp_size, case.prefill.dcp_size)
+    if list(partners(case.decode_rank, *sizes)) != [rank.tp_rank for rank in wanted if rank.pp_rank == 0]:
         raise OracleError(f"rank {case.decode_rank} has to deal with ranks {wanted}")
     prefill = {rank: Rank(case, case.prefill, rank, noise) for rank in wanted}
     for rank in prefill.values():
         write_prefill(case, rank, content)
-    decode = Rank(case, case.decode, case.decode_rank, noise)
+    decode = Rank(case, case.decode, RankId(0, case.decode_rank), noise)
     expectation = Expectation(case, decode, content)
     engine_plan = plan_engine(decode.layout, [rank.layout for rank in prefill.values()])
     _check_notified(case, engine_plan, wanted)
@@ -695,13 +752,28 @@ def check(case: Case) -> int:
     return descriptors
 
 
-def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Rank, prefill: dict[int, Rank]) -> int:
+def _deal_with_each_other(case: Case, decode_rank: int, prefill_rank: int) -> bool:
+    decode, prefill = case.decode, case.prefill
+    if prefill.dcp_size == 1:
+        return (
+            prefill_rank * decode.tp_size < (decode_rank + 1) * prefill.tp_size
+            and decode_rank * prefill.tp_size < (prefill_rank + 1) * decode.tp_size
+        )
+    # Each has every so many blocks of a request; do they ever have the same one?
+    blocks = range(math.lcm(decode.dcp_size, prefill.dcp_size))
+    return any(
+        block % decode.dcp_size == decode_rank % decode.dcp_size and block % prefill.dcp_size == prefill_rank
+        for block in blocks
+    )
+
+
+def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Rank, prefill: dict[RankId, Rank]) -> int:
     """The plan as plain copies, in no order that matters: no byte may be written twice."""
     pairs = engine_plan.pair(tables)
     written = [np.zeros(array.size, bool) for array in decode.memory]
     descriptors = 0
-    for read in engine_plan.reads:
-        local_ids, remote_ids = read.chunk_descriptor_ids(pairs)
+    for read, of_read in zip(engine_plan.reads, pairs, strict=True):
+        local_ids, remote_ids = read.descriptor_ids(of_read)
         if not local_ids.dtype == remote_ids.dtype == np.int32 or local_ids.shape != remote_ids.shape:
             raise OracleError("ids of the two sides differ in number or type")
         local, remote = expand_runs(read.local_runs), expand_runs(read.remote_runs)
@@ -716,7 +788,7 @@ def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Ra
             index, part = decode.locate(to, length_bytes)
             decode.memory[index][part] = remote_rank.bytes_at(source, length_bytes)
             _mark(written[index][part], to)
-    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs)), strict=True):
+    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
         index, part = decode.locate(address, length_bytes)
         decode.memory[index][part] = 0
         _mark(written[index][part], address)
@@ -737,7 +809,7 @@ def _mark(written: npt.NDArray[np.bool_], address: int) -> None:
     written[:] = True
 
 
-def _check_notified(case: Case, engine_plan: EnginePlan, wanted: Sequence[int]) -> None:
+def _check_notified(case: Case, engine_plan: EnginePlan, wanted: Sequence[RankId]) -> None:
     """Every partner hears from us once, and is told how many of our ranks it has to wait for."""
     told = {read.remote_rank: read.consumers for read in engine_plan.reads}
     told |= {notified.remote_rank: notified.consumers for notified in engine_plan.notify_only}
@@ -745,10 +817,7 @@ def _check_notified(case: Case, engine_plan: EnginePlan, wanted: Sequence[int]) 
         raise OracleError(f"ranks {sorted(told)} are notified instead of {list(wanted)}")
     for rank, consumers in told.items():
         waits_for = [
-            reader
-            for reader in range(case.decode.tp_size)
-            if reader * case.prefill.tp_size < (rank + 1) * case.decode.tp_size
-            and rank * case.decode.tp_size < (reader + 1) * case.prefill.tp_size
+            reader for reader in range(case.decode.tp_size) if _deal_with_each_other(case, reader, rank.tp_rank)
         ]
         if consumers != len(waits_for):
             raise OracleError(f"rank {rank} is told to wait for {consumers} instead of {len(waits_for)}")
@@ -774,7 +843,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--examples", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="default: all three in turn")
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="default: all of them in turn")
     options = parser.parse_args(arguments)
     families = options.family or FAMILIES
     counts: collections.Counter[str] = collections.Counter()

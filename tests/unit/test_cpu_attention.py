@@ -18,7 +18,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from connector.layout import GroupBlocks, LayoutMismatch, plan_engine
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import LayoutMismatch, RankId
+from connector.layout.plan import plan_engine
 from connector.wire.peer_layout import understand
 from connector.worker.registration import derive_registration
 from connector.worker.unsupported import UnsupportedCache
@@ -193,9 +195,9 @@ def test_another_order_is_refused(
     _machine(monkeypatch, "vec")
     local = Engine(monkeypatch, tmp_path, "vec", 64, engine_id="decode").rank.registration
     metadata = msgspec.structs.replace(local.agent_metadata(b"agent"), engine_id="other")
-    assert understand(metadata, tp_rank=0, tp_size=1, local=local).regions == local.layout.regions
+    assert understand(metadata, rank=RankId(0, 0), tp_size=1, local=local).regions == local.layout.regions
     with pytest.raises(LayoutMismatch, match=named):
-        understand(msgspec.structs.replace(metadata, **{field: value}), tp_rank=0, tp_size=1, local=local)
+        understand(msgspec.structs.replace(metadata, **{field: value}), rank=RankId(0, 0), tp_size=1, local=local)
 
 
 def test_another_order_of_the_tensor_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

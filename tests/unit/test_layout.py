@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.layout import BlockIdError, CacheGroup, Piece, RankLayout, ReadPlan, Region, plan_engine
-from connector.ports.nixl import MemoryRun
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import BlockIdError, CacheGroup, Piece, RankLayout, Region
+from connector.layout.plan import EnginePlan, plan_engine
+from connector.ports.nixl import DescriptorIds, MemoryRun
 from tests.unit.properties import on_any_machine
 
 
@@ -70,9 +72,11 @@ def _whole_block(layer: str, block_bytes: int, tp_rank: int) -> Piece:
     )
 
 
-def plan_reads(local: RankLayout, remote: RankLayout) -> ReadPlan:
-    (read,) = plan_engine(local, [remote]).reads
-    return read
+def _ids(plan: EnginePlan, local: list[int], remote: list[int]) -> tuple[DescriptorIds, DescriptorIds]:
+    """Descriptors of a READ of remote[i] into local[i]."""
+    positions = len(local) * plan.groups[0].local.positions_per_block
+    (pairs,) = plan.pair([GroupBlocks(local=local, remote=remote, num_tokens=positions)])
+    return plan.reads[0].descriptor_ids(pairs)
 
 
 def _descriptors(runs: tuple[MemoryRun, ...]) -> list[tuple[int, int]]:
@@ -131,20 +135,18 @@ def test_bytes_arrive_where_they_belong(case: tuple[RankLayout, RankLayout, list
                     remote_memory, theirs, remote_base, remote_block * ratio + piece
                 )
 
-    plan = plan_reads(local_side, remote_side)
-    local_ids, remote_ids = plan.descriptor_ids(local_blocks, remote_blocks)
-    local_descriptors, remote_descriptors = _descriptors(plan.local_runs), _descriptors(plan.remote_runs)
-    moved = 0
+    plan = plan_engine(local_side, [remote_side])
+    local_ids, remote_ids = _ids(plan, local_blocks, remote_blocks)
+    (read,) = plan.reads
+    local_descriptors, remote_descriptors = _descriptors(read.local_runs), _descriptors(read.remote_runs)
     for local_id, remote_id in zip(local_ids, remote_ids, strict=True):
         (to, to_length), (source, source_length) = local_descriptors[local_id], remote_descriptors[remote_id]
         assert to_length == source_length
         local_memory[to - local_base : to - local_base + to_length] = remote_memory[
             source - remote_base : source - remote_base + source_length
         ]
-        moved += to_length
 
     assert np.array_equal(local_memory, expected)
-    assert moved == plan.length_bytes(len(local_blocks))
     assert local_ids.dtype == remote_ids.dtype == np.int32
 
 
@@ -153,7 +155,7 @@ def test_bytes_arrive_where_they_belong(case: tuple[RankLayout, RankLayout, list
 def test_whatever_can_merge_is_adjacent(case: tuple[RankLayout, RankLayout, list[int], list[int]]) -> None:
     """NIXL joins neighbours whose ids both rise by one; no pair that could be joined may be apart."""
     local_side, remote_side, local_blocks, remote_blocks = case
-    local_ids, remote_ids = plan_reads(local_side, remote_side).descriptor_ids(local_blocks, remote_blocks)
+    local_ids, remote_ids = _ids(plan_engine(local_side, [remote_side]), local_blocks, remote_blocks)
     pairs = list(zip(local_ids.tolist(), remote_ids.tolist(), strict=True))
     possible = sum((local + 1, remote + 1) in set(pairs) for local, remote in pairs)
     adjacent = sum(after == (before[0] + 1, before[1] + 1) for before, after in itertools.pairwise(pairs))
@@ -161,21 +163,21 @@ def test_whatever_can_merge_is_adjacent(case: tuple[RankLayout, RankLayout, list
 
 
 def test_order_is_region_major_and_expanded() -> None:
-    plan = plan_reads(layout("d", ratio=2), layout("p", ratio=2, num_blocks=4))
-    local_ids, remote_ids = plan.descriptor_ids([5, 1], [0, 3])
+    plan = plan_engine(layout("d", ratio=2), [layout("p", ratio=2, num_blocks=4)])
+    local_ids, remote_ids = _ids(plan, [5, 1], [0, 3])
     assert local_ids.tolist() == [2, 3, 10, 11, 18, 19, 26, 27]
     assert remote_ids.tolist() == [6, 7, 0, 1, 14, 15, 8, 9]
-    assert plan.length_bytes(2) == 2 * 2 * 2 * 16
 
 
 def test_no_blocks() -> None:
-    local_ids, remote_ids = plan_reads(layout("d"), layout("p")).descriptor_ids([], [])
+    local_ids, remote_ids = _ids(plan_engine(layout("d"), [layout("p")]), [], [])
     assert local_ids.shape == remote_ids.shape == (0,)
 
 
 def test_plan_of_a_rank() -> None:
-    plan = plan_reads(layout("d", tp_rank=1, tp_size=2), layout("p", tp_rank=1, tp_size=2, device_id=3))
-    assert (plan.remote_rank, plan.consumers, plan.memory_kind) == (1, 1, "DRAM")
+    remote = layout("p", tp_rank=1, tp_size=2, device_id=3)
+    (plan,) = plan_engine(layout("d", tp_rank=1, tp_size=2), [remote]).reads
+    assert (plan.remote_rank, plan.consumers, plan.memory_kind) == ((0, 1), 1, "DRAM")
     assert {run.device_id for run in plan.remote_runs} == {3}
     assert {run.device_id for run in plan.local_runs} == {0}
 
@@ -190,18 +192,17 @@ def test_plan_of_a_rank() -> None:
         ([0], [2**31 - 1], "remote"),
         ([0], [2**40], "remote"),
         ([0, 1], [0], "remote"),
-        ([], [0], "remote"),
         ([3, 1, 3], [0, 1, 2], "local"),
     ],
 )
 def test_block_ids_are_checked(local_blocks: list[int], remote_blocks: list[int], side: str) -> None:
     with pytest.raises(BlockIdError) as caught:
-        plan_reads(layout("d"), layout("p")).descriptor_ids(local_blocks, remote_blocks)
+        _ids(plan_engine(layout("d"), [layout("p")]), local_blocks, remote_blocks)
     assert caught.value.side == side
 
 
 def test_last_logical_block_is_inside_and_the_next_is_not() -> None:
-    plan = plan_reads(layout("d", ratio=3), layout("p", ratio=3))
-    assert plan.descriptor_ids([7], [7])[0].max() == 2 * 8 * 3 - 1
+    plan = plan_engine(layout("d", ratio=3), [layout("p", ratio=3)])
+    assert _ids(plan, [7], [7])[0].max() == 2 * 8 * 3 - 1
     with pytest.raises(BlockIdError):
-        plan.descriptor_ids([8], [7])
+        _ids(plan, [8], [7])

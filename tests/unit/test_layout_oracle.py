@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.layout import LayoutMismatch, blocks, copies, plan, shapes, sources
+from connector.layout import blocks, copies, plan, shapes, sources
 from connector.layout.blocks import GroupBlocks, GroupPair
+from connector.layout.geometry import LayoutMismatch
 from tests.unit import layout_oracle
 from tests.unit.layout_oracle import FAMILIES, OracleError, again, case_of, check, draw_case
 from tests.unit.properties import on_any_machine
@@ -57,6 +58,12 @@ def test_states(chance: random.Random) -> None:
     check(draw_case(chance, "states"))
 
 
+@settings(on_any_machine, max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_context(chance: random.Random) -> None:
+    check(draw_case(chance, "context"))
+
+
 def test_every_feature_occurs() -> None:
     """Guards the tests above: cases of a kind that is never drawn prove nothing."""
     counts = collections.Counter(
@@ -84,6 +91,11 @@ def test_every_feature_occurs() -> None:
         "block outermost on both sides",
         "padding",
         "lanes",
+        "P with 2 pipeline stages",
+        "P with 3 pipeline stages",
+        "tokens split on P, tokens split on D",
+        "tokens split on P, tokens whole on D",
+        "tokens whole on P, tokens split on D",
     ):
         assert counts[feature] >= 10, feature
 
@@ -272,12 +284,45 @@ def _no_zeroing() -> AbstractContextManager[Any]:
 
 def _one_consumer() -> AbstractContextManager[Any]:
     """D_TP > P_TP: the prefill rank frees its blocks after the first of its readers."""
-    right = plan._read_plan
+    return patch.object(plan, "consumers", lambda remote, local: 1)
 
-    def read_plan(local: Any, remote: Any, found: Any, groups: Any, consumers: int) -> plan.ReadPlan:
-        return right(local, remote, found, groups, 1)
 
-    return patch.object(plan, "_read_plan", read_plan)
+def _all_tokens_here() -> AbstractContextManager[Any]:
+    """A rank that has every other block is taken to have all of them."""
+    return patch.object(blocks, "_held", lambda position, group, chunks: position)
+
+
+def _first_part_of_the_tokens() -> AbstractContextManager[Any]:
+    """All ranks of an engine that splits tokens are taken for the one that has the first block."""
+    right = blocks._held
+
+    def held(position: Any, group: Any, chunks: int) -> Any:
+        return right(position, msgspec.structs.replace(group, dcp_rank=0), chunks)
+
+    return patch.object(blocks, "_held", held)
+
+
+def _one_part_of_the_tokens() -> AbstractContextManager[Any]:
+    """One rank is read, as if the others had copies of its tokens."""
+    right = sources._holders
+
+    def holders(remotes: Sequence[Any]) -> Any:
+        return {
+            key: [msgspec.structs.replace(holder, dcp_rank=0) for holder in found]
+            for key, found in right(remotes).items()
+        }
+
+    return patch.object(sources, "_holders", holders)
+
+
+def _first_stage_only() -> AbstractContextManager[Any]:
+    """What later pipeline stages have is not read."""
+    right = plan.EnginePlan
+
+    def without(**fields: Any) -> plan.EnginePlan:
+        return right(**(fields | {"reads": tuple(read for read in fields["reads"] if read.remote_rank.pp_rank == 0)}))
+
+    return patch.object(plan, "EnginePlan", without)
 
 
 def _replicas_not_told() -> AbstractContextManager[Any]:
@@ -302,12 +347,12 @@ def _sides_sorted_apart() -> AbstractContextManager[Any]:
 
 def _groups_confused() -> AbstractContextManager[Any]:
     """All groups are read with the blocks of the first."""
-    right = plan.ReadPlan.chunk_descriptor_ids
+    right = plan.ReadPlan.descriptor_ids
 
     def ids(self: plan.ReadPlan, pairs: Sequence[blocks.ChunkPairs]) -> Any:
         return right(self, [pairs[0]] * len(pairs))
 
-    return patch.object(plan.ReadPlan, "chunk_descriptor_ids", ids)
+    return patch.object(plan.ReadPlan, "descriptor_ids", ids)
 
 
 def _last_row_forgotten() -> AbstractContextManager[Any]:
@@ -349,6 +394,10 @@ BROKEN = (
     _c_for_b,
     _no_zeroing,
     _one_consumer,
+    _all_tokens_here,
+    _first_part_of_the_tokens,
+    _one_part_of_the_tokens,
+    _first_stage_only,
     _replicas_not_told,
     _sides_sorted_apart,
     _groups_confused,

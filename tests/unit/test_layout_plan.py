@@ -9,19 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from connector.layout import (
-    BlockIdError,
-    CacheGroup,
-    EnginePlan,
-    GroupBlocks,
-    LayoutMismatch,
-    Piece,
-    RankLayout,
-    Region,
-    partners,
-    plan_engine,
-)
+from connector.layout.blocks import GroupBlocks
 from connector.layout.copies import STRETCHES_MAX
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, Piece, RankId, RankLayout, Region
+from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import (
     ImpossibleShard,
     LayerShape,
@@ -33,6 +24,7 @@ from connector.layout.shapes import (
     shard,
     state_pieces,
 )
+from connector.layout.sources import partners
 
 HEADS = 8
 TP_SIZES = (1, 2, 4, 8)
@@ -154,8 +146,8 @@ def test_smaller_blocks_of_the_other_side(layout_name: str, rows: int) -> None:
     """Where tokens are outermost a part of a block is one stretch; where heads are, each head has one."""
     plan = pair_up(rank("d", layout_name=layout_name), 1, layout_name=layout_name, tokens=4)
     assert rows_of(plan) == rows
-    ((read,), pairs) = plan.reads, plan.pair([GroupBlocks(local=[1], remote=[4, 5, 6, 7])])
-    local_ids, remote_ids = read.chunk_descriptor_ids(pairs)
+    ((read,), (pairs,)) = plan.reads, plan.pair([GroupBlocks(local=[1], remote=[4, 5, 6, 7])])
+    local_ids, remote_ids = read.descriptor_ids(pairs)
     assert len(local_ids) == 4 * rows
     if layout_name == "LBNHC":
         assert (np.diff(local_ids.reshape(2, 4)) == 1).all()
@@ -212,14 +204,6 @@ def test_shared_memory_is_prepared_once() -> None:
     assert len(read.rows) == 2
 
 
-def test_both_ways_to_ids_agree() -> None:
-    decode, prefill = rank("d", ratio=2), rank("p", ratio=2)
-    plan = plan_engine(decode, [prefill])
-    ids = plan.reads[0].chunk_descriptor_ids(plan.pair([GroupBlocks(local=[3, 0, 1], remote=[2, 3, 0])]))
-    for one, other in zip(ids, plan.reads[0].descriptor_ids([3, 0, 1], [2, 3, 0]), strict=True):
-        assert one.tolist() == other.tolist()
-
-
 # --- who is read, who is told ---------------------------------------------------------------------------------------
 
 
@@ -228,8 +212,8 @@ def test_both_ways_to_ids_agree() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_every_prefill_rank_hears_from_as_many_as_it_waits_for(decode_tp: int, prefill_tp: int, heads: int) -> None:
     shape = attention("layers.0", heads=heads, k_bytes=1, v_bytes=1)
-    heard: collections.Counter[int] = collections.Counter()
-    waits_for: dict[int, set[int]] = collections.defaultdict(set)
+    heard: collections.Counter[RankId] = collections.Counter()
+    waits_for: dict[RankId, set[int]] = collections.defaultdict(set)
     for number in range(decode_tp):
         plan = pair_up(rank("d", shape, tp_rank=number, tp_size=decode_tp), prefill_tp, shape)
         told = {read.remote_rank: read.consumers for read in plan.reads}
@@ -238,7 +222,7 @@ def test_every_prefill_rank_hears_from_as_many_as_it_waits_for(decode_tp: int, p
         for remote_rank, consumers in told.items():
             waits_for[remote_rank].add(consumers)
         assert len(plan.reads) == max(1, min(prefill_tp, heads) // min(decode_tp, heads))
-    assert dict(waits_for) == {number: {heard[number]} for number in range(prefill_tp)}
+    assert dict(waits_for) == {RankId(0, number): {heard[RankId(0, number)]} for number in range(prefill_tp)}
     # What the built-in connector tells, which its prefill side has to understand.
     assert set(heard.values()) == {max(1, decode_tp // prefill_tp)}
 
@@ -246,7 +230,7 @@ def test_every_prefill_rank_hears_from_as_many_as_it_waits_for(decode_tp: int, p
 def test_replicas_are_read_in_turn() -> None:
     """Eight ranks hold the same latent; each engine reads one of them, and all are read about equally often."""
     shape = latent("layers.0", bytes_per_token=4)
-    chosen: collections.Counter[int] = collections.Counter()
+    chosen: collections.Counter[RankId] = collections.Counter()
     for number in range(800):
         plan = pair_up(rank(f"engine-{number}", shape), 8, shape)
         (read,) = plan.reads
@@ -291,22 +275,16 @@ def test_one_table_for_each_group() -> None:
 def test_what_lies_before_the_window_is_not_needed() -> None:
     plan = plan_engine(rank("d"), [rank("p")])
     tables = GroupBlocks(local=[0, 1], remote=[1], remote_first=1, num_tokens=32, window_tokens=16)
-    (pair,) = plan.pair([tables])
+    ((pair,),) = plan.pair([tables])
     assert (pair.local_block.tolist(), pair.remote_block.tolist()) == ([1], [1])
     assert pair.unfilled_block.tolist() == [0]
 
 
 def test_nothing_to_read() -> None:
     plan = plan_engine(rank("d"), [rank("p")])
-    pairs = plan.pair([GroupBlocks(local=[], remote=[3], local_first=1, num_tokens=16)])
-    assert [ids.shape for ids in plan.reads[0].chunk_descriptor_ids(pairs)] == [(0,), (0,)]
+    (pairs,) = plan.pair([GroupBlocks(local=[], remote=[3], local_first=1, num_tokens=16)])
+    assert [ids.shape for ids in plan.reads[0].descriptor_ids(pairs)] == [(0,), (0,)]
     assert [values.shape for values in plan.unfilled(pairs)] == [(0,), (0,)]
-
-
-def test_blocks_of_different_sizes_have_no_short_form() -> None:
-    (read,) = plan_engine(rank("d"), [rank("p", tokens=4)]).reads
-    with pytest.raises(ValueError, match="differ in size"):
-        read.descriptor_ids([0], [0])
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -322,14 +300,23 @@ _LATENT = latent("layers.0", bytes_per_token=8)
 @pytest.mark.parametrize(
     ("local", "remotes", "field"),
     [
-        (rank("d"), [], "remote tensor parallel ranks"),
-        (rank("d"), [rank("p", tp_size=2)], "remote tensor parallel ranks"),
-        (rank("d"), [rank("p"), rank("p")], "remote tensor parallel ranks"),
-        (rank("d", tp_rank=1, tp_size=2), [rank("p", tp_size=2)], "remote tensor parallel ranks"),
+        (rank("d"), [], "remote ranks (stage, tensor parallel rank)"),
+        (rank("d"), [rank("p", tp_size=2)], "remote ranks (stage, tensor parallel rank)"),
+        (rank("d"), [rank("p"), rank("p")], "remote ranks (stage, tensor parallel rank)"),
+        (rank("d", tp_rank=1, tp_size=2), [rank("p", tp_size=2)], "remote ranks (stage, tensor parallel rank)"),
         (rank("d"), [rank("d")], "engine_id"),
         (rank("d"), [rank("p", tp_size=2), rank("q", tp_rank=1, tp_size=2)], "engine_id of rank 1"),
         (rank("d"), [rank("p", dcp_size=2)], "dcp_size"),
+        (rank("d", tp_size=2, dcp_size=2), [rank("p", _LATENT, tp_size=3, dcp_size=3)], "dcp_size"),
         (rank("d", pcp_size=2), [rank("p")], "pcp_size"),
+        (rank("d"), [rank("p", tp_size=2, dcp_size=2, pcp_size=4)], "pcp_size"),
+        (rank("d", tp_size=2, dcp_size=2), [rank("p", pcp_size=2)], "pcp_size"),
+        (rank("d"), [rank("p", pp_rank=1)], "remote ranks (stage, tensor parallel rank)"),
+        (
+            rank("d", _LATENT, tp_size=2, dcp_size=2, groups=()),
+            [rank("p", _LATENT, tp_size=4, dcp_size=4, tokens=8, groups=(), tp_rank=number) for number in (0, 2)],
+            "block size of KV cache group 0",
+        ),
         (rank("d"), [rank("p", regions=())], "number of KV cache regions"),
         (rank("d", _WIDE), [rank("p", _NARROW)], "bytes of one unit of k of layers.0"),
         (rank("d", _WIDE), [rank("p", _FEW_HEADS)], "k of layers.0"),

@@ -9,8 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute
 from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import MambaConvSplitInfo
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.layout import CacheGroup, GroupBlocks, Piece, RankLayout, Region, partners, plan_engine
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
+from connector.layout.plan import plan_engine
 from connector.layout.shapes import PageStrides, attention, mamba, page_strides, paged_pieces, state_pieces
+from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
 from tests.unit.vllm_setup import HEAD_SIZE, KV_HEADS, LAYERS, allocate, attention_spec, cache_config, layer_name
 
@@ -85,9 +88,9 @@ def test_real_tensors_arrive(decode_layout: str, prefill_layout: str, prefill_to
     before = [cache.clone() for cache in decode]
     plan = plan_engine(_rank("d", decode_layout, decode), [_rank("p", prefill_layout, prefill)])
     remote_blocks = [1, 3] if prefill_tokens == 32 else [2]
-    pairs = plan.pair([GroupBlocks(local=[3, 0], remote=remote_blocks, num_tokens=64)])
+    (pairs,) = plan.pair([GroupBlocks(local=[3, 0], remote=remote_blocks, num_tokens=64)])
     (read,) = plan.reads
-    for ours, theirs in zip(*read.chunk_descriptor_ids(pairs), strict=True):
+    for ours, theirs in zip(*read.descriptor_ids(pairs), strict=True):
         to, length_bytes = _descriptor(read.local_runs, int(ours))
         source, source_length_bytes = _descriptor(read.remote_runs, int(theirs))
         assert length_bytes == source_length_bytes

@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -35,12 +37,15 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
 )
 
-from connector.layout import GroupBlocks, LayoutMismatch, RankLayout, partners, plan_engine
+from connector.layout.blocks import GroupBlocks
+from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
+from connector.layout.plan import plan_engine
+from connector.layout.sources import partners
 from connector.wire.metadata import decode_agent_metadata
 from connector.wire.peer_layout import understand
 from connector.worker.registration import require_supported
 from connector.worker.unsupported import UnsupportedCache
-from tests.unit.builtin_worker import builtin_registration
+from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import (
     FAMILIES,
     NUM_BLOCKS,
@@ -99,6 +104,7 @@ def _check_transfer(
     prefill_block: int = 64,
     layouts: tuple[str, str] = ("LBHNC", "LBHNC"),
     kernel_block_tokens: int | None = None,
+    stages: int = 1,
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     content = Content(make_specs(1, 64), TOKENS, generator)
@@ -113,19 +119,25 @@ def _check_transfer(
             layout=layouts[1],
             kernel_block_tokens=kernel_block_tokens,
         )
+        specs = make_specs(prefill_tp, prefill_block)
+        by_stage = [list(layers) for layers in np.array_split(sorted(specs), stages)]
         prefill = [
             make_rank(
                 config,
                 monkeypatch,
-                make_specs(prefill_tp, prefill_block),
+                specs,
                 engine_id="prefill",
                 tp_rank=other,
                 tp_size=prefill_tp,
                 layout=layouts[0],
                 kernel_block_tokens=kernel_block_tokens,
+                pp_rank=pp_rank,
+                stage=stage if stages > 1 else None,
             )
+            for pp_rank, stage in enumerate(by_stage)
             for other in partners(tp_rank, decode_tp, prefill_tp)
         ]
+        monkeypatch.setattr(get_pp_group(), "rank_in_group", 0)
         remote = _tables(prefill[0], _shuffled(5))
         local = _tables(decode, _shuffled(6))
         for rank in prefill:
@@ -140,6 +152,17 @@ def _check_transfer(
         tables = [GroupBlocks(local=ours, remote=theirs) for ours, theirs in zip(local, remote, strict=True)]
         carry_out(decode, prefill, tables)
         assert torch.equal(decode.memory, expected)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_pipeline_stages(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str, stages: int
+) -> None:
+    """A stage has some of the layers, and perhaps none of a cache group; what shares memory is another set in each."""
+    layouts = (layout, layout)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, stages=stages, layouts=layouts)
 
 
 def _strange(kind: type[AttentionSpec], **changes: Any) -> KVCacheSpec:
@@ -319,12 +342,11 @@ def test_equals_the_builtin_registration(
     builtin, builtin_hash, builtin_ranges = builtin_registration(config, ours.caches, ours.tensors)
     registration = ours.registration
     advertised = registration.agent_metadata(builtin.agent_metadata)
-    for field in msgspec.structs.fields(type(advertised)):
-        assert getattr(advertised, field.name) == getattr(builtin, field.name), field.name
+    assert differing_fields(advertised, builtin) == {"region_members"}
     assert registration.compatibility_hash == builtin_hash
     assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
     sent = decode_agent_metadata(msgspec.msgpack.encode(builtin))
-    assert understand(sent, tp_rank=tp_size - 1, tp_size=tp_size, local=registration) == registration.layout
+    assert understand(sent, rank=RankId(0, tp_size - 1), tp_size=tp_size, local=registration) == registration.layout
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -344,20 +366,20 @@ REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], 
     "head size": (_plain(), _plain(head_size=64, head_size_v=64), "block length of model.layers.0", "65536", "131072"),
     "size of V": (_plain(), _plain(head_size_v=16), "block length of model.layers.0", "65536", "49152"),
     "dtype": (_plain(), _plain(dtype=torch.float16), "block length of model.layers.0", "65536", "32768"),
-    "layers": (_plain(), _renamed(_plain()), "KV cache region model.layers.2", "present", "absent"),
+    "layers": (_plain(), _renamed(_plain()), "KV cache region model.layers.", "absent", "present"),
     "fewer layers": (
         _plain(),
         dict(list(_plain().items())[:2]),
-        "KV cache region model.layers.2",
+        "KV cache of model.layers.2",
         "present",
         "absent",
     ),
     "window": (
         FAMILIES["sliding window"](1, 64),
         dict.fromkeys(FAMILIES["sliding window"](1, 64), next(iter(_plain().values()))),
-        "KV cache region model.layers.1",
-        "absent",
-        "present",
+        "number of KV cache groups",
+        "2",
+        "1",
     ),
     "states": (
         FAMILIES["mamba 2"](1, 64),
@@ -375,7 +397,7 @@ def test_another_model_is_refused(config: VllmConfig, monkeypatch: pytest.Monkey
     decode = make_rank(config, monkeypatch, ours, engine_id="decode", tp_rank=0, tp_size=1)
     prefill = make_rank(config, monkeypatch, theirs, engine_id="prefill", tp_rank=0, tp_size=1)
     with pytest.raises(LayoutMismatch) as caught:
-        seen(decode.registration, prefill)
+        plan_engine(decode.registration.layout, [seen(decode.registration, prefill)])
     assert caught.value.field.startswith(field)
     assert (caught.value.local, caught.value.remote) == (here, there)
     assert here in str(caught.value)
@@ -386,7 +408,7 @@ def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size:
     """What a rank makes of the metadata of one like itself, with some of it changed."""
     rank = make_rank(config, monkeypatch, FAMILIES["full attention"](1, 64), engine_id="any", tp_rank=0, tp_size=1)
     metadata = msgspec.structs.replace(rank.registration.agent_metadata(b"agent"), engine_id="other", **changes)
-    seen = understand(metadata, tp_rank=0, tp_size=tp_size, local=rank.registration)
+    seen = understand(metadata, rank=RankId(0, 0), tp_size=tp_size, local=rank.registration)
     plan_engine(rank.registration.layout, [seen])
     return seen
 
@@ -414,7 +436,7 @@ def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch:
     builtin, _, _ = builtin_registration(config, rank.caches, rank.tensors)
     metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     with pytest.raises(LayoutMismatch, match="block_strides is at least 5376 here and 1792 there"):
-        understand(metadata, tp_rank=0, tp_size=1, local=rank.registration)
+        understand(metadata, rank=RankId(0, 0), tp_size=1, local=rank.registration)
 
 
 STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {

@@ -16,13 +16,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connector.layout import plan_engine
+from connector.layout.geometry import RankId
+from connector.layout.plan import plan_engine
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
 from connector.worker.registration import Registration, derive_registration, require_supported
 from connector.worker.unsupported import UnsupportedCache
-from tests.unit.builtin_worker import builtin_registration
+from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.vllm_setup import (
     HEAD_SIZE,
     KV_HEADS,
@@ -88,11 +89,10 @@ def test_equals_the_builtin_registration(
     builtin, builtin_hash, builtin_ranges = builtin_registration(config, caches, tensors)
     ours = derive_registration(config, caches, tensors)
 
-    advertised = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(
-        encode_agent_metadata(ours.agent_metadata(builtin.agent_metadata))
-    )
-    for field in msgspec.structs.fields(type(ours.agent_metadata(b"x"))):
-        assert getattr(advertised, field.name) == getattr(builtin, field.name), field.name
+    advertised = ours.agent_metadata(builtin.agent_metadata)
+    assert differing_fields(advertised, builtin) == {"region_members"}
+    as_read = msgspec.msgpack.Decoder(NixlAgentMetadata).decode(encode_agent_metadata(advertised))
+    assert differing_fields(advertised, as_read) == set()
     assert ours.compatibility_hash == builtin_hash
     assert [(r.address, r.length_bytes) for r in ours.ranges] == builtin_ranges
     assert ours.memory_kind == "DRAM"
@@ -137,10 +137,10 @@ def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
     reply = decode_reply(
         encode_reply(payload, 1.0), peer="prefill-engine", address="h:1", expected_hash=ours.compatibility_hash
     )
-    assert understand(reply.metadata, tp_rank=0, tp_size=1, local=ours) == theirs.layout
+    assert understand(reply.metadata, rank=RankId(0, 0), tp_size=1, local=ours) == theirs.layout
     (plan,) = plan_engine(ours.layout, [theirs.layout]).reads
     assert [run.address for run in plan.remote_runs] == [r.base_address for r in theirs.layout.regions]
-    assert plan.length_bytes(3) == 3 * LAYERS * attention_spec().page_size_bytes
+    assert sum(run.length_bytes for run in plan.local_runs) == LAYERS * attention_spec().page_size_bytes
 
 
 def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
@@ -149,7 +149,7 @@ def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
     builtin, _, _ = builtin_registration(config, caches, tensors)
     metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     ours = derive_registration(config, caches, tensors)
-    assert understand(metadata, tp_rank=0, tp_size=1, local=ours) == ours.layout
+    assert understand(metadata, rank=RankId(0, 0), tp_size=1, local=ours) == ours.layout
 
 
 def test_layers_of_different_sizes_in_one_group(config: VllmConfig) -> None:
@@ -198,17 +198,6 @@ def test_refuses_a_missing_layer(config: VllmConfig) -> None:
     tensors = allocate(caches)
     del tensors[layer_name(3)]
     assert _refusal(config, caches, tensors).found == layer_name(3)
-
-
-@pytest.mark.parametrize(
-    ("field", "size"),
-    [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("prefill_context_parallel_size", 2)],
-)
-def test_refuses_other_parallelism(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, field: str, size: int) -> None:
-    monkeypatch.setattr(config.parallel_config, field, size)
-    with pytest.raises(UnsupportedCache, match=f"{field} {size}") as caught:
-        require_supported(config, cache_config(attention_spec()))
-    assert caught.value.field == field
 
 
 def test_refuses_host_staging(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

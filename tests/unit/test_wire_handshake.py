@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.layout import CacheGroup, LayoutMismatch, RankLayout
+from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLayout
+from connector.layout.plan import plan_engine
 from connector.layout.shapes import LayerShape
 from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
@@ -317,23 +318,40 @@ class TestMetadata:
             ({"region_group_ids": [0, 0, -1]}, "cache group of layers.2", "0", "-1"),
             (
                 {"region_names": ["layers.0", "layers.1", "layers.7"]},
-                "KV cache region layers.2",
-                "present",
+                "KV cache region layers.7",
                 "absent",
+                "present",
+            ),
+            (
+                {"region_names": ["layers.0", "layers.1", "layers.7"], "region_members": []},
+                "KV cache region layers.7",
+                "absent",
+                "present",
+            ),
+            (
+                {"region_members": [["layers.0"], ["layers.1"], ["layers.7"]]},
+                "KV cache region layers.7",
+                "absent",
+                "present",
             ),
             (
                 {"region_names": ["layers.0", "layers.1", "layers.1"]},
-                "KV cache region layers.2",
-                "present",
-                "absent",
+                "number of KV cache regions of layers.1",
+                "1",
+                "2",
             ),
             (
-                {"kv_caches_base_addr": [4096] * 2, "block_lens": [128] * 2, "block_strides": [256] * 2}
-                | {"region_names": ["layers.0", "layers.1"], "region_num_blocks": [16] * 2}
-                | {"region_group_ids": [0] * 2, "region_mem_types": ["DRAM"] * 2},
-                "KV cache region layers.2",
-                "present",
-                "absent",
+                {"region_members": [["layers.0"], ["layers.1"], ["layers.1"]]},
+                "KV cache region of layers.1",
+                "layers.1",
+                "layers.2",
+            ),
+            ({"region_members": [["layers.0"], [], ["layers.2"]]}, "KV cache region layers.1", "absent", "present"),
+            (
+                {"region_members": [["layers.0", "layers.1"], ["layers.0"], ["layers.2"]]},
+                "block length of layers.0 on rank 1 of 2",
+                "192",
+                "128",
             ),
             ({"kv_cache_layout": "NHD"}, "kv_cache_layout", "a known one", "NHD"),
             ({"kv_cache_layout": "LBHCN"}, "kv_cache_layout", "a known one", "LBHCN"),
@@ -351,6 +369,17 @@ class TestMetadata:
         assert (caught.value.field, caught.value.local, caught.value.remote) == (field, local, remote)
         assert f"{local} here and {remote} there" in str(caught.value)
 
+    @pytest.mark.parametrize("members", [[], [["layers.0"], ["layers.1"]]])
+    def test_a_missing_layer_is_seen_by_the_plan(self, members: list[list[str]]) -> None:
+        """A rank of a pipeline stage may have some of the layers; but nobody has this one."""
+        changes: dict[str, Any] = {
+            key: values[:2] for key, values in WIRE.items() if isinstance(values, list) and len(values) == 3
+        }
+        found = _understood(_encoded(**changes | {"region_members": members}))
+        decode = msgspec.structs.replace(LAYOUT, engine_id="decode")
+        with pytest.raises(LayoutMismatch, match=r"KV cache of layers\.2 is present here and absent there"):
+            plan_engine(decode, [found])
+
     def test_a_region_twice_is_refused(self) -> None:
         """Pieces of both would be taken for replicas of each other."""
         names = ["layers.0", "layers.1", "layers.2", "layers.2"]
@@ -358,7 +387,7 @@ class TestMetadata:
             key: values + values[-1:] for key, values in WIRE.items() if isinstance(values, list) and len(values) == 3
         }
         with pytest.raises(LayoutMismatch, match=r"number of KV cache regions of layers\.2 is 1 here and 2 there"):
-            _understood(_encoded(**lists | {"region_names": names}))
+            _understood(_encoded(**lists | {"region_names": names, "region_members": [[name] for name in names]}))
 
     @on_any_machine
     @given(
@@ -383,12 +412,12 @@ class TestMetadata:
         """Ten thousand regions decode; a limit that is too tight would show here."""
         many = side(10_000)
         metadata = decode_agent_metadata(encode_agent_metadata(describe(many.layout, bytes(1 << 20))))
-        assert understand(metadata, tp_rank=1, tp_size=2, local=many) == many.layout
+        assert understand(metadata, rank=RankId(0, 1), tp_size=2, local=many) == many.layout
 
 
 def _understood(metadata: bytes) -> RankLayout:
     """What our rank, which is like the one that sent it, makes of the metadata."""
-    return understand(decode_agent_metadata(metadata), tp_rank=1, tp_size=2, local=SIDE)
+    return understand(decode_agent_metadata(metadata), rank=RankId(0, 1), tp_size=2, local=SIDE)
 
 
 class TestBoundedText:

@@ -1,0 +1,88 @@
+"""Which part of the KV cache a worker holds, seen from other engines.
+
+Other engines know a rank by its pipeline stage and by its number among those of the stage that hold different parts:
+
+* tensor parallel ranks hold different heads;
+* context parallel decoding (DCP) gives the tensor parallel ranks of MLA different tokens: block after block in turn;
+* context parallel prefill (PCP) makes copies, of which the first serves everybody; with DCP over the same ranks these
+  hold different tokens, and are the ranks that count.
+
+What goes together follows the built-in connector of the same vLLM version, but for pipeline stages: it starts with them
+and serves nobody, because it takes every stage for the first one. Here the ranks of all stages are read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import (
+    get_pcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+from connector.layout.geometry import RankId
+from connector.worker.unsupported import UnsupportedCache
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place in its engine."""
+
+    rank: RankId
+    size: int
+    """Ranks of a stage that hold different parts, which `rank` counts."""
+    tp_rank: int
+    tp_size: int
+    """vLLM's own: which share of the heads is held."""
+    dcp_size: int
+    pcp_size: int
+    is_copy: bool
+    """Holds the same as another rank, which is the one that peers are told about."""
+
+    @property
+    def number(self) -> int:
+        """Of all stages' ranks, for logs and traces."""
+        return self.rank.pp_rank * self.size + self.rank.tp_rank
+
+
+def placement(vllm_config: VllmConfig) -> Placement:
+    """Of this process, whose process groups exist."""
+    parallel = vllm_config.parallel_config
+    dcp_size, pcp_size = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    pp_rank = get_pp_group().rank_in_group
+    pcp_rank = get_pcp_group().rank_in_group if pcp_size > 1 else 0
+    tp_rank, tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    prefills_split_tokens = pcp_size > 1 and dcp_size > 1
+    return Placement(
+        rank=RankId(pp_rank, pcp_rank if prefills_split_tokens else tp_rank),
+        size=pcp_size if prefills_split_tokens else tp_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dcp_size=dcp_size,
+        pcp_size=pcp_size,
+        is_copy=pcp_rank > 0 and not prefills_split_tokens,
+    )
+
+
+def require_supported_parallelism(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for sizes that cannot be served, in both processes at start."""
+    parallel = vllm_config.parallel_config
+    only_prefills = vllm_config.kv_transfer_config.kv_role == "kv_producer"
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1 and not only_prefills:
+            expected = "1, or any with kv_role kv_producer"
+            raise UnsupportedCache(f"{name} of an engine that decodes,", getattr(parallel, name), expected)
+    tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    pcp_size = parallel.prefill_context_parallel_size
+    if dcp_size == 1:
+        return
+    model = vllm_config.model_config
+    if model is not None and not model.use_mla:
+        raise UnsupportedCache("decode_context_parallel_size of a model without MLA,", dcp_size, 1)
+    if pcp_size > 1 and (tp_size, dcp_size) != (1, pcp_size):
+        sizes = f"{dcp_size} with prefill_context_parallel_size {pcp_size} and tensor_parallel_size {tp_size}"
+        expected = f"{pcp_size} with tensor_parallel_size 1"
+        raise UnsupportedCache("decode_context_parallel_size", sizes, expected)
+    if pcp_size == 1 and dcp_size != tp_size:
+        raise UnsupportedCache("decode_context_parallel_size", dcp_size, f"1 or the tensor_parallel_size {tp_size}")
