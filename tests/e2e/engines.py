@@ -134,7 +134,12 @@ class EngineOptions:
         # `python -m`, not `vllm serve`: the command looks its version up under the distribution name vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
-        command += ["--host", LOOPBACK, "--port", str(self.http_port), "--enforce-eager", "--seed", "0"]
+        command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
+        if self.pipeline_parallel_size == 1:
+            command += ["--enforce-eager"]
+        else:
+            # Later stages make their input buffers in the warm-up, which vLLM leaves out on a CPU with --enforce-eager.
+            command += ["--compilation-config", json.dumps({"mode": 1, "backend": "eager"})]
         command += ["--block-size", str(self.block_size), "--max-model-len", str(self.context_tokens)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
