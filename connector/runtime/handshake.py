@@ -23,7 +23,7 @@ from connector.layout.sources import partners
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Requester, SideChannelError
 from connector.runtime.clock import ClockSample, to_ns
-from connector.runtime.context import ActorContext
+from connector.runtime.context import ActorContext, LocalRank
 from connector.runtime.messages import PeerAddress
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply, encode_request
 from connector.wire.peer_layout import understand
@@ -165,7 +165,7 @@ def _plan(context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answer
             understand(answer.reply.metadata, tp_rank=rank, tp_size=peer.tp_size, local=context.local)
             for rank, answer in zip(ranks, answers, strict=True)
         ]
-        return plan_engine(context.local.layout, remotes)
+        return plan_engine(context.local.layout, remotes, _landing(context.local, remotes))
     except LayoutMismatch as mismatch:
         raise HandshakeError(
             Incompatible(
@@ -177,6 +177,14 @@ def _plan(context: ActorContext, peer: PeerAddress, ranks: Sequence[int], answer
                 advice=mismatch.advice,
             )
         ) from mismatch
+
+
+def _landing(local: LocalRank, remotes: Sequence[RankLayout]) -> RankLayout | None:
+    """Where READs are to land, if it is not where the KV is to stay: what lies innermost is as the peer has it."""
+    landing = local.landing
+    if landing is not None and all(remote.layout_name[-2:] == landing.layout_name[-2:] for remote in remotes):
+        return landing
+    return None
 
 
 async def disconnect(context: ActorContext, connection: Connection) -> None:
