@@ -39,6 +39,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.runtime.tracked import Recorder
 from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
+from connector.worker.landing import landing_layout
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.rig.layouts import attention_rank, attention_shapes
@@ -98,6 +99,8 @@ class Engine:
     def by_head(self) -> npt.NDArray[np.uint8]:
         """The memory as shape [layers, blocks, heads of this rank, tokens, bytes]."""
         heads, tokens = max(1, HEADS // self.local.layout.tp_size), self.local.layout.kernel_block_size_tokens
+        if self.local.layout.layout_name == "LBNHC":
+            return self.memory.reshape(LAYERS, BLOCKS, tokens, heads, -1).swapaxes(2, 3)
         return self.memory.reshape(LAYERS, BLOCKS, heads, tokens, -1)
 
     def payload(self) -> bytes:
@@ -203,14 +206,27 @@ async def parallel_engine(
     compatibility_hash: str = HASH,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
+    layout_name: str = "LBHNC",
+    permutes: bool = False,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
-    The first rank has the listener, which answers for all of them.
+    The first rank has the listener, which answers for all of them. With `permutes` READs land in the peer's order of
+    heads and tokens.
     """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
     ranks = [
-        _rank(engine_id, shapes, tp_rank, tp_size, options or ConnectorOptions(), compatibility_hash, tokens)
+        _rank(
+            engine_id,
+            shapes,
+            tp_rank,
+            tp_size,
+            options or ConnectorOptions(),
+            compatibility_hash,
+            tokens,
+            layout_name,
+            permutes=permutes,
+        )
         for tp_rank in range(tp_size)
     ]
     for each in ranks:
@@ -250,14 +266,25 @@ def _rank(
     options: ConnectorOptions,
     compatibility_hash: str,
     tokens: int,
+    layout_name: str,
+    *,
+    permutes: bool,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
     memory = np.zeros((LAYERS, BLOCKS, block_bytes), np.uint8)
     layout = attention_rank(
-        engine_id, shapes, address=memory.ctypes.data, blocks=BLOCKS, tokens=tokens, tp_rank=tp_rank, tp_size=tp_size
+        engine_id,
+        shapes,
+        address=memory.ctypes.data,
+        blocks=BLOCKS,
+        tokens=tokens,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        layout_name=layout_name,
     )
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
+    landing = landing_layout(layout) if permutes else None
+    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, landing=landing)
     port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
     clock, trace, outcomes = MonotonicClock(), ListSink(), list[Outcome]()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
