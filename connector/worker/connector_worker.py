@@ -30,6 +30,7 @@ from connector.runtime.tracked import Recorder
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
 from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
@@ -58,6 +59,7 @@ class ConnectorWorker:
         self._rank_number = 0
         self._trace: TraceSink | None = None
         self._cache_memory = CacheMemory(())
+        self._landed_blocks = LandedBlocks({})
         self._clock = MonotonicClock()
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
 
@@ -76,6 +78,7 @@ class ConnectorWorker:
         layout = registration.layout
         self._rank_number = place.number
         self._cache_memory = CacheMemory(kv_caches.values())
+        self._landed_blocks = LandedBlocks(landing_caches(layout, registration.landing, kv_caches))
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
@@ -113,7 +116,10 @@ class ConnectorWorker:
         return Supervisor(
             options=self._options,
             local=LocalRank(
-                layout=layout, shapes=registration.shapes, compatibility_hash=registration.compatibility_hash
+                layout=layout,
+                shapes=registration.shapes,
+                compatibility_hash=registration.compatibility_hash,
+                landing=registration.landing,
             ),
             nixl_port=nixl_port,
             side_channel=ZmqSideChannel(),
@@ -168,6 +174,7 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
         results = self.ledger.take_results()
+        self._landed_blocks.put_in_order(self.ledger.take_landed())
         for memory in self.ledger.take_unfilled():
             self._cache_memory.zero(memory)
         return results

@@ -24,6 +24,7 @@ from connector.observe.stats import ConnectorStats
 from connector.runtime.clock import Clock, to_ns
 from connector.runtime.messages import (
     Command,
+    Landed,
     LeaseGranted,
     Memory,
     Outcome,
@@ -54,6 +55,7 @@ class TransferLedger:
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
         self._report = WorkerReport()
+        self._landed: list[Landed] = []
         self._unfilled: list[Memory] = []
         self._open_receives: dict[str, list[int]] = {}
         self._open_sends: dict[str, int] = {}
@@ -122,6 +124,11 @@ class TransferLedger:
                     pass
         return results
 
+    def take_landed(self) -> list[Landed]:
+        """What has to be put in order of the requests reported as loaded by the last `take_results`."""
+        landed, self._landed = self._landed, []
+        return landed
+
     def take_unfilled(self) -> list[Memory]:
         """What has to be zeroed of the requests reported as loaded by the last `take_results`."""
         unfilled, self._unfilled = self._unfilled, []
@@ -172,6 +179,8 @@ class TransferLedger:
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
         results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
+            if outcome.landed is not None:
+                self._landed.append(outcome.landed)
             if outcome.unfilled is not None:
                 self._unfilled.append(outcome.unfilled)
             return

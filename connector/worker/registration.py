@@ -40,6 +40,7 @@ from connector.wire.metadata import AgentMetadata, describe
 from connector.wire.peer_layout import understand
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.cpu_attention import as_stored
+from connector.worker.landing import landing_layout
 from connector.worker.layer_shapes import layer_shapes, layer_specs, require_known_spec
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 from connector.worker.unsupported import UnsupportedCache
@@ -55,6 +56,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Whole allocations that hold the regions, each once."""
     memory_kind: MemoryKind
     compatibility_hash: str
+    landing: RankLayout | None = None
+    """Where READs from a peer with heads and tokens in the other order are to land; None: where the KV is to stay."""
 
     def agent_metadata(self, nixl_metadata: bytes) -> AgentMetadata:
         """What peers are told; `nixl_metadata` is the agent's own part, made after registering `ranges`."""
@@ -126,12 +129,14 @@ def derive_registration(
         device_id=device_id(first),
         groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, place, ratio),
     )
+    permutes = vllm_config.kv_transfer_config.enable_permute_local_kv
     registration = Registration(
         layout=layout,
         shapes=shapes,
         ranges=_ranges([kv_caches[layer] for layer in layers]),
         memory_kind=memory_kind(first),
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
+        landing=landing_layout(layout) if permutes else None,
     )
     _require_understandable(registration)
     return registration
