@@ -211,7 +211,7 @@ def test_refuses_other_parallelism(config: VllmConfig, monkeypatch: pytest.Monke
     assert caught.value.field == field
 
 
-def test_refuses_host_staging(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_the_buffers_of_another_device(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.kv_transfer_config, "kv_buffer_device", "cuda")
     with pytest.raises(UnsupportedCache, match="kv_buffer_device cuda"):
         require_supported(config, cache_config(attention_spec()))
