@@ -80,7 +80,7 @@ class StagedEngine(HybridEngine):
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's configuration is made before, as that of the CPU that this is. What can be registered is not the matter."""
+    """vLLM's configuration is made before, as that of the CPU that this is. What can be registered does not matter."""
     monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
     block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS)
     monkeypatch.setattr(current_platform, "device_type", "cuda")
