@@ -133,6 +133,7 @@ class Worker:
         config = copy.copy(config)
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.engine_id = engine_id
+        config.kv_transfer_config.kv_buffer_device = "cpu" if kind.staged else DEVICE_TYPE
         self.connector = NixlConnector(config, KVConnectorRole.WORKER, self.caches)
 
     @property
@@ -165,6 +166,8 @@ class Kind:
     family: str
     shares: bool = False
     """Layers of several groups lie in the same memory."""
+    staged: bool = True
+    """False: NIXL gets the device's own memory."""
     block_tokens: int = 64
     kernel_block_tokens: int | None = None
 
@@ -226,13 +229,13 @@ def _lend(prefill: Worker, blocks: tuple[list[int], ...]) -> None:
     prefill.step(LeaseGranted(request_id="p", lease_seconds=30.0, blocks=sum(map(len, blocks))))
 
 
-def _load(decode: Worker, pull: StartPull) -> None:
-    """Steps until the request is reported; up to then its blocks on the device are as they were."""
+def _load(decode: Worker, pull: StartPull, *, is_staged: bool = True) -> None:
+    """Steps until the request is reported; staged, its blocks on the device are as they were up to then."""
     before = decode.memory.clone()
     deadline = time.monotonic() + WAIT_SECONDS
     loaded = decode.step(pull)
     while not loaded:
-        assert torch.equal(decode.memory, before), "copied before it was reported"
+        assert not is_staged or torch.equal(decode.memory, before), "copied before it was reported"
         assert time.monotonic() < deadline
         time.sleep(0.001)
         loaded = decode.step()
@@ -269,18 +272,34 @@ def test_the_blocks_of_a_request_arrive_and_nothing_else_changes(
     with workers(config, monkeypatch, kind, kind) as (prefill, decode, address):
         addresses = {cache.data_ptr() for cache in decode.device.values()}
         assert (len(addresses) < len(decode.device)) is kind.shares
-        theirs, ours = _tables(prefill.caches, 1, 2), tuple(ids[::-1] for ids in _tables(decode.caches, 2, 2))
-        before = decode.memory.clone()
-        _lend(prefill, theirs)
-        _load(decode, _pull(address, ours, theirs, 2 * kind.block_tokens))
-        found = decode.memory.clone()
-        decode.memory.copy_(before)
-        for group, local, remote in zip(decode.caches.kv_cache_groups, ours, theirs, strict=True):
-            for layer in group.layer_names:
-                for to, source in zip(local, remote, strict=True):
-                    decode.pages(layer, to).copy_(prefill.pages(layer, source))
-        assert not torch.equal(found, before)
-        assert torch.equal(found, decode.memory)
+        _expect_transfer(prefill, decode, address, kind, is_staged=True)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("prefill_is_staged", [True, False])
+def test_engines_with_and_without_host_buffers(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, prefill_is_staged: bool
+) -> None:
+    staged, plain = (Kind(family="full attention", staged=staged) for staged in (True, False))
+    kinds = (staged, plain) if prefill_is_staged else (plain, staged)
+    with workers(config, monkeypatch, *kinds) as (prefill, decode, address):
+        assert prefill.connector._worker_side.is_staged is prefill_is_staged
+        _expect_transfer(prefill, decode, address, staged, is_staged=not prefill_is_staged)
+
+
+def _expect_transfer(prefill: Worker, decode: Worker, address: PeerAddress, kind: Kind, *, is_staged: bool) -> None:
+    theirs, ours = _tables(prefill.caches, 1, 2), tuple(ids[::-1] for ids in _tables(decode.caches, 2, 2))
+    before = decode.memory.clone()
+    _lend(prefill, theirs)
+    _load(decode, _pull(address, ours, theirs, 2 * kind.block_tokens), is_staged=is_staged)
+    found = decode.memory.clone()
+    decode.memory.copy_(before)
+    for group, local, remote in zip(decode.caches.kv_cache_groups, ours, theirs, strict=True):
+        for layer in group.layer_names:
+            for to, source in zip(local, remote, strict=True):
+                decode.pages(layer, to).copy_(prefill.pages(layer, source))
+    assert not torch.equal(found, before)
+    assert torch.equal(found, decode.memory)
 
 
 @pytest.mark.usefixtures("accelerator")
