@@ -65,7 +65,7 @@ class TransferLedger:
         self._stats = ConnectorStats()
         self._report = WorkerReport()
         self._loaded: list[Loaded] = []
-        self._open_receives: dict[str, StartPull | RejectPull] = {}
+        self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
         self._dead_since_ns: int | None = None
 
@@ -84,8 +84,10 @@ class TransferLedger:
     def enter(self, command: Command) -> None:
         """Remember what vLLM will wait for because of this command."""
         match command:
-            case StartPull(awaited=True) | RejectPull():
-                self._open_receives[command.request_id] = command
+            case StartPull(awaited=True, groups=groups):
+                self._open_receives[command.request_id] = tuple(group.local_block_ids for group in groups)
+            case RejectPull(local_block_ids=block_ids):
+                self._open_receives[command.request_id] = (block_ids,)
             case LeaseGranted(request_id=request_id, lease_seconds=lease_seconds):
                 self._open_sends[request_id] = self._clock.now_ns() + to_ns(lease_seconds)
             case _:
@@ -158,8 +160,8 @@ class TransferLedger:
                 "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
             )
         failure = ConnectorStopped(detail=f"its actors died: {death!r}")
-        for request_id, command in self._open_receives.items():
-            block_ids = command.local_block_ids
+        for request_id, tables in self._open_receives.items():
+            block_ids = [block_id for table in tables for block_id in table]
             self._outcomes.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
@@ -182,11 +184,9 @@ class TransferLedger:
                 return False
 
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
-        command = self._open_receives.pop(outcome.request_id)
+        block_ids = self._open_receives.pop(outcome.request_id)
         results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
-            assert isinstance(command, StartPull), "a request that was rejected cannot be loaded"
-            block_ids = tuple(group.local_block_ids for group in command.groups)
             self._loaded.append(Loaded(block_ids, outcome.unfilled))
             return
         results.failed_recving.add(outcome.request_id)
