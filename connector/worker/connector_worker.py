@@ -69,8 +69,13 @@ class ConnectorWorker:
 
         Raises UnsupportedCache, NixlCallFailed or ThreadStartError; the engine does not start then.
         """
-        registered = self._stage(kv_caches) if is_staged(self._vllm_config) else kv_caches
+        registered = kv_caches
+        if is_staged(self._vllm_config):
+            layout_name = advertised_layout_name(self._vllm_config)
+            registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
+        if registered is not kv_caches:
+            self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         layout = registration.layout
         self._cache_memory = CacheMemory(registered.values())
         if self._options.trace_directory is not None:
@@ -99,11 +104,6 @@ class ConnectorWorker:
         except ThreadStartError:
             nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
             raise
-
-    def _stage(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        host = make_host_buffers(self._kv_cache_config, kv_caches, advertised_layout_name(self._vllm_config))
-        self._staging = HostStaging(self._kv_cache_config, kv_caches, host)
-        return host
 
     @property
     def is_staged(self) -> bool:

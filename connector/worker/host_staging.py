@@ -1,8 +1,9 @@
 """Buffers on the host that stand for the device's KV cache in every transfer, and the copies between the two.
 
 Everything here runs on the engine thread, which issues the forward passes too: a save comes after the pass that wrote
-the blocks, a load before the pass that uses them. The copy operation is vLLM's, for the platform; it takes logical
-views, so the two sides may differ in the order of their axes, and it returns when the bytes have arrived.
+the blocks, a load before the pass that uses them. The copy operation is vLLM's, for the platform. It takes logical
+views, so the two sides may differ in the order of their axes. On the way to the host it returns when the bytes are
+there; on the way back they are in the stream, before the next pass.
 
 Blocks are copied one cache group at a time, and of that group's layers only. On the device layers of several groups may
 share memory, which is told apart by whose block it is; here each layer has a buffer of its own. To copy all layers of a
