@@ -35,6 +35,7 @@ from vllm.v1.worker.utils import select_common_block_size
 from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange
+from connector.staging import advertised_layout_name, is_staged
 from connector.wire.compatibility import compatibility_hash
 from connector.wire.metadata import AgentMetadata, describe
 from connector.wire.peer_layout import understand
@@ -73,8 +74,9 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     for layer, spec in layer_specs(kv_cache_config).items():
         require_known_spec(layer, spec)
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
-    if buffer_device != current_platform.device_type:
-        raise UnsupportedCache("kv_buffer_device", buffer_device, f"{current_platform.device_type} (no host staging)")
+    if buffer_device != current_platform.device_type and not is_staged(vllm_config):
+        supported = dict.fromkeys((current_platform.device_type, "cpu"))
+        raise UnsupportedCache("kv_buffer_device", buffer_device, " or ".join(supported))
 
 
 def derive_registration(
@@ -82,8 +84,9 @@ def derive_registration(
 ) -> Registration:
     """Describe this rank's KV cache. Called once, in the worker, with all layers' tensors.
 
-    `kv_caches` maps layer names to views of shape [blocks, heads, tokens, content]. Layers without a cache of their own
-    (they share another layer's) may be among them and are skipped. Raises UnsupportedCache.
+    `kv_caches` maps layer names to views of shape [blocks, heads, tokens, content]: the engine's, or the host buffers
+    that stand for them (`host_staging`). Layers without a cache of their own (they share another layer's) may be among
+    them and are skipped. Raises UnsupportedCache.
     """
     require_supported(vllm_config, kv_cache_config)
     place = placement(vllm_config)
@@ -124,7 +127,7 @@ def derive_registration(
         regions=merge(regions),
         kernel_block_size_tokens=kernel_block_size_tokens,
         kernel_blocks_per_block=ratio,
-        layout_name=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
+        layout_name=advertised_layout_name(vllm_config),
         attention_backend=backend_name,
         device_id=device_id(first),
         groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, place, ratio),
