@@ -41,7 +41,7 @@ from tests.unit.layout_oracle import (
 pytestmark = pytest.mark.timeout(300)
 
 READ_SECONDS = 60.0
-SEEDS = 3000
+SEEDS = 10_000
 """Among how many cases of a family that of a row is looked for."""
 
 Change = Callable[[ReadPlan, DescriptorIds, DescriptorIds], tuple[DescriptorIds, DescriptorIds]]
@@ -87,7 +87,10 @@ def _has_layouts(decode: str, prefill: str) -> Condition:
     return lambda case: (
         _has_heads(case)
         and (decode, prefill) == (case.decode.layout_name, case.prefill.layout_name)
-        and all(group.tokens_per_kernel_block > 1 for group in case.decode.groups + case.prefill.groups)
+        and all(
+            math.gcd(ours.tokens_per_kernel_block, theirs.tokens_per_kernel_block) > 1
+            for ours, theirs in zip(case.decode.groups, case.prefill.groups, strict=True)
+        )
     )
 
 
@@ -205,9 +208,10 @@ ROWS: dict[str, tuple[str, Condition]] = {
 
 
 def _is_worth_it(case: Case) -> bool:
-    """More than one rank somewhere, and every cache group has something to read."""
+    """More than one rank somewhere, and every cache group has something to read, of each of several ranks' tokens."""
     return max(case.decode.tp_size, case.prefill.tp_size) > 1 and all(
         max(table.local_first * ours, table.remote_first * theirs)
+        + (max(ours, theirs) if "context" in case.family else 0)
         < min(
             (table.local_first + len(table.local)) * ours,
             (table.remote_first + len(table.remote)) * theirs,

@@ -420,9 +420,9 @@ REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], 
     "window": (
         FAMILIES["sliding window"](1, 64),
         dict.fromkeys(FAMILIES["sliding window"](1, 64), next(iter(_plain().values()))),
-        "number of KV cache groups",
-        "2",
+        "cache group of model.layers.1",
         "1",
+        "0",
     ),
     "states": (
         FAMILIES["mamba 2"](1, 64),
