@@ -11,6 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -128,7 +129,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler_side.build_step_metadata()
+        return self._scheduler_side.build_step_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.update_connector_output(connector_output)
@@ -150,6 +151,10 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker_side.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """How to copy blocks between device and host; used only where KV is staged on the host."""
+        self._worker_side.set_copy_operation(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker_side.handshake_metadata
@@ -180,10 +185,14 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to save: the decode engine reads from the KV cache itself."""
+        """Nothing to save layer by layer: see `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """Nothing was saved."""
+        """Staged on the host: copy there what the step has written. Otherwise peers read from the KV cache itself."""
+        if self._worker_side.is_staged:
+            metadata = self._get_connector_metadata()
+            assert isinstance(metadata, StepMetadata)
+            self._worker_side.save(metadata)
 
 
 NixlActorConnector = NixlConnector

@@ -93,6 +93,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
     own: tuple[Copy, ...]
     """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
+    lands: bool
+    """READs leave this rank's blocks in a landing layout: they have to be put in order before `unfilled` is zeroed."""
 
     @property
     def groups(self) -> tuple[GroupPair, ...]:
@@ -122,28 +124,29 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return np.concatenate(addresses), np.concatenate(lengths)
 
 
-def plan_engine(local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
+def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], landing: RankLayout | None = None) -> EnginePlan:
     """How `local` reads the KV of an engine; `remotes` are its ranks that `partners` names, in any order.
 
-    Raises LayoutMismatch when it cannot.
+    `landing`: the same memory with another order inside blocks, which READs are to leave there. Raises LayoutMismatch.
     """
+    target = landing or local
     by_rank = _require_partners(local, remotes)
     _require_same_layers(local, remotes)
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
-    sources = find_sources(local, by_rank)
+    sources = find_sources(target, by_rank)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_rank.items()):
         taken = [source for source in sources if source.remote_rank == rank]
         if taken:
-            copies = copies_between(local, remote, taken, cuts)
+            copies = copies_between(target, remote, taken, cuts)
             reads.append(_read_plan(local, remote, copies, groups))
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
     own = copies_between(local, local, find_sources(local, {local.rank: local}), own_cuts)
-    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own))
+    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=landing is not None)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -6,13 +6,16 @@ here, where the peer's layout is: where a table that a window has clipped begins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
 
 from connector.layout.blocks import GroupBlocks, GroupPair
 from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
 from connector.ports.nixl import DescriptorIds
-from connector.runtime.messages import GroupPull, Memory, StartPull
+from connector.runtime.messages import GroupPull, Landed, Memory, StartPull
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -27,6 +30,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What has to be done for one request."""
 
     reads: tuple[Read, ...]
+    landed: Landed | None
+    """Its blocks, where READs leave them in the peer's order."""
     unfilled: Memory | None
     """Parts of its blocks that no READ writes, and that have to be zeroed: their old content is another request's."""
 
@@ -35,7 +40,7 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
     """Raises BlockIdError: tables that the peer's memory or the number of tokens does not allow."""
     groups = command.groups
     if not any(group.local_block_ids for group in groups):
-        return Resolved(reads=(), unfilled=None)
+        return Resolved(reads=(), landed=None, unfilled=None)
     if len(groups) != len(plan.groups):
         raise BlockIdError("remote", f"lists for {len(groups)} cache groups instead of {len(plan.groups)}")
     tables = [_tables(pair, group, command) for pair, group in zip(plan.groups, groups, strict=True)]
@@ -47,7 +52,17 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
             reads.append(Read(source=source, local_ids=local_ids, remote_ids=remote_ids))
     addresses, lengths = plan.unfilled(pairs[0])
     unfilled = Memory(addresses=addresses, lengths=lengths) if addresses.size else None
-    return Resolved(reads=tuple(reads), unfilled=unfilled)
+    return Resolved(reads=tuple(reads), landed=_landed(plan, groups), unfilled=unfilled)
+
+
+def _landed(plan: EnginePlan, groups: Sequence[GroupPull]) -> Landed | None:
+    if not plan.lands:
+        return None
+    tables = []
+    for pair, group in zip(plan.groups, groups, strict=True):
+        ratio = pair.local.kernel_blocks_per_block
+        tables.append((np.array(group.local_block_ids, np.int64)[:, None] * ratio + np.arange(ratio)).ravel())
+    return Landed(kernel_blocks=tuple(tables))
 
 
 def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlocks:

@@ -28,6 +28,8 @@ class LocalRank:
     shapes: Mapping[str, LayerShape]
     """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
+    landing: RankLayout | None = None
+    """Our memory with heads and tokens in the other order, for READs from a peer that has that; None: not wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)

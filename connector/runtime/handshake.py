@@ -23,7 +23,7 @@ from connector.layout.sources import partners
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Requester, SideChannelError
 from connector.runtime.clock import ClockSample, to_ns
-from connector.runtime.context import ActorContext
+from connector.runtime.context import ActorContext, LocalRank
 from connector.runtime.messages import PeerAddress
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply, encode_request
 from connector.wire.peer_layout import understand
@@ -176,9 +176,17 @@ def _plan(
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
                 raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
             remotes.append(remote)
-        return plan_engine(context.local.layout, remotes)
+        return plan_engine(context.local.layout, remotes, _landing(context.local, remotes))
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
+
+
+def _landing(local: LocalRank, remotes: Sequence[RankLayout]) -> RankLayout | None:
+    """Where READs are to land, if it is not where the KV is to stay: what lies innermost is as the peer has it."""
+    landing = local.landing
+    if landing is not None and all(remote.layout_name[-2:] == landing.layout_name[-2:] for remote in remotes):
+        return landing
+    return None
 
 
 async def disconnect(context: ActorContext, connection: Connection) -> None:

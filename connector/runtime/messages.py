@@ -135,17 +135,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     lengths: npt.NDArray[np.int64]
 
 
+class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Blocks whose heads and tokens lie in the peer's order, and have to be put in ours before they are used."""
+
+    kernel_blocks: tuple[npt.NDArray[np.int64], ...]
+    """By cache group, shape [n] each."""
+
+
 class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for KV has ended: loaded (`failure` None) or not.
 
-    `quarantined`: READs may still write into `local_block_ids`. `unfilled`: parts of them that no READ has written, to
-    be zeroed before they are used.
+    `quarantined`: READs may still write into `local_block_ids`. What is left to do before they are used: `landed` has
+    to be put in order, and then `unfilled`, the parts of them that no READ has written, to be zeroed.
     """
 
     request_id: str
     failure: Failure | None
     local_block_ids: list[int]
     quarantined: bool
+    landed: Landed | None = None
     unfilled: Memory | None = None
 
 

@@ -450,6 +450,7 @@ class PeerActor:
                 failure=effect.failure,
                 local_block_ids=run.command.local_block_ids,
                 quarantined=quarantined,
+                landed=run.resolved.landed if run.resolved is not None else None,
                 unfilled=run.resolved.unfilled if run.resolved is not None else None,
             )
         )

@@ -78,6 +78,11 @@ class TransferGroup:
             table = table[-(-(-self.window // self.block_size) + 1) :]
         return self._without_placeholders(table)
 
+    def written(self, block_ids: Sequence[int], first: int, stop: int) -> list[int]:
+        """P: the blocks of tokens `first` to `stop`, or of the states after them, as far as they are kept."""
+        table = block_ids[first // self.block_size : self._blocks_of(stop)]
+        return [block_id for block_id in table if block_id != NULL_BLOCK_ID]
+
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -57,8 +57,10 @@ from connector.runtime.messages import (
     TrackLease,
 )
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
+from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.staging import is_staged
 from connector.wire.params import (
     ParamsError,
     ParamsKind,
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -123,6 +126,8 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
+        self._is_staged = is_staged(vllm_config)
+        self._drafts_max: int = vllm_config.num_speculative_tokens
         self._clock = clock
         self._incarnation = incarnation
         self._pulls: dict[str, Pull] = {}
@@ -197,10 +202,14 @@ class ConnectorScheduler:
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def build_step_metadata(self) -> StepMetadata:
-        """Everything decided since the last step."""
+    def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Everything decided since the last step, and what this one has to save on the host."""
         commands, self._commands = self._commands, []
-        return StepMetadata(commands)
+        if not self._is_staged:
+            return StepMetadata(commands)
+        return StepMetadata(
+            commands, blocks_to_save(output, self._computing, self._groups, drafts_max=self._drafts_max)
+        )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The worker's results, before vLLM frees anything because of them."""

@@ -1,4 +1,4 @@
-"""What one scheduler step tells the worker: the commands for its actors, and nothing else.
+"""What one scheduler step tells the worker: the commands for its actors, and what to save on the host.
 
 vLLM pickles this object to the worker processes. Deadlines cross as durations, because the clocks of two processes
 have nothing in common.
@@ -22,6 +22,8 @@ class StepMetadata(KVConnectorMetadata):
     """Commands of one step, in the order in which the scheduler decided them."""
 
     commands: list[Command] = field(default_factory=list)
+    saves: tuple[list[int], ...] = ()
+    """Staged on the host: logical blocks of each cache group to copy there after the forward pass; empty: none."""
 
 
 @dataclass

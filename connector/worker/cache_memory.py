@@ -1,7 +1,8 @@
 """The KV cache as plain memory: bytes by address, for zeroing what no READ has written.
 
 On the engine thread, before vLLM is told that the request is loaded, so that the forward pass that uses the blocks
-comes after it on the same stream.
+comes after it on the same stream. Where KV is staged on the host, it is the host's memory that is zeroed, before the
+blocks are copied to the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The worker-process side, on the engine thread: registration once, then commands out and outcomes in.
 
 After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call. `start_load_kv` appends this step's commands
-to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for anything.
+to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for anything
+but copies between device and host, where KV is staged there (`host_staging`).
 
 What is open is in the ledger; when the thread of the actors dies, it ends everything on their behalf (`ledger`).
 """
@@ -28,8 +29,11 @@ from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.tracked import Recorder
 from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
+from connector.staging import advertised_layout_name, is_staged
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.host_staging import HostStaging, make_host_buffers
+from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
 from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
@@ -38,6 +42,7 @@ from statemachine.trace import TraceSink
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
@@ -58,6 +63,8 @@ class ConnectorWorker:
         self._rank_number = 0
         self._trace: TraceSink | None = None
         self._cache_memory = CacheMemory(())
+        self._landed_blocks = LandedBlocks({})
+        self._staging: HostStaging | None = None
         self._clock = MonotonicClock()
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
 
@@ -72,10 +79,17 @@ class ConnectorWorker:
         if place.is_copy:
             self._is_copy = True
             return
-        registration = derive_registration(self._vllm_config, self._kv_cache_config, kv_caches)
+        registered = kv_caches
+        if is_staged(self._vllm_config):
+            layout_name = advertised_layout_name(self._vllm_config)
+            registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
+        registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
+        if registered is not kv_caches:
+            self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         layout = registration.layout
         self._rank_number = place.number
-        self._cache_memory = CacheMemory(kv_caches.values())
+        self._cache_memory = CacheMemory(registered.values())
+        self._landed_blocks = LandedBlocks(landing_caches(layout, registration.landing, registered))
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
@@ -104,6 +118,15 @@ class ConnectorWorker:
             raise
 
     @property
+    def is_staged(self) -> bool:
+        """Whether transfers are between host buffers."""
+        return self._staging is not None
+
+    def set_copy_operation(self, copy_operation: CopyBlocksOp) -> None:
+        if self._staging is not None:
+            self._staging.set_copy_operation(copy_operation)
+
+    @property
     def handshake_metadata(self) -> HandshakeMetadata | None:
         return self._handshake_metadata
 
@@ -113,7 +136,10 @@ class ConnectorWorker:
         return Supervisor(
             options=self._options,
             local=LocalRank(
-                layout=layout, shapes=registration.shapes, compatibility_hash=registration.compatibility_hash
+                layout=layout,
+                shapes=registration.shapes,
+                compatibility_hash=registration.compatibility_hash,
+                landing=registration.landing,
             ),
             nixl_port=nixl_port,
             side_channel=ZmqSideChannel(),
@@ -142,12 +168,14 @@ class ConnectorWorker:
     # --- every step ---------------------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
-        """Hand this step's commands to the actors."""
+        """Hand this step's commands to the actors. Raises CopyOperationMissing: nothing could be transferred then."""
         thread = self._thread
         if self._is_copy:
             self._end_sends(metadata.commands)
         if not metadata.commands or thread is None:
             return
+        if self._staging is not None:
+            self._staging.require_copy_operation()
         for command in metadata.commands:
             self.ledger.enter(command)
             if thread.is_dead:
@@ -163,13 +191,23 @@ class ConnectorWorker:
                 self.ledger.enter(command)
                 self.ledger.hear(SendEnded(request_id=command.request_id, expired=False))
 
+    def save(self, metadata: StepMetadata) -> None:
+        """After the step's forward pass: copy to the host what it has written for requests that will be lent."""
+        if self._staging is not None and metadata.saves:
+            self._staging.save(metadata.saves)
+
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
         results = self.ledger.take_results()
-        for memory in self.ledger.take_unfilled():
-            self._cache_memory.zero(memory)
+        loaded = self.ledger.take_loaded()
+        self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
+        for each in loaded:
+            if each.unfilled is not None:
+                self._cache_memory.zero(each.unfilled)
+            if self._staging is not None:
+                self._staging.load(each.block_ids)
         return results
 
 

@@ -16,6 +16,7 @@ first token.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -24,6 +25,7 @@ from connector.observe.stats import ConnectorStats
 from connector.runtime.clock import Clock, to_ns
 from connector.runtime.messages import (
     Command,
+    Landed,
     LeaseGranted,
     Memory,
     Outcome,
@@ -40,6 +42,17 @@ from statemachine.failures import ConnectorStopped
 _log = get_logger()
 
 
+class Loaded(NamedTuple):
+    """A request whose READs have ended, and what is left to do before it may be used."""
+
+    block_ids: tuple[list[int], ...]
+    """Per cache group: the blocks that were read into."""
+    landed: Landed | None
+    """Those that were left in the peer's order of heads and tokens."""
+    unfilled: Memory | None
+    """Parts of them that no READ has written."""
+
+
 class TransferLedger:
     """See the module's docstring.
 
@@ -54,8 +67,8 @@ class TransferLedger:
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
         self._report = WorkerReport()
-        self._unfilled: list[Memory] = []
-        self._open_receives: dict[str, list[int]] = {}
+        self._loaded: list[Loaded] = []
+        self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
         self._dead_since_ns: int | None = None
 
@@ -74,8 +87,10 @@ class TransferLedger:
     def enter(self, command: Command) -> None:
         """Remember what vLLM will wait for because of this command."""
         match command:
-            case StartPull(awaited=True) | RejectPull():
-                self._open_receives[command.request_id] = command.local_block_ids
+            case StartPull(awaited=True, groups=groups):
+                self._open_receives[command.request_id] = tuple(group.local_block_ids for group in groups)
+            case RejectPull(local_block_ids=block_ids):
+                self._open_receives[command.request_id] = (block_ids,)
             case LeaseGranted(request_id=request_id, lease_seconds=lease_seconds):
                 self._open_sends[request_id] = self._clock.now_ns() + to_ns(lease_seconds)
             case _:
@@ -115,6 +130,7 @@ class TransferLedger:
                 case ReceiveEnded():
                     self._end_receive(outcome, results)
                 case SendEnded(request_id=request_id):
+                    del self._open_sends[request_id]
                     results.finished_sending.add(request_id)
                 case QuarantineLifted(local_block_ids=block_ids):
                     self._report.lifted.append(block_ids)
@@ -122,10 +138,10 @@ class TransferLedger:
                     pass
         return results
 
-    def take_unfilled(self) -> list[Memory]:
-        """What has to be zeroed of the requests reported as loaded by the last `take_results`."""
-        unfilled, self._unfilled = self._unfilled, []
-        return unfilled
+    def take_loaded(self) -> list[Loaded]:
+        """The requests reported as loaded by the last `take_results`."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
 
     def take_report(self) -> WorkerReport | None:
         """News about quarantined blocks for the scheduler process, if there are any."""
@@ -147,7 +163,8 @@ class TransferLedger:
                 "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
             )
         failure = ConnectorStopped(detail=f"its actors died: {death!r}")
-        for request_id, block_ids in self._open_receives.items():
+        for request_id, tables in self._open_receives.items():
+            block_ids = [block_id for table in tables for block_id in table]
             self._outcomes.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
@@ -163,17 +180,17 @@ class TransferLedger:
         """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
         match outcome:
             case ReceiveEnded(request_id=request_id):
-                return self._open_receives.pop(request_id, None) is None
+                return request_id not in self._open_receives
             case SendEnded(request_id=request_id):
-                return self._open_sends.pop(request_id, None) is None
+                return request_id not in self._open_sends
             case _:
                 return False
 
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
+        block_ids = self._open_receives.pop(outcome.request_id)
         results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
-            if outcome.unfilled is not None:
-                self._unfilled.append(outcome.unfilled)
+            self._loaded.append(Loaded(block_ids, outcome.landed, outcome.unfilled))
             return
         results.failed_recving.add(outcome.request_id)
         if outcome.quarantined:

@@ -35,11 +35,13 @@ from vllm.v1.worker.utils import select_common_block_size
 from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange
+from connector.staging import advertised_layout_name, is_staged
 from connector.wire.compatibility import compatibility_hash
 from connector.wire.metadata import AgentMetadata, describe
 from connector.wire.peer_layout import understand
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.cpu_attention import as_stored
+from connector.worker.landing import landing_layout
 from connector.worker.layer_shapes import layer_shapes, layer_specs, require_known_spec
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 from connector.worker.unsupported import UnsupportedCache
@@ -55,6 +57,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Whole allocations that hold the regions, each once."""
     memory_kind: MemoryKind
     compatibility_hash: str
+    landing: RankLayout | None = None
+    """Where READs from a peer with heads and tokens in the other order are to land; None: where the KV is to stay."""
 
     def agent_metadata(self, nixl_metadata: bytes) -> AgentMetadata:
         """What peers are told; `nixl_metadata` is the agent's own part, made after registering `ranges`."""
@@ -70,8 +74,9 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     for layer, spec in layer_specs(kv_cache_config).items():
         require_known_spec(layer, spec)
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
-    if buffer_device != current_platform.device_type:
-        raise UnsupportedCache("kv_buffer_device", buffer_device, f"{current_platform.device_type} (no host staging)")
+    if buffer_device != current_platform.device_type and not is_staged(vllm_config):
+        supported = dict.fromkeys((current_platform.device_type, "cpu"))
+        raise UnsupportedCache("kv_buffer_device", buffer_device, " or ".join(supported))
 
 
 def derive_registration(
@@ -79,8 +84,9 @@ def derive_registration(
 ) -> Registration:
     """Describe this rank's KV cache. Called once, in the worker, with all layers' tensors.
 
-    `kv_caches` maps layer names to views of shape [blocks, heads, tokens, content]. Layers without a cache of their own
-    (they share another layer's) may be among them and are skipped. Raises UnsupportedCache.
+    `kv_caches` maps layer names to views of shape [blocks, heads, tokens, content]: the engine's, or the host buffers
+    that stand for them (`host_staging`). Layers without a cache of their own (they share another layer's) may be among
+    them and are skipped. Raises UnsupportedCache.
     """
     require_supported(vllm_config, kv_cache_config)
     place = placement(vllm_config)
@@ -121,17 +127,19 @@ def derive_registration(
         regions=merge(regions),
         kernel_block_size_tokens=kernel_block_size_tokens,
         kernel_blocks_per_block=ratio,
-        layout_name=vllm_config.cache_config.get_resolved_kv_cache_layout().name,
+        layout_name=advertised_layout_name(vllm_config),
         attention_backend=backend_name,
         device_id=device_id(first),
         groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, place, ratio),
     )
+    permutes = vllm_config.kv_transfer_config.enable_permute_local_kv
     registration = Registration(
         layout=layout,
         shapes=shapes,
         ranges=_ranges([kv_caches[layer] for layer in layers]),
         memory_kind=memory_kind(first),
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
+        landing=landing_layout(layout) if permutes else None,
     )
     _require_understandable(registration)
     return registration

@@ -40,6 +40,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.runtime.tracked import Recorder
 from connector.wire.handshake import encode_payload
 from connector.wire.metadata import describe, encode_agent_metadata
+from connector.worker.landing import landing_layout
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.rig.layouts import attention_rank, attention_shapes
@@ -106,6 +107,8 @@ class Engine:
     def by_head(self) -> npt.NDArray[np.uint8]:
         """The memory as shape [layers of its stage, blocks, heads of this rank, tokens, bytes]."""
         heads, tokens = max(1, HEADS // self.local.layout.tp_size), self.local.layout.kernel_block_size_tokens
+        if self.local.layout.layout_name == "LBNHC":
+            return self.memory.reshape(len(self.memory), BLOCKS, tokens, heads, -1).swapaxes(2, 3)
         return self.memory.reshape(len(self.memory), BLOCKS, heads, tokens, -1)
 
     def payload(self) -> bytes:
@@ -212,11 +215,14 @@ async def parallel_engine(
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
+    layout_name: str = "LBHNC",
+    permutes: bool = False,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
     The first rank has the listener, which answers for all of them. With several pipeline `stages`, each of which has a
-    part of the layers, the ranks of the first one come first.
+    part of the layers, the ranks of the first one come first. With `permutes` READs land in the peer's order of heads
+    and tokens.
     """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
     ranks = [
@@ -228,6 +234,8 @@ async def parallel_engine(
             options or ConnectorOptions(),
             compatibility_hash,
             tokens,
+            layout_name,
+            permutes=permutes,
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
@@ -269,6 +277,9 @@ def _rank(
     options: ConnectorOptions,
     compatibility_hash: str,
     tokens: int,
+    layout_name: str,
+    *,
+    permutes: bool,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -282,8 +293,10 @@ def _rank(
         pp_rank=rank.pp_rank,
         tp_rank=rank.tp_rank,
         tp_size=tp_size,
+        layout_name=layout_name,
     )
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
+    landing = landing_layout(layout) if permutes else None
+    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, landing=landing)
     port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
     clock, trace, outcomes = MonotonicClock(), ListSink(), list[Outcome]()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()

@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.messages import GroupPull, PeerAddress, TrackLease
+from connector.runtime.messages import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
+from connector.worker.landing import LandedBlocks, landing_caches
 from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
 from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, parallel_engine, until
 
@@ -226,10 +228,7 @@ def test_blocks_of_different_sizes(prefill_tokens: int, decode_tokens: int, num_
             d.pull_groups("a", ps[0], (group,), num_tokens, lease_expires_at=lend(ps, "remote-a"))
             ended = await until(lambda: d.received("a"))
             assert ended.failure is None
-            if ended.unfilled is not None:
-                offsets = ended.unfilled.addresses - d.memory.ctypes.data
-                for offset, length in zip(offsets, ended.unfilled.lengths, strict=True):
-                    d.memory.reshape(-1)[offset : offset + length] = 0
+            finish(d, ended)
             # [layers, heads, tokens of the request, bytes]
             sent = np.concatenate([whole[:, block] for block in theirs], axis=2)
             got = np.concatenate([d.by_head()[:, block] for block in ours], axis=2)
@@ -240,5 +239,79 @@ def test_blocks_of_different_sizes(prefill_tokens: int, decode_tokens: int, num_
             beyond = got[:, :, there:]
             assert not beyond.any()
             assert (np.delete(d.memory, ours, axis=1) == 255).all()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tokens", "theirs"), [(32, [20, 7, 9]), (16, [20, 7, 9, 3, 30])])
+@pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "LBHNC")])
+def test_blocks_that_land_in_the_peers_order(
+    prefill: int, decode: int, tokens: int, theirs: list[int], layouts: tuple[str, str]
+) -> None:
+    """The engine thread is told which blocks to put in order and what to zero then; fewer descriptors do for that.
+
+    P's smaller blocks leave a part of ours unfilled.
+    """
+
+    async def test() -> None:
+        async with (
+            parallel_engine("p", prefill, serves=True, tokens=tokens, layout_name=layouts[0]) as ps,
+            parallel_engine("d", decode, layout_name=layouts[1], permutes=True) as ds,
+            parallel_engine("plain", decode, layout_name=layouts[1]) as plain,
+        ):
+            whole = fill(ps)
+            ours, count = [5, 2, 6], len(theirs) * tokens
+            sent = np.concatenate([whole[:, block] for block in theirs], axis=2)
+            group = GroupPull(local_block_ids=ours, local_first=0, remote_block_ids=theirs)
+            ended = {}
+            for each in (*ds, *plain):
+                each.memory[:] = 255
+                ends = lend(ps, f"remote-{each.engine_id}")
+                each.pull_groups(each.engine_id, ps[0], (group,), count, lease_expires_at=ends)
+            for each in (*ds, *plain):
+                ended[each.engine_id] = report = await until(lambda each=each: each.received(each.engine_id))
+                assert report.failure is None
+                finish(each, report)
+                got = np.concatenate([each.by_head()[:, block] for block in ours], axis=2)
+                assert (got[:, :, :count] == sent[:, heads_of(each.local.layout.tp_rank, decode)]).all()
+                assert not got[:, :, count:].any()
+                assert (np.delete(each.memory, ours, axis=1) == 255).all()
+            assert ended["plain"].landed is None
+            assert [blocks.tolist() for blocks in ended["d"].landed.kernel_blocks] == [ours]
+            assert descriptors(ds) < descriptors(plain)
+
+    run(test)
+
+
+def finish(rank: Engine, ended: ReceiveEnded) -> None:
+    """What the engine thread does before it reports a request as loaded."""
+    if ended.landed is not None:
+        layout = rank.local.layout
+        caches = dict(
+            zip((region.name for region in layout.regions), map(torch.from_numpy, rank.by_head()), strict=True)
+        )
+        LandedBlocks(landing_caches(layout, rank.local.landing, caches)).put_in_order([ended.landed])
+    if ended.unfilled is not None:
+        offsets = ended.unfilled.addresses - rank.memory.ctypes.data
+        for offset, length in zip(offsets, ended.unfilled.lengths, strict=True):
+            rank.memory.reshape(-1)[offset : offset + length] = 0
+
+
+def descriptors(ranks: list[Engine]) -> int:
+    return sum(o.descriptors for each in ranks for o in each.outcomes if isinstance(o, TransferMeasured))
+
+
+def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:
+    async def test() -> None:
+        async with (
+            parallel_engine("p", 1, serves=True) as (p,),
+            parallel_engine("d", 1, permutes=True) as (d,),
+        ):
+            whole = fill([p])
+            d.pull("a", p, [5], [1], lease_expires_at=lend([p], "remote-a"))
+            ended = await until(lambda: d.received("a"))
+            assert (ended.failure, ended.landed) == (None, None)
+            assert (d.by_head()[:, 5] == whole[:, 1]).all()
 
     run(test)

@@ -24,6 +24,7 @@ from connector.layout.geometry import RankId
 from connector.layout.plan import ReadPlan, plan_engine
 from connector.layout.sources import partners
 from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadDone
+from connector.worker.landing import landing_layout
 from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
     FAMILIES,
@@ -34,12 +35,13 @@ from tests.unit.layout_oracle import (
     again,
     case_of,
     make_content,
+    put_in_order,
 )
 
 pytestmark = pytest.mark.timeout(300)
 
 READ_SECONDS = 60.0
-SEEDS = 3000
+SEEDS = 10_000
 """Among how many cases of a family that of a row is looked for."""
 
 Change = Callable[[ReadPlan, DescriptorIds, DescriptorIds], tuple[DescriptorIds, DescriptorIds]]
@@ -85,7 +87,10 @@ def _has_layouts(decode: str, prefill: str) -> Condition:
     return lambda case: (
         _has_heads(case)
         and (decode, prefill) == (case.decode.layout_name, case.prefill.layout_name)
-        and all(group.tokens_per_kernel_block > 1 for group in case.decode.groups + case.prefill.groups)
+        and all(
+            math.gcd(ours.tokens_per_kernel_block, theirs.tokens_per_kernel_block) > 1
+            for ours, theirs in zip(case.decode.groups, case.prefill.groups, strict=True)
+        )
     )
 
 
@@ -156,6 +161,22 @@ ROWS: dict[str, tuple[str, Condition]] = {
     ),
     "heads before tokens into tokens before heads": ("attention", _has_layouts("LBNHC", "LBHNC")),
     "tokens before heads into heads before tokens": ("attention", _has_layouts("LBHNC", "LBNHC")),
+    "heads before tokens into tokens before heads, D_TP twice P_TP": (
+        "attention",
+        _all(_has_layouts("LBNHC", "LBHNC"), _has_ratio(2, 1)),
+    ),
+    "heads before tokens into tokens before heads, P_TP twice D_TP": (
+        "attention",
+        _all(_has_layouts("LBNHC", "LBHNC"), _has_ratio(1, 2)),
+    ),
+    "heads before tokens into tokens before heads, P's blocks smaller": (
+        "attention",
+        _all(_has_layouts("LBNHC", "LBHNC"), _has("P's kernel block smaller")),
+    ),
+    "heads before tokens into tokens before heads, sliding windows": (
+        "groups",
+        _all(_has_layouts("LBNHC", "LBHNC"), _has("window")),
+    ),
     "heads outside of blocks": ("attention", _has_layouts("LHBNC", "LHBNC")),
     "blocks outermost": ("attention", _all(_has("attention", "block outermost on both sides"), _has_heads)),
     "blocks outermost on one side": ("attention", _all(_has("attention"), _has_heads, _blocks_outermost_on_one_side)),
@@ -187,9 +208,10 @@ ROWS: dict[str, tuple[str, Condition]] = {
 
 
 def _is_worth_it(case: Case) -> bool:
-    """More than one rank somewhere, and every cache group has something to read."""
+    """More than one rank somewhere, and every cache group has something to read, of each of several ranks' tokens."""
     return max(case.decode.tp_size, case.prefill.tp_size) > 1 and all(
         max(table.local_first * ours, table.remote_first * theirs)
+        + (max(ours, theirs) if "context" in case.family else 0)
         < min(
             (table.local_first + len(table.local)) * ours,
             (table.remote_first + len(table.remote)) * theirs,
@@ -228,8 +250,11 @@ def _as_planned(
     return local_ids, remote_ids
 
 
-def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned) -> int:
-    """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong."""
+def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned, *, permutes: bool = False) -> int:
+    """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong.
+
+    `permutes`: READs go to a landing layout, and the blocks are put in order then.
+    """
     content = make_content(case, np.random.default_rng(case.noise))
     ranks = [
         Rank(case, case.decode, number, np.random.default_rng((case.noise, *number)), in_place=True)
@@ -240,7 +265,7 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
 
     async def read(rank: Rank) -> None:
         nonlocal descriptors
-        descriptors += await _read(case, rank, prefill_ranks, change)
+        descriptors += await _read(case, rank, prefill_ranks, change, permutes=permutes)
 
     async def read_all() -> None:
         with trio.fail_after(READ_SECONDS):
@@ -255,13 +280,14 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
     return descriptors
 
 
-async def _read(case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change) -> int:
+async def _read(
+    case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change, *, permutes: bool
+) -> int:
     """One decode rank's part; returns the number of descriptors."""
     sizes = (case.decode.tp_size, case.prefill.tp_size, case.decode.dcp_size, case.prefill.dcp_size)
     in_stage = partners(rank.tp_rank, *sizes)
-    engine_plan = plan_engine(
-        rank.layout, [each.layout for number, each in prefill_ranks.items() if number.tp_rank in in_stage]
-    )
+    remotes = [each.layout for number, each in prefill_ranks.items() if number.tp_rank in in_stage]
+    engine_plan = plan_engine(rank.layout, remotes, landing_layout(rank.layout) if permutes else None)
     pairs = engine_plan.pair(case.tables)
     descriptors, posted = 0, set()
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
@@ -284,6 +310,8 @@ async def _read(case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRa
     finally:
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
+    if engine_plan.lands:
+        put_in_order(case, rank)
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
         rank.bytes_at(address, length_bytes)[:] = 0
     return descriptors
@@ -300,6 +328,14 @@ def test_all_bytes_are_right(row: str, prefill: PrefillProcess) -> None:
     except Exception as error:
         error.add_note(f"the plan alone: {again(seed, family)}")
         raise
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "before" in row])
+def test_blocks_that_land_in_the_peers_order_are_put_in_ours(row: str, prefill: PrefillProcess) -> None:
+    """The same bytes with fewer descriptors."""
+    family, seed = _cases()[row]
+    case = case_of(seed, family)
+    assert _carry_out(case, prefill, permutes=True) < _carry_out(case, prefill)
 
 
 def _neighbour(runs: Sequence[MemoryRun], number: int) -> int:

@@ -95,6 +95,7 @@ def _vllm_config(options: EngineOptions, model_directory: Path) -> VllmConfig:
             engine_id=options.engine_id,
             kv_role=options.kv_role,
             kv_buffer_device="cpu",
+            enable_permute_local_kv=options.permutes,
             kv_connector_extra_config=options.extra_config,
             kv_load_failure_policy=options.kv_load_failure_policy,
         ),
@@ -121,12 +122,18 @@ class EngineProcess:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        from tests.rig.accelerator import pretend_accelerator
+
         torch.set_num_threads(1)  # two engines share the machine; neither may use it up with a copy
         self._connection = connection
         self._recorder = CallRecorder()
         if options.record_calls:
             self._recorder.install()
-        self._core: EngineCore = EngineCore(_vllm_config(options, model_directory), UniProcExecutor, log_stats=False)
+        config = _vllm_config(options, model_directory)
+        config.cache_config.kv_cache_layout = options.layout
+        if options.staged:
+            pretend_accelerator()
+        self._core: EngineCore = EngineCore(config, UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads
         self._inside = Inside.of(self._worker.connector, self._core.scheduler.connector)

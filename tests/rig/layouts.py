@@ -31,6 +31,7 @@ def attention_rank(
     pp_rank: int = 0,
     tp_rank: int = 0,
     tp_size: int = 1,
+    layout_name: str = "LBHNC",
 ) -> RankLayout:
     """One rank, whose layers lie one after another from `address`; blocks of `tokens`, one every `stride_bytes`."""
     regions = []
@@ -38,7 +39,7 @@ def attention_rank(
         start, stop = shard(shape.components[0].units, tp_rank, tp_size)
         head_bytes = sum(component.bytes_per_unit for component in shape.components)
         strides = page_strides(
-            "LBHNC", layers=1, blocks=blocks, heads=stop - start, tokens=tokens, bytes_per_token=head_bytes
+            layout_name, layers=1, blocks=blocks, heads=stop - start, tokens=tokens, bytes_per_token=head_bytes
         )
         # Of an axis of one the stride is arbitrary, and registered as 0.
         strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
@@ -64,7 +65,7 @@ def attention_rank(
         regions=tuple(regions),
         kernel_block_size_tokens=tokens,
         kernel_blocks_per_block=1,
-        layout_name="LBHNC",
+        layout_name=layout_name,
         attention_backend="TEST",
         groups=(CacheGroup(tokens_per_kernel_block=tokens),),
     )

@@ -46,6 +46,12 @@ class EngineOptions:
     max_batched_tokens: int = 8192
     """Fewer than a prompt has make a chunked prefill."""
     max_requests: int = 64
+    layout: str | None = None
+    """Order of the axes of the KV cache, also one that no attention back end for CPUs has; None: vLLM's choice."""
+    staged: bool = False
+    """The KV cache counts as an accelerator's, which NIXL cannot reach; see `accelerator`."""
+    permutes: bool = False
+    """`enable_permute_local_kv`: host buffers may have another order of axes than the KV cache."""
     record_calls: bool = False
     """Note which thread calls NIXL and ZMQ; see `call_recorder`."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
@@ -43,8 +44,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.plan import plan_engine
+from connector.runtime.messages import Landed
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
+from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.registration import Registration, derive_registration
 from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
@@ -275,9 +278,9 @@ def seen(local: Registration, remote: Rank) -> RankLayout:
 
 
 def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
-    """The plan as plain copies between the tensors, and its zeroing, inside of what each rank registered."""
-    layouts = [seen(decode.registration, rank) for rank in prefill]
-    plan = plan_engine(decode.registration.layout, layouts)
+    """The plan as plain copies between the tensors, inside of what each rank registered, and all that follows them."""
+    local_side = decode.registration
+    plan = plan_engine(local_side.layout, [seen(local_side, rank) for rank in prefill], local_side.landing)
     pairs = plan.pair(tables)
     by_rank = {RankId(rank.pp_rank, rank.tp_rank): rank for rank in prefill}
     for read, of_read in zip(plan.reads, pairs, strict=True):
@@ -288,6 +291,14 @@ def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> N
             assert _is_registered(decode, to, length_bytes)
             assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
             ctypes.memmove(to, source, length_bytes)
+    if plan.lands:
+        ratios = (group.kernel_blocks_per_block for group in local_side.layout.cache_groups)
+        kernel_blocks = [
+            [block * ratio + part for block in table.local for part in range(ratio)]
+            for table, ratio in zip(tables, ratios, strict=True)
+        ]
+        landed = Landed(kernel_blocks=tuple(np.array(numbers) for numbers in kernel_blocks))
+        LandedBlocks(landing_caches(local_side.layout, local_side.landing, decode.tensors)).put_in_order([landed])
     for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs[0])), strict=True):
         assert _is_registered(decode, address, length_bytes)
         ctypes.memset(address, 0, length_bytes)

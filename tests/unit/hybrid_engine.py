@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
@@ -161,6 +162,7 @@ class HybridEngine:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         self.commands += metadata.commands
+        self.forward(output, metadata)
         sampled = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
@@ -180,6 +182,9 @@ class HybridEngine:
         for outputs in ended.values():
             for each in outputs.outputs:
                 self._note(each)
+
+    def forward(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """The forward pass of a step; there is no worker, so nothing happens."""
 
     def _note(self, output: EngineCoreOutput) -> None:
         if output.kv_transfer_params is not None:

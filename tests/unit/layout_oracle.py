@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankId, RankLayout, Region
@@ -37,6 +38,8 @@ from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
+from connector.runtime.messages import Landed
+from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -432,6 +435,7 @@ class Rank:
         memory: by tensor.
         addresses: where each of these arrays begins.
         pages: by layer of tokens, for each component: [kernel blocks, heads held, tokens, lanes, bytes of a lane].
+        caches: by layer of tokens, all of it as vLLM would have it: [kernel blocks, heads held, tokens, content].
         states: by layer of states, for each component: the units held, and [ids, units held, bytes of a unit].
     """
 
@@ -448,6 +452,7 @@ class Rank:
         self.addresses: list[int] = []
         self._in_place = in_place
         self.pages: dict[str, list[Bytes]] = {}
+        self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
         regions: list[Region] = []
         for tensor in tensors:
@@ -522,6 +527,7 @@ class Rank:
                     regions.append(self._state_region(shape, base_address, stride_bytes))
                 else:
                     self.pages[shape.name] = _page_views(shape, view[index])
+                    self.caches[shape.name] = torch.from_numpy(view[index])
                     pieces = paged_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size, strides=strides)
                     regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
         return regions
@@ -716,7 +722,11 @@ class Expectation:
         self._before = [array.copy() for array in rank.memory]
         _write_expected(case, rank, content)
         self._expected = [array.copy() for array in rank.memory]
-        for array, old in zip(rank.memory, self._before, strict=True):
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Put the memory back to what it was."""
+        for array, old in zip(self._rank.memory, self._before, strict=True):
             array[:] = old
 
     def require(self) -> None:
@@ -733,7 +743,10 @@ class Expectation:
 
 
 def check(case: Case) -> int:
-    """Judge the product's plan of a case; returns the number of descriptors it needs. Raises OracleError."""
+    """Judge the product's plans of a case: READs to where the KV is to stay, and to a landing layout if there is one.
+
+    Returns the number of descriptors of the first. Raises OracleError.
+    """
     noise = np.random.default_rng(case.noise)
     content = make_content(case, noise)
     wanted = [rank for rank in case.prefill.ranks if _deal_with_each_other(case, case.decode_rank, rank.tp_rank)]
@@ -745,10 +758,16 @@ def check(case: Case) -> int:
         write_prefill(case, rank, content)
     decode = Rank(case, case.decode, RankId(0, case.decode_rank), noise)
     expectation = Expectation(case, decode, content)
-    engine_plan = plan_engine(decode.layout, [rank.layout for rank in prefill.values()])
+    remotes = [rank.layout for rank in prefill.values()]
+    engine_plan = plan_engine(decode.layout, remotes)
     _check_notified(case, engine_plan, wanted)
-    descriptors = carry_out(engine_plan, case.tables, decode, prefill)
+    descriptors = carry_out(engine_plan, case, decode, prefill)
     expectation.require()
+    landing = landing_layout(decode.layout)
+    if landing is not None:
+        expectation.start_again()
+        carry_out(plan_engine(decode.layout, remotes, landing), case, decode, prefill)
+        expectation.require()
     return descriptors
 
 
@@ -767,9 +786,9 @@ def _deal_with_each_other(case: Case, decode_rank: int, prefill_rank: int) -> bo
     )
 
 
-def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Rank, prefill: dict[RankId, Rank]) -> int:
-    """The plan as plain copies, in no order that matters: no byte may be written twice."""
-    pairs = engine_plan.pair(tables)
+def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[RankId, Rank]) -> int:
+    """The plan as plain copies, in no order that matters: no byte may be written twice, but to put it in order."""
+    pairs = engine_plan.pair(case.tables)
     written = [np.zeros(array.size, bool) for array in decode.memory]
     descriptors = 0
     for read, of_read in zip(engine_plan.reads, pairs, strict=True):
@@ -788,11 +807,26 @@ def carry_out(engine_plan: EnginePlan, tables: Sequence[GroupBlocks], decode: Ra
             index, part = decode.locate(to, length_bytes)
             decode.memory[index][part] = remote_rank.bytes_at(source, length_bytes)
             _mark(written[index][part], to)
+    if engine_plan.lands:
+        put_in_order(case, decode)
+        for marks in written:
+            marks[:] = False
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
         index, part = decode.locate(address, length_bytes)
         decode.memory[index][part] = 0
         _mark(written[index][part], address)
     return descriptors
+
+
+def put_in_order(case: Case, decode: Rank) -> None:
+    """What the product does with the request's blocks after READs to the landing layout."""
+    kernel_blocks = [
+        [number for number, token, _ in _positions(table.local, 0, group) if token == 0]
+        for table, group in zip(case.tables, case.decode.groups, strict=True)
+    ]
+    landed = Landed(kernel_blocks=tuple(np.array(numbers, np.int64) for numbers in kernel_blocks))
+    caches = landing_caches(decode.layout, landing_layout(decode.layout), decode.caches)
+    LandedBlocks(caches).put_in_order([landed])
 
 
 def expand_runs(runs: Sequence[MemoryRun]) -> list[tuple[int, int]]:

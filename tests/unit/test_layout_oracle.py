@@ -376,6 +376,21 @@ def _runs_by_address_only() -> AbstractContextManager[Any]:
     return patch.object(plan._Runs, "start", start)
 
 
+def _order_of_the_peer_stays() -> AbstractContextManager[Any]:
+    """Blocks are left as they landed."""
+    return patch.object(layout_oracle.LandedBlocks, "put_in_order", lambda self, landed: None)
+
+
+def _zeroed_where_it_would_have_landed() -> AbstractContextManager[Any]:
+    """What stays unfilled is computed for the landing layout, and zeroed after the blocks were put in order."""
+    right = layout_oracle.plan_engine
+
+    def engine_plan(local: Any, remotes: Any, landing: Any = None) -> plan.EnginePlan:
+        return msgspec.structs.replace(right(landing or local, remotes), lands=landing is not None)
+
+    return patch.object(layout_oracle, "plan_engine", engine_plan)
+
+
 BROKEN = (
     _slice_at_the_start,
     _heads_before_tokens,
@@ -403,6 +418,8 @@ BROKEN = (
     _groups_confused,
     _last_row_forgotten,
     _runs_by_address_only,
+    _order_of_the_peer_stays,
+    _zeroed_where_it_would_have_landed,
 )
 
 

@@ -25,6 +25,7 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.layout.sources import partners
+from connector.worker.landing import landing_layout
 
 HEADS = 8
 TP_SIZES = (1, 2, 4, 8)
@@ -126,6 +127,27 @@ def rows_of(plan: EnginePlan) -> int:
 def test_contiguous_stretches_are_one(decode: str, prefill: str, rows: int) -> None:
     plan = pair_up(rank("d", layout_name=decode), 1, layout_name=prefill)
     assert rows_of(plan) == rows
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "decode_tp", "prefill_tp", "rows"),
+    [
+        ("LBNHC", "LBHNC", 1, 1, 2),  # a page of each layer
+        ("LBHNC", "LBNHC", 1, 1, 2),
+        ("LBNHC", "BLHNC", 1, 1, 2),
+        ("LBNHC", "LBHNC", 2, 1, 2),  # half of the heads lie together
+        ("LBNHC", "LBHNC", 1, 2, 4),
+        ("LBNHC", "LHBNC", 1, 1, 2 * HEADS),
+        ("LBHNC", "LBNHC", 2, 1, 2 * 16),  # half of the heads of each token
+    ],
+)
+def test_what_lands_in_the_peers_order_is_read_in_long_stretches(
+    decode: str, prefill: str, decode_tp: int, prefill_tp: int, rows: int
+) -> None:
+    ours = rank("d", tp_size=decode_tp, layout_name=decode)
+    theirs = [rank("p", tp_rank=number, tp_size=prefill_tp, layout_name=prefill) for number in range(prefill_tp)]
+    assert rows_of(plan_engine(ours, theirs, landing_layout(ours))) == rows
+    assert rows_of(plan_engine(ours, theirs)) == 2 * HEADS // decode_tp * 16  # a head of a token
 
 
 @pytest.mark.parametrize(

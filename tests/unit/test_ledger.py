@@ -17,7 +17,7 @@ from connector.runtime.messages import (
     SendEnded,
     StartPull,
 )
-from connector.worker.ledger import TransferLedger
+from connector.worker.ledger import Loaded, TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
 from tests.rig.pulls import one_group
 
@@ -67,8 +67,8 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
         book.enter(pull(request_id, [1]))
         book.hear(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
     book.take_results()
-    assert book.take_unfilled() == [unfilled]
-    assert book.take_unfilled() == []
+    assert book.take_loaded() == [Loaded(block_ids=([1],), landed=None, unfilled=unfilled)]
+    assert book.take_loaded() == []
 
 
 def test_a_request_that_is_done_is_told_once() -> None:

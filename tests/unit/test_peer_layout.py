@@ -105,7 +105,9 @@ def _check_transfer(
     layouts: tuple[str, str] = ("LBHNC", "LBHNC"),
     kernel_block_tokens: int | None = None,
     stages: int = 1,
+    permutes: bool = False,
 ) -> None:
+    monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", permutes)
     generator = torch.Generator().manual_seed(7)
     content = Content(make_specs(1, 64), TOKENS, generator)
     for tp_rank in range(decode_tp):
@@ -152,6 +154,7 @@ def _check_transfer(
         tables = [GroupBlocks(local=ours, remote=theirs) for ours, theirs in zip(local, remote, strict=True)]
         carry_out(decode, prefill, tables)
         assert torch.equal(decode.memory, expected)
+        assert (decode.registration.landing is not None) == permutes
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -249,6 +252,46 @@ def test_layouts_that_differ(
 ) -> None:
     layouts = (prefill_layout, decode_layout)
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "prefill_tp", "decode_tp", "prefill_block"),
+    [
+        (("LBNHC", "LBHNC"), 1, 1, 64),
+        (("LBHNC", "LBNHC"), 1, 2, 32),
+        (("LBHNC", "LBNHC"), 4, 2, 128),
+    ],
+)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith(("latent", "states"))])
+def test_blocks_that_are_put_in_our_order(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layouts: tuple[str, str],
+    prefill_tp: int,
+    decode_tp: int,
+    prefill_block: int,
+) -> None:
+    """With several cache groups too: what does not take part, such as a state in the same memory, stays as it is."""
+    _check_transfer(
+        config,
+        monkeypatch,
+        FAMILIES[family],
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_block=prefill_block,
+        layouts=layouts,
+        permutes=True,
+    )
+
+
+@pytest.mark.parametrize("family", ["latent", "latent with an indexer", "states only"])
+def test_caches_without_heads_have_nothing_to_put_in_order(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", True)
+    rank = make_rank(config, monkeypatch, FAMILIES[family](1, 64), engine_id="decode", tp_rank=0, tp_size=1)
+    assert rank.registration.landing is None
 
 
 @pytest.mark.parametrize("prefill_block", [32, 128])
@@ -377,9 +420,9 @@ REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], 
     "window": (
         FAMILIES["sliding window"](1, 64),
         dict.fromkeys(FAMILIES["sliding window"](1, 64), next(iter(_plain().values()))),
-        "number of KV cache groups",
-        "2",
+        "cache group of model.layers.1",
         "1",
+        "0",
     ),
     "states": (
         FAMILIES["mamba 2"](1, 64),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -18,9 +19,11 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.layout.geometry import RankId
 from connector.layout.plan import plan_engine
+from connector.staging import advertised_layout_name
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.wire.peer_layout import understand
+from connector.worker.host_staging import make_host_buffers
 from connector.worker.registration import Registration, derive_registration, require_supported
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration, differing_fields
@@ -200,10 +203,74 @@ def test_refuses_a_missing_layer(config: VllmConfig) -> None:
     assert _refusal(config, caches, tensors).found == layer_name(3)
 
 
-def test_refuses_host_staging(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "advertised", "kernel_block_size", "spec_changes"),
+    [
+        pytest.param("LBHNC", "LBHNC", 64, {}, id="as on the device"),
+        pytest.param("LBHNC", "LBHNC", 32, {}, id="two kernel blocks per block"),
+        pytest.param("LBHNC", "LBHNC", 64, {"page_size_padded": 70_000 * 4}, id="without the padding of pages"),
+        pytest.param("LBNHC", "LBNHC", 64, {}, id="tokens before heads"),
+        pytest.param("LBNHC", "LBHNC", 32, {}, id="heads before tokens, unlike the device"),
+    ],
+)
+def test_host_buffers_equal_the_builtin_ones(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    advertised: str,
+    kernel_block_size: int,
+    spec_changes: dict[str, int],
+) -> None:
+    """What peers are told, but for addresses: each connector has buffers of its own."""
+    _with_layout(config, monkeypatch, layout)
+    allow_kernel_block_size(monkeypatch, kernel_block_size)
+    caches = cache_config(attention_spec(**spec_changes), layout=layout, layers=1 if spec_changes else LAYERS)
+    tensors = allocate(caches, layout=layout, kernel_block_size=kernel_block_size)
+    monkeypatch.setattr(current_platform, "device_type", "cuda")
+    monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", layout != advertised)
+    builtin, builtin_hash, builtin_ranges = builtin_registration(config, caches, tensors)
+    ours = _staged(config, caches, tensors)
+    metadata = ours.agent_metadata(builtin.agent_metadata)
+    addresses = metadata.kv_caches_base_addr
+    assert differing_fields(metadata, builtin) == {"region_members", "kv_caches_base_addr"}
+    assert metadata.kv_cache_layout == advertised
+    assert ours.compatibility_hash == builtin_hash
+    assert [r.length_bytes for r in ours.ranges] == [length for _, length in builtin_ranges]
+    assert [r.address for r in ours.ranges] == addresses
+    assert ours.memory_kind == "DRAM"
+    assert not set(addresses) & {cache.data_ptr() for cache in tensors.values()}
+
+
+def test_layers_that_share_anothers_cache_have_no_host_buffer(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = cache_config(attention_spec(), layers=2)
+    tensors = allocate(caches)
+    tensors["model.layers.2.self_attn.attn"] = tensors[layer_name(1)]
+    monkeypatch.setattr(current_platform, "device_type", "cuda")
+    assert len(_staged(config, caches, tensors).ranges) == 2
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
+def test_refuses_host_buffers_with_blocks_outermost(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    _with_layout(config, monkeypatch, layout)
+    caches = cache_config(attention_spec(), layout=layout)
+    tensors = allocate(caches, layout=layout)
+    monkeypatch.setattr(current_platform, "device_type", "cuda")
+    with pytest.raises(UnsupportedCache, match=f"layout {layout}; .*LBHNC"):
+        _staged(config, caches, tensors)
+
+
+def test_refuses_the_buffers_of_another_device(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.kv_transfer_config, "kv_buffer_device", "cuda")
     with pytest.raises(UnsupportedCache, match="kv_buffer_device cuda"):
         require_supported(config, cache_config(attention_spec()))
+
+
+def _staged(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> Registration:
+    return derive_registration(config, caches, make_host_buffers(caches, tensors, advertised_layout_name(config)))
 
 
 def _renamed(registration: Registration, engine_id: str) -> Registration:

@@ -1,0 +1,35 @@
+"""Host staging: KV that travels through main memory, because NIXL cannot register the device's own.
+
+The user asks for it with `kv_buffer_device: cpu` on an accelerator. Then each layer has a buffer on the host, of as
+many blocks as on the device, and everything that NIXL and peers see (regions, descriptors, addresses) is that of the
+buffers. A block has the same id in both, so what keeps a block from being used again (a lease on P; on D a READ in
+flight, or a quarantine) keeps both of its copies, and a block that is saved is never one that a READ may write into.
+
+* P saves a block when a step has written into it (`scheduler/host_saves` decides, `worker/host_staging` copies), before
+  the step's result is known to anybody, and so before its request can be lent.
+* D loads a request's blocks after its last READ, and before it reports the request as loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def is_staged(vllm_config: VllmConfig) -> bool:
+    """Whether KV travels through host buffers; the same in the scheduler process and in the workers."""
+    on_host: bool = vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
+    return on_host and current_platform.device_type != "cpu"
+
+
+def advertised_layout_name(vllm_config: VllmConfig) -> str:
+    """The order of axes that peers are told: the engine's, unless host buffers can have one that suits more peers."""
+    name: str = vllm_config.cache_config.get_resolved_kv_cache_layout().name
+    permutes = is_staged(vllm_config) and vllm_config.kv_transfer_config.enable_permute_local_kv
+    if permutes and name == "LBNHC" and not vllm_config.model_config.use_mla:
+        return "LBHNC"
+    return name

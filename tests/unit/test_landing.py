@@ -1,0 +1,149 @@
+"""Putting landed blocks in order: on the engine thread, before the report, and nothing but the named blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+
+from connector.config import ConnectorOptions
+from connector.runtime.messages import Landed, Memory, PeerAddress, ReceiveEnded, StartPull
+from connector.worker import landing
+from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.landing import LandedBlocks
+from statemachine.failures import AbortedByClient
+from tests.rig.pulls import one_group
+from tests.unit.vllm_setup import (
+    LAYERS,
+    allocate,
+    attention_spec,
+    cache_config,
+    engine_config,
+    layer_name,
+    single_rank,
+    write_model,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
+    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
+        yield config
+
+
+def landed(*tables: list[int]) -> Landed:
+    return Landed(kernel_blocks=tuple(np.array(table, np.int64) for table in tables))
+
+
+def make_cache(blocks: int, heads: int, tokens: int, content: int, *, padding: int, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens before heads, with padding after each block: [blocks, heads, tokens, content]."""
+    page = heads * tokens * content
+    words = torch.arange(blocks * (page + padding)).remainder(251).to(dtype)
+    rows = words.view(blocks, page + padding)[:, :page]
+    return rows.view(blocks, tokens, heads, content).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("content", [1, 3, 4, 6, 16])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_only_the_named_blocks_change_places_of_heads_and_tokens(
+    dtype: torch.dtype, content: int, padding: int
+) -> None:
+    """Of any type and alignment, several requests at once, and in groups whose blocks are not the same."""
+    heads, tokens = 3, 4
+    caches = {group: make_cache(8, heads, tokens, content, padding=padding, dtype=dtype) for group in (0, 1)}
+    before = {group: cache.untyped_storage().tolist() for group, cache in caches.items()}
+    tables = {0: [6, 1, 3], 1: [0, 7]}
+    expected = {}
+    for group, cache in caches.items():
+        pages = cache.transpose(1, 2)
+        right = cache.clone().view(torch.uint8)
+        for block in tables[group]:
+            right[block] = pages[block].reshape(heads, tokens, content).view(torch.uint8)
+        expected[group] = right
+    request, other = landed([6], [0]), landed([1, 3], [7])
+    LandedBlocks({group: [cache] for group, cache in caches.items()}).put_in_order([request, other])
+    for group, cache in caches.items():
+        assert torch.equal(cache.view(torch.uint8), expected[group])
+        if padding:
+            storage = torch.tensor(cache.untyped_storage().tolist()).view(8, -1)
+            old = torch.tensor(before[group]).view(8, -1)
+            page_bytes = cache[0].nbytes
+            assert torch.equal(storage[:, page_bytes:], old[:, page_bytes:])
+
+
+def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
+    LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1])])
+    monkeypatch.setattr(landing, "_MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
+    LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1])])
+    assert torch.equal(cache, other)
+
+
+def pull(request_id: str, blocks: list[int]) -> StartPull:
+    return StartPull(
+        request_id=request_id,
+        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
+        remote_request_id=f"remote-{request_id}",
+        groups=one_group(blocks, blocks),
+        num_tokens=None,
+        remote_num_tokens=None,
+        awaited=True,
+        age_seconds=0.0,
+        lease_expires_at=None,
+        incarnation=None,
+    )
+
+
+def test_blocks_are_in_order_when_vllm_is_told(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The step that reports a request has put its blocks in order, then zeroed the rest; a failed one's stay."""
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", "LBNHC")
+    monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", True)
+    caches = cache_config(attention_spec(), layout="LBNHC")
+    tensors = allocate(caches, layout="LBNHC")
+    generator = torch.Generator().manual_seed(3)
+    for tensor in tensors.values():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    worker = ConnectorWorker(config, caches, ConnectorOptions())
+    worker.register_kv_caches(tensors)
+    try:
+        last = tensors[layer_name(LAYERS - 1)]
+        token_bytes = last[0, :, 0].nbytes
+        # The last token of block 4 of one layer.
+        address = last[4].data_ptr() + (last.shape[2] - 1) * token_bytes
+        unfilled = Memory(addresses=np.array([address]), lengths=np.array([token_bytes]))
+        for request_id, blocks, failure in (("a", [9, 4], None), ("b", [2], AbortedByClient()), ("c", [11], None)):
+            worker.ledger.enter(pull(request_id, blocks))
+            ended = ReceiveEnded(
+                request_id=request_id,
+                failure=failure,
+                local_block_ids=blocks,
+                quarantined=False,
+                landed=landed(blocks),
+                unfilled=unfilled if request_id == "a" else None,
+            )
+            worker.ledger.hear(ended)
+        results = worker.get_transfer_results()
+        assert (results.finished_recving, results.failed_recving) == ({"a", "b", "c"}, {"b"})
+        for name, tensor in tensors.items():
+            expected = before[name].clone()
+            for block in (9, 4, 11):
+                expected[block] = before[name][block].transpose(0, 1).reshape(expected[block].shape)
+            if tensor is last:
+                expected[4, :, -1] = 0
+            assert torch.equal(tensor, expected)
+        once = last.clone()
+        assert not worker.get_transfer_results().finished_recving
+        assert torch.equal(last, once)
+    finally:
+        worker.shutdown()
