@@ -127,9 +127,11 @@ def kernel_blocks_per_state(region: Region, layout: RankLayout) -> int:
 
 
 def _advertised(members: tuple[Region, ...], layout: RankLayout) -> AdvertisedRegion:
-    # The built-in connector lets the last latent cache decide, and without any the first cache.
+    # The built-in connector lets the last latent cache decide, and without any the first cache. Where one stands for
+    # a layer within it, a whole row comes last, because the other layers that begin with the row are the first ones.
     latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
-    sizes = latent[-1] if latent else members[0]
+    rows = [region for region in latent if region.block_length_bytes == region.block_stride_bytes]
+    sizes = (rows or latent or members[:1])[-1]
     parts = kernel_blocks_per_state(sizes, layout)
     groups = {region.group for region in members}
     return AdvertisedRegion(

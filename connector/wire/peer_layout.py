@@ -139,7 +139,7 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
     for shape in shapes:
         here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
         if shape.whole_blocks and here != there:
-            advice = "start both engines with the same --block-size: the order of the tokens in a block is not known"
+            advice = "start both engines with the same --block-size: where a block holds which token is not known"
             raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
 
 
@@ -176,6 +176,10 @@ def _region(ours: RankLayout, known: AdvertisedRegion, peer: _Peer, index: int, 
     regions: list[Region] = []
     for member in known.members:
         layers = _layers_in_order(member)
+        if all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers):
+            _require_parts(member.name, 1, parts)
+            regions.append(_like_ours(ours, known, member, peer, index))
+            continue
         is_state = peer.shapes[layers[0]].is_state
         # Peers count and measure states in kernel blocks too.
         ratio = metadata.physical_blocks_per_logical_kv_block if is_state else 1
@@ -219,6 +223,29 @@ def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
     """Pieces of the state of a layer, which has its blocks to itself in any layout."""
     _require_parts(layers[0], 1, parts)
     return state_pieces(peer.shapes[layers[0]], tp_rank=peer.tp_rank, tp_size=peer.tp_size)
+
+
+def _is_held_alike(shape: LayerShape) -> bool:
+    """By all ranks of all engines."""
+    return [component.units for component in shape.components] == [1]
+
+
+def _like_ours(ours: RankLayout, known: AdvertisedRegion, member: Region, peer: _Peer, index: int) -> Region:
+    """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
+    metadata = peer.metadata
+    for field, here, there in (
+        ("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout),
+        (f"block length of {member.name}", known.block_length_bytes, metadata.block_lens[index]),
+        (f"block stride of {member.name}", known.block_stride_bytes, metadata.block_strides[index]),
+    ):
+        if here != there:
+            raise LayoutMismatch(field, here, there, _SAME_LAYOUT)
+    return msgspec.structs.replace(
+        member,
+        base_address=metadata.kv_caches_base_addr[index],
+        num_blocks=cast(int, peer.stated("region_num_blocks")[index]),
+        memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
+    )
 
 
 def _pitch_bytes(member: Region, layers: Sequence[str], length_bytes: int) -> int | None:
@@ -290,7 +317,7 @@ def _content_bytes(region: Region, groups: Sequence[CacheGroup]) -> int:
     return max(
         piece.offset_bytes
         + (piece.stop - piece.start - 1) * piece.unit_stride_bytes
-        + (positions - 1) * piece.token_stride_bytes
+        + (positions // piece.tokens_per_entry - 1) * piece.token_stride_bytes
         + (piece.lanes - 1) * piece.lane_stride_bytes
         + piece.bytes_per_lane
         for piece in region.pieces

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -59,13 +60,13 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
     if type(spec) not in _SPECS:
         raise UnsupportedCache(f"KV cache of {layer}", type(spec).__name__, _names(_SPECS))
     if isinstance(spec, AttentionSpec):
-        for field, found, plain in (
-            ("tokens_per_state", spec.tokens_per_state, 1),
+        if spec.tokens_per_state != 1 and not (isinstance(spec, _LATENT_SPECS) and spec.tokens_per_state >= 1):
+            raise UnsupportedCache(f"tokens_per_state of {layer}", spec.tokens_per_state, "1, or more in latent caches")
+        if spec.num_heads != spec.num_kv_heads:
             # K and V in slots of their own, in an order that only the attention backend knows.
-            ("num_head_slots", spec.num_heads, spec.num_kv_heads),
-        ):
-            if found != plain:
-                raise UnsupportedCache(f"{field} of {layer}", found, plain)
+            raise UnsupportedCache(f"num_head_slots of {layer}", spec.num_heads, spec.num_kv_heads)
+        if isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay:
+            raise UnsupportedCache(f"KV cache of {layer}", "whose window is computed anew", "a window that is kept")
     elif isinstance(spec, MambaSpec):
         if spec.mamba_type not in _STATES:
             raise UnsupportedCache(f"state of {layer}", spec.mamba_type.name, ", ".join(kind.name for kind in _STATES))
@@ -80,12 +81,16 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
 def layer_shapes(kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_size: int) -> dict[str, LayerShape]:
     """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass."""
     specs = layer_specs(kv_cache_config)
-    return {
+    shapes = {
         layer: _layer_shape(layer, specs[layer], group, model_config, tp_size)
         for group, members in enumerate(kv_cache_config.kv_cache_groups)
         for layer in members.layer_names
         if layer in specs
     }
+    if all(shape.tokens_per_entry == 1 for shape in shapes.values()):
+        return shapes
+    # Beside compressed caches there are some whose block size is that of a kernel, whatever the engine's is.
+    return {layer: msgspec.structs.replace(shape, whole_blocks=True) for layer, shape in shapes.items()}
 
 
 def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:
@@ -93,7 +98,11 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
         return _state_shape(layer, spec, group, model_config, tp_size)
     assert isinstance(spec, AttentionSpec)
     if isinstance(spec, _LATENT_SPECS):
-        return latent(layer, bytes_per_token=spec.state_content_size_bytes, group=group)
+        shape = latent(layer, bytes_per_token=spec.state_content_size_bytes, group=group)
+        tokens_per_entry = int(spec.tokens_per_state)
+        return msgspec.structs.replace(
+            shape, tokens_per_entry=tokens_per_entry, whole_blocks=_has_scales_behind_the_tokens(spec)
+        )
     heads = spec.num_kv_heads * tp_size
     if spec.num_kv_heads == 1:
         heads = min(heads, model_config.get_total_num_kv_heads())
@@ -105,6 +114,14 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
     return attention(
         layer, heads=heads, k_bytes=spec.head_size * item_bytes, v_bytes=spec.head_size_v * item_bytes, group=group
     )
+
+
+def _has_scales_behind_the_tokens(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> bool:
+    """Whether a block may hold the values of all its tokens and then the scales of all, as those of indexers do.
+
+    Bytes that are not elements of a type: of a whole token only where the spec counts them and is not DeepSeek-V4's.
+    """
+    return spec.dtype is torch.uint8 and (spec.state_content_bytes is None or spec.model_version is not None)
 
 
 def _state_shape(layer: str, spec: MambaSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:

@@ -170,7 +170,10 @@ def _cache_groups(
     groups: list[CacheGroup] = []
     for group in kv_cache_config.kv_cache_groups:
         layers = [layer for layer in group.layer_names if layer in shapes]
-        tokens = {0 if shapes[layer].is_state else kv_caches[layer].shape[2] for layer in layers}
+        tokens = {
+            0 if shapes[layer].is_state else kv_caches[layer].shape[2] * shapes[layer].tokens_per_entry
+            for layer in layers
+        }
         if len(tokens) != 1:
             raise UnsupportedCache(f"KV cache group of {group.layer_names} with block sizes", tokens, "one block size")
         (size,) = tokens

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     RSWASpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from connector.layout import GroupBlocks, LayoutMismatch, RankLayout, partners, plan_engine
@@ -87,6 +89,14 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
 
 def _shuffled(seed: int) -> Iterator[int]:
     return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+
+
+PACKED = [family for family in FAMILIES if family.startswith("latent, compressed")]
+"""What vLLM places with blocks outermost only."""
+
+
+def _layout_of(family: str) -> str:
+    return "BLHNC" if family in PACKED else "LBHNC"
 
 
 def _check_transfer(
@@ -160,7 +170,8 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 def test_every_family_at_every_size(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
-    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp)
+    layouts = (_layout_of(family),) * 2
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
 
 
 @pytest.mark.parametrize("name", ["n_groups", "mamba_n_groups", "mamba_ngroups"])
@@ -191,6 +202,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
         for family in FAMILIES
         for layout in LAYOUTS
         if not (family in MIXED_PAGES and layout in ("LHBNC", "BHLNC"))
+        and not (family in PACKED and layout not in ("BLHNC", "BLNHC"))
         and not (family in HYBRIDS and layout in ("LHBNC", "BLNHC", "BHLNC"))
     ],
 )
@@ -228,8 +240,33 @@ def test_layouts_that_differ(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
 
 
+OPAQUE = ("latent with an indexer", *PACKED)
+"""Some blocks hold the scales of all tokens behind the tokens, or are of one size whatever the engine's is."""
+
+
 @pytest.mark.parametrize("prefill_block", [32, 128])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "states only"])
+@pytest.mark.parametrize("family", OPAQUE)
+def test_block_sizes_that_differ_are_refused_where_it_matters(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    decode, prefill = (
+        make_rank(
+            config,
+            monkeypatch,
+            FAMILIES[family](1, block),
+            engine_id=name,
+            tp_rank=0,
+            tp_size=1,
+            layout=_layout_of(family),
+        )
+        for name, block in (("decode", 64), ("prefill", prefill_block))
+    )
+    with pytest.raises(LayoutMismatch, match=r"block size of model\..* is \d+ here and \d+ there"):
+        seen(decode.registration, prefill)
+
+
+@pytest.mark.parametrize("prefill_block", [32, 128])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*OPAQUE, "states only")])
 def test_block_sizes_that_differ(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
 ) -> None:
@@ -277,7 +314,7 @@ def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) 
 OWN_BLOCKS = "window with blocks of its own"
 
 BUILTIN_CASES = [
-    *((family, "LBHNC", 1, 64) for family in FAMILIES if family != OWN_BLOCKS),
+    *((family, "LBHNC", 1, 64) for family in FAMILIES if family not in (*PACKED, OWN_BLOCKS)),
     *((OWN_BLOCKS, layout, 1, None) for layout in ("LBHNC", "BLHNC")),
     # Of states with blocks outermost the built-in connector advertises strides that are not theirs.
     *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in (*HYBRIDS, OWN_BLOCKS, "states only")),
@@ -422,7 +459,12 @@ STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
     "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
     "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
     "gaps": (_strange(RSWASpec, rswa_window=64), "RSWASpec"),
-    "compressed": (_strange(MLAAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
+    "compressed heads": (_strange(FullAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
+    "several entries of a token": (_strange(MLAAttentionSpec, tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
+    "window that is computed anew": (
+        _strange(SlidingWindowMLASpec, sliding_window=64, bounded_replay=True),
+        "window is computed anew",
+    ),
     "slots": (_strange(FullAttentionSpec, num_head_slots=8, state_content_bytes=16), "num_head_slots .* 8"),
     "short convolution": (
         replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
