@@ -45,6 +45,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """False: a block holds tokens, and all components have the same units."""
     whole_blocks: bool = False
     """Where a block holds which token is not known: it can be read into one of the same size only."""
+    whole_ranks: bool = False
+    """Where a block holds which head is not known: it can be read from the rank of an engine of as many ranks only."""
     tokens_per_entry: int = 1
     """More than 1 in a compressed cache, where that many tokens have one entry in place of one each."""
 

@@ -70,6 +70,7 @@ def understand(metadata: AgentMetadata, *, tp_rank: int, tp_size: int, local: Lo
         raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
     groups = _groups(ours, metadata)
     _require_same_blocks(ours, groups, local.shapes.values())
+    _require_same_ranks(ours, tp_size, local.shapes.values())
     peer = _Peer(metadata=metadata, tp_rank=tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
     try:
         regions = _regions(ours, peer)
@@ -141,6 +142,16 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
         if shape.whole_blocks and here != there:
             advice = "start both engines with the same --block-size: where a block holds which token is not known"
             raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
+
+
+def _require_same_ranks(ours: RankLayout, tp_size: int, shapes: Iterable[LayerShape]) -> None:
+    """Where the order of heads in a block is not known, a block goes into that of the rank of the same number."""
+    for shape in shapes:
+        if shape.whole_ranks and ours.tp_size != tp_size:
+            advice = (
+                f"start both engines with the same tensor parallel size: {shape.name} has its heads in unknown order"
+            )
+            raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
 
 
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:

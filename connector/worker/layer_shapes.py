@@ -6,7 +6,7 @@ groups of Mamba's B and C, when there is one of them on this rank. Those come fr
 wrong guess would do is known from the block lengths that peers advertise, and refused.
 
 Specs are told apart by their exact class. A subclass that is not in the tables is another thing, with another meaning
-of its blocks (sinks, ring buffers, evicted gaps), and is refused by name.
+of its blocks, such as a ring buffer, and is refused by name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -35,7 +37,9 @@ from vllm.v1.kv_cache_interface import (
 from connector.layout.shapes import Component, LayerShape, attention, latent, mamba
 from connector.worker.unsupported import UnsupportedCache
 
-_HEAD_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# The tokens of sinks lie in blocks that each engine fills for itself; gaps open behind the prompt, which is all that D
+# loads.
+_HEAD_SPECS = (FullAttentionSpec, SinkFullAttentionSpec, RSWASpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _LATENT_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 _SPECS: tuple[type[KVCacheSpec], ...] = (*_HEAD_SPECS, *_LATENT_SPECS, MambaSpec)
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
@@ -62,9 +66,6 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
     if isinstance(spec, AttentionSpec):
         if spec.tokens_per_state != 1 and not (isinstance(spec, _LATENT_SPECS) and spec.tokens_per_state >= 1):
             raise UnsupportedCache(f"tokens_per_state of {layer}", spec.tokens_per_state, "1, or more in latent caches")
-        if spec.num_heads != spec.num_kv_heads:
-            # K and V in slots of their own, in an order that only the attention backend knows.
-            raise UnsupportedCache(f"num_head_slots of {layer}", spec.num_heads, spec.num_kv_heads)
         if isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay:
             raise UnsupportedCache(f"KV cache of {layer}", "whose window is computed anew", "a window that is kept")
     elif isinstance(spec, MambaSpec):
@@ -103,6 +104,10 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
         return msgspec.structs.replace(
             shape, tokens_per_entry=tokens_per_entry, whole_blocks=_has_scales_behind_the_tokens(spec)
         )
+    if spec.num_heads != spec.num_kv_heads:
+        # K and V in slots of their own, in an order that only the attention backend knows.
+        slots = Component(name="kv_slots", units=spec.num_heads * tp_size, bytes_per_unit=spec.state_content_size_bytes)
+        return LayerShape(name=layer, components=(slots,), group=group, whole_blocks=True, whole_ranks=True)
     heads = spec.num_kv_heads * tp_size
     if spec.num_kv_heads == 1:
         heads = min(heads, model_config.get_total_num_kv_heads())

@@ -29,6 +29,8 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -141,6 +143,19 @@ FAMILIES: Mapping[str, MakeSpecs] = {
             state_content_bytes=72,
         )
     ),
+    "K and V in slots of their own": lambda tp, block: _layers(
+        _attention(
+            FullAttentionSpec,
+            tp,
+            block,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.NVFP4,
+            num_head_slots=2 * max(1, KV_HEADS // tp),
+            state_content_bytes=18,
+        )
+    ),
+    "sinks": lambda tp, block: _layers(_attention(SinkFullAttentionSpec, tp, block, sink_len=block)),
+    "gaps behind the prompt": lambda tp, block: _layers(_attention(RSWASpec, tp, block, rswa_window=64)),
     "several head sizes": lambda tp, block: _layers(
         _attention(FullAttentionSpec, tp, block), _attention(FullAttentionSpec, tp, block, head_size=64)
     ),
@@ -327,7 +342,7 @@ class Content:
                 self._states[layer] = [_noise(size, generator) for size in sizes]
             else:
                 assert isinstance(spec, AttentionSpec)
-                size = (positions // spec.tokens_per_state, spec.num_kv_heads, spec.state_content_size_bytes)
+                size = (positions // spec.tokens_per_state, spec.num_heads, spec.state_content_size_bytes)
                 self._tokens[layer] = _noise(size, generator)
 
     def write(self, rank: Rank, tables: Sequence[Sequence[int]]) -> None:

@@ -32,8 +32,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RSWASpec,
-    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
 )
 
@@ -165,13 +163,30 @@ def _first_state() -> MambaSpec:
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 
+SLOTS = "K and V in slots of their own"
+"""Only its attention back end knows where in a block a head lies."""
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != SLOTS])
 def test_every_family_at_every_size(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
     layouts = (_layout_of(family),) * 2
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
+
+
+def test_heads_in_unknown_order_go_to_an_engine_of_the_same_size(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a block of a rank holds is what that of the same rank needs."""
+    decode, prefill = (
+        make_rank(config, monkeypatch, FAMILIES[SLOTS](tp, 64), engine_id=name, tp_rank=0, tp_size=tp)
+        for name, tp in (("decode", 2), ("prefill", 1))
+    )
+    with pytest.raises(LayoutMismatch, match=r"tp_size is 2 here and 1 there; .* has its heads in unknown order"):
+        seen(decode.registration, prefill)
+    _check_transfer(config, monkeypatch, FAMILIES[SLOTS], prefill_tp=2, decode_tp=2)
 
 
 @pytest.mark.parametrize("name", ["n_groups", "mamba_n_groups", "mamba_ngroups"])
@@ -209,7 +224,9 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
-    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, layouts=(layout, layout))
+    prefill_tp = 1 if family == SLOTS else 2
+    layouts = (layout, layout)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=1, layouts=layouts)
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BLNHC", "BHLNC"])
@@ -240,7 +257,7 @@ def test_layouts_that_differ(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
 
 
-OPAQUE = ("latent with an indexer", *PACKED)
+OPAQUE = ("latent with an indexer", SLOTS, *PACKED)
 """Some blocks hold the scales of all tokens behind the tokens, or are of one size whatever the engine's is."""
 
 
@@ -455,17 +472,14 @@ def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch:
 
 
 STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
-    "sinks": (_strange(SinkFullAttentionSpec), "SinkFullAttentionSpec"),
     "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
     "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
-    "gaps": (_strange(RSWASpec, rswa_window=64), "RSWASpec"),
     "compressed heads": (_strange(FullAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
     "several entries of a token": (_strange(MLAAttentionSpec, tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
     "window that is computed anew": (
         _strange(SlidingWindowMLASpec, sliding_window=64, bounded_replay=True),
         "window is computed anew",
     ),
-    "slots": (_strange(FullAttentionSpec, num_head_slots=8, state_content_bytes=16), "num_head_slots .* 8"),
     "short convolution": (
         replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
         "SHORT_CONV",
