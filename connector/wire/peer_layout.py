@@ -285,7 +285,7 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
                 layers=len(layers),
                 blocks=metadata.num_blocks,
                 heads=stop - start,
-                tokens=peer.groups[shape.group].tokens_per_kernel_block,
+                tokens=peer.groups[shape.group].tokens_per_kernel_block // shape.tokens_per_entry,
                 bytes_per_token=sum(component.bytes_per_unit for component in shape.components),
             )
             heads_are_apart = stop - start > 1 and strides.head >= strides.block

@@ -445,6 +445,25 @@ def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"kv_cache_layout": "BLNHC"}, "kv_cache_layout is BLHNC here and BLNHC there"),
+        ({"block_lens": [6400]}, r"block length of model.* is 6432 here and 6400 there"),
+        ({"block_strides": [6560]}, r"block stride of model.* is 6432 here and 6560 there"),
+    ],
+)
+def test_a_row_of_caches_that_is_not_like_ours_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refusal: str
+) -> None:
+    """Where in the row a layer lies is known of ours only."""
+    specs = FAMILIES["latent, compressed"](1, 64)
+    rank = make_rank(config, monkeypatch, specs, engine_id="any", tp_rank=0, tp_size=1, layout="BLHNC")
+    metadata = msgspec.structs.replace(rank.registration.agent_metadata(b"agent"), **changes)
+    with pytest.raises(LayoutMismatch, match=refusal):
+        understand(metadata, tp_rank=0, tp_size=1, local=rank.registration)
+
+
 def test_ranks_that_cannot_share_the_heads_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutMismatch, match="tp_size is 1 here and 3 there; 4 units cannot be split over 3 ranks"):
         _understood(config, monkeypatch, tp_size=3)
