@@ -93,8 +93,8 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
         local, remote = np.asarray(blocks.local, np.int64), np.asarray(blocks.remote, np.int64)
         self.check_ids(local, remote)
         cut = self.cut
-        local_size = self.local.positions_per_entry // cut.positions
-        remote_size = self.remote.positions_per_entry // cut.positions
+        local_size = self.local.positions_per_id // cut.positions
+        remote_size = self.remote.positions_per_id // cut.positions
         local_start, remote_start = blocks.local_first * local_size, blocks.remote_first * remote_size
         local_end, remote_end = local_start + local.size * local_size, remote_start + remote.size * remote_size
         start, end = max(local_start, remote_start), min(local_end, remote_end)

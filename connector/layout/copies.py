@@ -1,11 +1,11 @@
 """From sources to copies: which bytes of a block go where, in as few contiguous stretches as possible.
 
 A copy is a contiguous stretch repeated over nested loops, and all that again for each chunk that a request pairs. The
-copy of a piece starts as one lane of a unit of one token, looped over units, lanes and tokens. Two rules make it
-longer, in turn, until neither applies: a loop whose steps are as long as the stretch, on both sides, is absorbed; and
-two copies with equal loops that lie next to each other on both sides, such as K and V of a head or the pages of layers
-that lie in one row, become one. Loops that remain are unrolled, so that in the end each stretch is a row of NIXL
-descriptors.
+copy of a piece starts as one lane of a unit of one token (or entry), looped over units, lanes and tokens. Two rules
+make it longer, in turn, until neither applies: a loop whose steps are as long as the stretch, on both sides, is
+absorbed; and two copies with equal loops that lie next to each other on both sides, such as K and V of a head or the
+pages of layers that lie in one row, become one. Loops that remain are unrolled, so that in the end each stretch is a
+row of NIXL descriptors.
 """
 
 from __future__ import annotations
@@ -57,24 +57,30 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
 def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Source], cuts: Sequence[Cut]) -> list[Copy]:
     """The copies that fetch `sources`, all of which are on `remote`, in the order of local regions.
 
-    `cuts`: one for each cache group. Raises LayoutMismatch when they would be more than STRETCHES_MAX.
+    `cuts`: one for each cache group. Raises LayoutMismatch when they would be more than STRETCHES_MAX, or
+    a chunk is not whole entries.
     """
     copies: list[Copy] = []
     for source in sources:
         ours, theirs = local.regions[source.local_region], remote.regions[source.remote_region]
         local_piece, remote_piece = source.local_piece, source.remote_piece
         cut = cuts[ours.group]
+        entries, rest = divmod(cut.positions, local_piece.tokens_per_entry)
+        if rest:
+            sizes = cut.positions * cut.local_chunks, cut.positions * cut.remote_chunks
+            advice = f"both have to be multiples of {local_piece.tokens_per_entry}, the tokens that have one entry"
+            raise LayoutMismatch(f"block size of {local_piece.layer}", *sizes, advice)
         # A state has a single position, which the loop of one turn stands for.
         loops = (
             (source.stop - source.start, local_piece.unit_stride_bytes, remote_piece.unit_stride_bytes),
             (local_piece.lanes, local_piece.lane_stride_bytes, remote_piece.lane_stride_bytes),
-            (cut.positions, local_piece.token_stride_bytes, remote_piece.token_stride_bytes),
+            (entries, local_piece.token_stride_bytes, remote_piece.token_stride_bytes),
         )
         copies.append(
             Copy(
                 group=ours.group,
-                local=_place(ours, local_piece, cut.local_chunks, cut.positions),
-                remote=_place(theirs, remote_piece, cut.remote_chunks, cut.positions),
+                local=_place(ours, local_piece, cut.local_chunks, entries),
+                remote=_place(theirs, remote_piece, cut.remote_chunks, entries),
                 local_address=_address(ours, local_piece, source.start),
                 remote_address=_address(theirs, remote_piece, source.start),
                 length_bytes=local_piece.bytes_per_lane,
@@ -104,12 +110,12 @@ def _address(region: Region, piece: Piece, unit: int) -> int:
     return region.base_address + piece.offset_bytes + (unit - piece.start) * piece.unit_stride_bytes
 
 
-def _place(region: Region, piece: Piece, chunks: int, positions: int) -> Place:
+def _place(region: Region, piece: Piece, chunks: int, entries: int) -> Place:
     return Place(
         blocks=region.num_blocks,
         block_stride_bytes=region.block_stride_bytes,
         chunks=chunks,
-        chunk_stride_bytes=positions * piece.token_stride_bytes if chunks > 1 else 0,
+        chunk_stride_bytes=entries * piece.token_stride_bytes if chunks > 1 else 0,
     )
 
 

@@ -35,6 +35,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     Unit u of token t of block b is `bytes_per_unit` bytes, in `lanes` equal parts `lane_stride_bytes` apart. They begin
     at base address + b * block stride + offset_bytes + (u - start) * unit_stride_bytes + t * token_stride_bytes.
     Units are the model's, counted over all ranks: KV heads for `k` and `v`, 1 for `latent`, channels for `conv_x`.
+    In a compressed cache t counts entries, each of which stands for `tokens_per_entry` tokens.
     """
 
     layer: str
@@ -48,6 +49,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """0 for a state, which has no tokens."""
     lanes: int = 1
     lane_stride_bytes: int = 0
+    tokens_per_entry: int = 1
 
     @property
     def bytes_per_lane(self) -> int:
@@ -76,7 +78,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.positions_per_kernel_block * self.kernel_blocks_per_block
 
     @property
-    def positions_per_entry(self) -> int:
+    def positions_per_id(self) -> int:
         """What an entry of a block table stands for, on all ranks that share it."""
         return self.positions_per_block * self.dcp_size
 

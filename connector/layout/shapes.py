@@ -47,10 +47,14 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """With decode context parallelism, ranks hold different tokens of it."""
     whole_blocks: bool = False
     """Where a block holds which token is not known: it can be read into one of the same size only."""
+    whole_ranks: bool = False
+    """Where a block holds which head is not known: it can be read from the rank of an engine of as many ranks only."""
+    tokens_per_entry: int = 1
+    """More than 1 in a compressed cache, where that many tokens have one entry in place of one each."""
 
 
 class PageStrides(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes from one layer, block, head and token to the next, and the tokens of a block."""
+    """Bytes from one layer, block, head and token to the next, and the tokens of a block; or entries for tokens."""
 
     layer: int
     block: int
@@ -158,6 +162,7 @@ def paged_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int, strides: Page
                 token_stride_bytes=lane_bytes or strides.token,
                 lanes=component.bytes_per_unit // lane_bytes if lane_bytes else 1,
                 lane_stride_bytes=lane_bytes * strides.tokens,
+                tokens_per_entry=shape.tokens_per_entry,
             )
         )
         content_bytes += component.bytes_per_unit

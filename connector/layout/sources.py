@@ -136,6 +136,7 @@ def _require_same_form(region: Region, piece: Piece, holder: _Holder) -> None:
     for field, here, there in (
         ("bytes", piece.bytes_per_unit, theirs.bytes_per_unit),
         ("lanes", piece.lanes, theirs.lanes),
+        ("tokens", piece.tokens_per_entry, theirs.tokens_per_entry),
     ):
         if here != there:
             advice = "start both engines with the same model, attention back end and --kv-cache-dtype"

@@ -85,5 +85,5 @@ def _remote_first(pair: GroupPair, group: GroupPull, command: StartPull) -> int:
     remote_num_tokens = command.remote_num_tokens if command.remote_num_tokens is not None else command.num_tokens
     if group.window_tokens is None or remote_num_tokens is None:
         return 0
-    blocks = -(-remote_num_tokens // pair.remote.positions_per_entry)
+    blocks = -(-remote_num_tokens // pair.remote.positions_per_id)
     return max(0, blocks - len(group.remote_block_ids))

@@ -127,9 +127,11 @@ def layers_in_order(region: Region) -> list[str]:
 
 def sizing_region(members: Sequence[Region]) -> Region:
     """Of regions at one address, that whose blocks' length is advertised."""
-    # The built-in connector lets the last latent cache decide, and without any the first cache.
+    # The built-in connector lets the last latent cache decide, and without any the first cache. Where one stands for
+    # a layer within it, a whole row comes last, because the other layers that begin with the row are the first ones.
     latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
-    return latent[-1] if latent else members[0]
+    rows = [region for region in latent if region.block_length_bytes == region.block_stride_bytes]
+    return (rows or latent or members[:1])[-1]
 
 
 def advertised_regions(layout: RankLayout) -> list[AdvertisedRegion]:

@@ -74,6 +74,7 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
         raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
     groups = _groups(ours, metadata, rank, local.shapes.values())
     _require_same_blocks(ours, groups, local.shapes.values())
+    _require_same_ranks(ours, tp_size, local.shapes.values())
     peer = _Peer(metadata=metadata, tp_rank=rank.tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
     try:
         regions = _regions(ours, peer)
@@ -154,8 +155,18 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
     for shape in shapes:
         here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
         if shape.whole_blocks and here != there:
-            advice = "start both engines with the same --block-size: the order of the tokens in a block is not known"
+            advice = "start both engines with the same --block-size: where a block holds which token is not known"
             raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
+
+
+def _require_same_ranks(ours: RankLayout, tp_size: int, shapes: Iterable[LayerShape]) -> None:
+    """Where the order of heads in a block is not known, a block goes into that of the rank of the same number."""
+    for shape in shapes:
+        if shape.whole_ranks and ours.tp_size != tp_size:
+            advice = (
+                f"start both engines with the same tensor parallel size: {shape.name} has its heads in unknown order"
+            )
+            raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
 
 
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
@@ -197,6 +208,10 @@ def _region(
     regions: list[Region] = []
     for layers in by_group.values():
         known = held[layers[0]]
+        if all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers):
+            _require_parts(layers[0], 1, parts)
+            regions.append(_like_ours(ours, known, layers, peer, index))
+            continue
         is_state = peer.shapes[layers[0]].is_state
         # Peers count and measure states in kernel blocks too.
         ratio = metadata.physical_blocks_per_logical_kv_block if is_state else 1
@@ -237,6 +252,35 @@ def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
     return state_pieces(peer.shapes[layers[0]], tp_rank=peer.tp_rank, tp_size=peer.tp_size)
 
 
+def _is_held_alike(shape: LayerShape) -> bool:
+    """By all ranks of all engines."""
+    return [component.units for component in shape.components] == [1]
+
+
+def _like_ours(ours: RankLayout, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
+    """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
+    metadata = peer.metadata
+    (advertised,) = (each for each in advertised_regions(ours) if known in each.members)
+    length_bytes, stride_bytes = metadata.block_lens[index], metadata.block_strides[index]
+    # Where the length is that of other blocks at this address, the stride says how long these are.
+    expected_stride = stride_bytes if known.block_length_bytes == length_bytes else advertised.block_stride_bytes
+    for field, here, there in (
+        (f"layers that share blocks with {known.name}", layers_in_order(known), list(layers)),
+        ("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout),
+        (f"block length of {known.name}", advertised.block_length_bytes, length_bytes),
+        (f"block stride of {known.name}", expected_stride, stride_bytes),
+    ):
+        if here != there:
+            raise LayoutMismatch(field, here, there, _SAME_LAYOUT)
+    return msgspec.structs.replace(
+        known,
+        base_address=metadata.kv_caches_base_addr[index],
+        block_stride_bytes=stride_bytes,
+        num_blocks=cast(int, peer.stated("region_num_blocks")[index]),
+        memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
+    )
+
+
 def _pitch_bytes(known: Region, count: int, length_bytes: int) -> int | None:
     """How far apart `count` layers are in a block of the peer's; None: as far as their pages are long.
 
@@ -264,7 +308,7 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
                 layers=len(layers),
                 blocks=metadata.num_blocks,
                 heads=stop - start,
-                tokens=peer.groups[shape.group].tokens_per_kernel_block,
+                tokens=peer.groups[shape.group].tokens_per_kernel_block // shape.tokens_per_entry,
                 bytes_per_token=sum(component.bytes_per_unit for component in shape.components),
             )
             heads_are_apart = stop - start > 1 and strides.head >= strides.block
@@ -308,7 +352,7 @@ def _content_bytes(region: Region, groups: Sequence[CacheGroup]) -> int:
     return max(
         piece.offset_bytes
         + (piece.stop - piece.start - 1) * piece.unit_stride_bytes
-        + (positions - 1) * piece.token_stride_bytes
+        + (positions // piece.tokens_per_entry - 1) * piece.token_stride_bytes
         + (piece.lanes - 1) * piece.lane_stride_bytes
         + piece.bytes_per_lane
         for piece in region.pieces

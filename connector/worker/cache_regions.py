@@ -79,11 +79,14 @@ def merge(regions: Iterable[Region]) -> tuple[Region, ...]:
         known = groups.setdefault(region.group, region)
         if known is region:
             continue
-        geometry = {(r.block_length_bytes, r.block_stride_bytes, r.num_blocks, r.memory_kind) for r in (known, region)}
-        if len(geometry) > 1:
+        geometry = {(r.block_stride_bytes, r.num_blocks, r.memory_kind) for r in (known, region)}
+        length_bytes = max(known.block_length_bytes, region.block_length_bytes)
+        same_length = known.block_length_bytes == region.block_length_bytes
+        # A whole row, which stands for a layer within it, begins where the page of the row's first layer does.
+        if len(geometry) > 1 or not (same_length or length_bytes == region.block_stride_bytes):
             raise UnsupportedCache(f"KV cache of {region.name} on top of", known.name, "blocks of the same size")
         pieces = sorted(known.pieces + region.pieces, key=lambda piece: piece.offset_bytes)
-        groups[region.group] = msgspec.structs.replace(known, pieces=tuple(pieces))
+        groups[region.group] = msgspec.structs.replace(known, block_length_bytes=length_bytes, pieces=tuple(pieces))
     return tuple(chain.from_iterable(groups.values() for groups in by_address.values()))
 
 

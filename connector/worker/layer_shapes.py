@@ -6,7 +6,7 @@ groups of Mamba's B and C, when there is one of them on this rank. Those come fr
 wrong guess would do is known from the block lengths that peers advertise, and refused.
 
 Specs are told apart by their exact class. A subclass that is not in the tables is another thing, with another meaning
-of its blocks (sinks, ring buffers, evicted gaps), and is refused by name.
+of its blocks, such as a ring buffer, and is refused by name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -35,7 +37,9 @@ from vllm.v1.kv_cache_interface import (
 from connector.layout.shapes import Component, LayerShape, attention, latent, mamba
 from connector.worker.unsupported import UnsupportedCache
 
-_HEAD_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# The tokens of sinks lie in blocks that each engine fills for itself; gaps open behind the prompt, which is all that D
+# loads.
+_HEAD_SPECS = (FullAttentionSpec, SinkFullAttentionSpec, RSWASpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _LATENT_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 _SPECS: tuple[type[KVCacheSpec], ...] = (*_HEAD_SPECS, *_LATENT_SPECS, MambaSpec)
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
@@ -62,13 +66,10 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
     if type(spec) not in _SPECS:
         raise UnsupportedCache(f"KV cache of {layer}", type(spec).__name__, _names(_SPECS))
     if isinstance(spec, AttentionSpec):
-        for field, found, plain in (
-            ("tokens_per_state", spec.tokens_per_state, 1),
-            # K and V in slots of their own, in an order that only the attention backend knows.
-            ("num_head_slots", spec.num_heads, spec.num_kv_heads),
-        ):
-            if found != plain:
-                raise UnsupportedCache(f"{field} of {layer}", found, plain)
+        if spec.tokens_per_state != 1 and not (isinstance(spec, _LATENT_SPECS) and spec.tokens_per_state >= 1):
+            raise UnsupportedCache(f"tokens_per_state of {layer}", spec.tokens_per_state, "1, or more in latent caches")
+        if isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay:
+            raise UnsupportedCache(f"KV cache of {layer}", "whose window is computed anew", "a window that is kept")
     elif isinstance(spec, MambaSpec):
         if spec.mamba_type not in _STATES:
             raise UnsupportedCache(f"state of {layer}", spec.mamba_type.name, ", ".join(kind.name for kind in _STATES))
@@ -83,7 +84,7 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
 def layer_shapes(kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_size: int) -> dict[str, LayerShape]:
     """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass."""
     specs = layer_specs(kv_cache_config)
-    return {
+    shapes = {
         layer: msgspec.structs.replace(
             _layer_shape(layer, specs[layer], group, model_config, tp_size), dcp_sharded=specs[layer].dcp_sharded
         )
@@ -91,6 +92,10 @@ def layer_shapes(kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_s
         for layer in members.layer_names
         if layer in specs
     }
+    if all(shape.tokens_per_entry == 1 for shape in shapes.values()):
+        return shapes
+    # Beside compressed caches there are some whose block size is that of a kernel, whatever the engine's is.
+    return {layer: msgspec.structs.replace(shape, whole_blocks=True) for layer, shape in shapes.items()}
 
 
 def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:
@@ -98,7 +103,15 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
         return _state_shape(layer, spec, group, model_config, tp_size)
     assert isinstance(spec, AttentionSpec)
     if isinstance(spec, _LATENT_SPECS):
-        return latent(layer, bytes_per_token=spec.state_content_size_bytes, group=group)
+        shape = latent(layer, bytes_per_token=spec.state_content_size_bytes, group=group)
+        tokens_per_entry = int(spec.tokens_per_state)
+        return msgspec.structs.replace(
+            shape, tokens_per_entry=tokens_per_entry, whole_blocks=_has_scales_behind_the_tokens(spec)
+        )
+    if spec.num_heads != spec.num_kv_heads:
+        # K and V in slots of their own, in an order that only the attention backend knows.
+        slots = Component(name="kv_slots", units=spec.num_heads * tp_size, bytes_per_unit=spec.state_content_size_bytes)
+        return LayerShape(name=layer, components=(slots,), group=group, whole_blocks=True, whole_ranks=True)
     heads = spec.num_kv_heads * tp_size
     if spec.num_kv_heads == 1:
         heads = min(heads, model_config.get_total_num_kv_heads())
@@ -110,6 +123,14 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
     return attention(
         layer, heads=heads, k_bytes=spec.head_size * item_bytes, v_bytes=spec.head_size_v * item_bytes, group=group
     )
+
+
+def _has_scales_behind_the_tokens(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> bool:
+    """Whether a block may hold the values of all its tokens and then the scales of all, as those of indexers do.
+
+    Bytes that are not elements of a type: of a whole token only where the spec counts them and is not DeepSeek-V4's.
+    """
+    return spec.dtype is torch.uint8 and (spec.state_content_bytes is None or spec.model_version is not None)
 
 
 def _state_shape(layer: str, spec: MambaSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:

@@ -130,7 +130,7 @@ def derive_registration(
         layout_name=advertised_layout_name(vllm_config),
         attention_backend=backend_name,
         device_id=device_id(first),
-        groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, place, ratio),
+        groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, shapes, place, ratio),
     )
     permutes = vllm_config.kv_transfer_config.enable_permute_local_kv
     registration = Registration(
@@ -171,6 +171,7 @@ def _cache_groups(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, LayerShape],
     place: Placement,
     ratio: int,
 ) -> tuple[CacheGroup, ...]:
@@ -183,7 +184,8 @@ def _cache_groups(
             continue
         # A pipeline stage may have no layer of a group.
         expected = spec.block_size // ratio
-        tokens = {kv_caches[layer].shape[2] for layer in group.layer_names if layer in kv_caches} | {expected}
+        layers = [layer for layer in group.layer_names if layer in shapes]
+        tokens = {kv_caches[layer].shape[2] * shapes[layer].tokens_per_entry for layer in layers} | {expected}
         if len(tokens) != 1:
             raise UnsupportedCache(f"KV cache group of {group.layer_names} with block sizes", tokens, expected)
         dcp_size = place.dcp_size if spec.dcp_sharded else 1

@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,29 +134,36 @@ def _granite() -> PretrainedConfig:
 
 def _common() -> dict[str, Any]:
     return {
-        "vocab_size": len(_vocabulary()),
+        "vocab_size": len(vocabulary()),
         "hidden_size": HIDDEN_SIZE,
         "num_attention_heads": ATTENTION_HEADS,
         "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": CONTEXT_TOKENS,
         "initializer_range": WEIGHT_STANDARD_DEVIATION,
-        "bos_token_id": _vocabulary()[BEGIN_TOKEN],
-        "eos_token_id": _vocabulary()[END_TOKEN],
-        "pad_token_id": _vocabulary()[END_TOKEN],
+        "bos_token_id": vocabulary()[BEGIN_TOKEN],
+        "eos_token_id": vocabulary()[END_TOKEN],
+        "pad_token_id": vocabulary()[END_TOKEN],
         "tie_word_embeddings": False,
     }
 
 
 def _cached(name: str, configuration: Callable[[], PretrainedConfig], cache: Path) -> Path:
-    """Folder with the model and its tokenizer, as `save_pretrained` lays them out; built when it is not there yet."""
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return cached_model(name, partial(_save_model, configuration), cache, Path(__file__))
+
+
+def cached_model(name: str, save: Callable[[Path], None], cache: Path, source: Path) -> Path:
+    """Folder with the model and its tokenizer, as `save_pretrained` lays them out; built when it is not there yet.
+
+    `save` writes the model and its configuration into a folder; `source` is the file whose state the model depends on.
+    """
+    key = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     folder = cache / f"tiny-{name}-{key}"
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache))
     try:
-        _save_model(configuration, unfinished)
+        save(unfinished)
         _save_tokenizer(unfinished)
         _publish(unfinished, folder)
     finally:
@@ -187,14 +195,14 @@ def _save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN_TOKEN, eos_token=END_TOKEN)
     wrapped.save_pretrained(folder)
 
 
-def _vocabulary() -> dict[str, int]:
+def vocabulary() -> dict[str, int]:
     from tokenizers import pre_tokenizers
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), BEGIN_TOKEN, END_TOKEN]

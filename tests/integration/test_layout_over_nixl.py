@@ -136,6 +136,14 @@ ROWS: dict[str, tuple[str, Condition]] = {
             case.shapes[0].components[0].name == "latent" and _has("blocks of several lengths in a group")(case)
         ),
     ),
+    "entries of several tokens": (
+        "attention",
+        _all(_has("entries of several tokens", "P's kernel block smaller"), _has_ratio(1, 2)),
+    ),
+    "entries of several kinds in a group, with windows": (
+        "groups",
+        _all(_has("entries of several kinds in a group", "window"), _has_ratio(2, 1)),
+    ),
     "sliding windows": ("groups", _all(_has("window", "attention"), _groups_apart)),
     "sliding windows, groups share tensors": ("groups", _has("window", "attention", "groups share tensors")),
     "sliding windows, groups share tensors, D_TP twice P_TP": (
@@ -219,8 +227,8 @@ def _is_worth_it(case: Case) -> bool:
         )
         for table, ours, theirs in zip(
             case.tables,
-            (group.positions_per_entry for group in case.decode.groups),
-            (group.positions_per_entry for group in case.prefill.groups),
+            (group.positions_per_id for group in case.decode.groups),
+            (group.positions_per_id for group in case.prefill.groups),
             strict=True,
         )
     )

@@ -35,6 +35,8 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -53,6 +55,8 @@ from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
 
 NUM_BLOCKS = 16
+
+MakeSpecs: TypeAlias = Callable[[int, int], dict[str, KVCacheSpec]]
 
 
 def _attention(
@@ -109,12 +113,32 @@ def _layers(*kinds: KVCacheSpec, count: int = 3) -> dict[str, KVCacheSpec]:
     return {f"model.layers.{layer}.self_attn.attn": kinds[layer % len(kinds)] for layer in range(count * len(kinds))}
 
 
+def _compressed(rows: dict[str, object]) -> MakeSpecs:
+    """The caches of DeepSeek-V4: windows of latents, one entry for several tokens, its indexer, and what is not yet
+    compressed. `rows`: what latents of tokens are made of. Entries and states have pages of unlike sizes.
+    """
+
+    def specs(tp: int, block: int) -> dict[str, KVCacheSpec]:
+        window = _latent(SlidingWindowMLASpec, block, sliding_window=block, **rows)
+        layers: dict[str, KVCacheSpec] = {f"model.layers.{layer}.attn.swa_cache": window for layer in range(3)}
+        for layer, tokens, state_block in ((1, 4, block // 2), (2, 32, block)):
+            name = f"model.layers.{layer}.attn"
+            layers[name] = _latent(MLAAttentionSpec, block, tokens_per_state=tokens, **rows)
+            layers[f"{name}.compressor.state_cache"] = _latent(
+                SlidingWindowMLASpec, state_block, head_size=16, dtype=torch.float32, sliding_window=tokens
+            )
+        layers["model.layers.1.attn.indexer.k_cache"] = _latent(
+            MLAAttentionSpec, block, head_size=36, dtype=torch.uint8, tokens_per_state=4, alignment=128
+        )
+        return layers
+
+    return specs
+
+
 def one_group_of_b_and_c(tp: int, block: int) -> dict[str, KVCacheSpec]:
     """Mamba 2 whose ranks all have the same B and C; only the model's configuration can tell."""
     return {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block, groups=1) for layer in range(3)}
 
-
-MakeSpecs: TypeAlias = Callable[[int, int], dict[str, KVCacheSpec]]
 
 FAMILIES: Mapping[str, MakeSpecs] = {
     "full attention": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block)),
@@ -129,6 +153,19 @@ FAMILIES: Mapping[str, MakeSpecs] = {
             state_content_bytes=72,
         )
     ),
+    "K and V in slots of their own": lambda tp, block: _layers(
+        _attention(
+            FullAttentionSpec,
+            tp,
+            block,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.NVFP4,
+            num_head_slots=2 * max(1, KV_HEADS // tp),
+            state_content_bytes=18,
+        )
+    ),
+    "sinks": lambda tp, block: _layers(_attention(SinkFullAttentionSpec, tp, block, sink_len=block)),
+    "gaps behind the prompt": lambda tp, block: _layers(_attention(RSWASpec, tp, block, rswa_window=64)),
     "several head sizes": lambda tp, block: _layers(
         _attention(FullAttentionSpec, tp, block), _attention(FullAttentionSpec, tp, block, head_size=64)
     ),
@@ -168,6 +205,17 @@ FAMILIES: Mapping[str, MakeSpecs] = {
     "latent with a window": lambda tp, block: _layers(
         _latent(MLAAttentionSpec, block), _latent(SlidingWindowMLASpec, block, sliding_window=64)
     ),
+    "latent, compressed": _compressed(
+        {
+            "dtype": torch.uint8,
+            "head_size": 96,
+            "state_content_bytes": 100,
+            "alignment": 96,
+            "cache_dtype_str": "fp8_ds_mla",
+            "model_version": "deepseek_v4",
+        }
+    ),
+    "latent, compressed, in elements": _compressed({"model_version": "deepseek_v4"}),
     "mamba 1": _hybrid("MAMBA1"),
     "mamba 2": _hybrid("MAMBA2"),
     "gated delta net": _hybrid("GDN_ATTN"),
@@ -182,7 +230,7 @@ class Rank:
 
     tp_rank: int
     tp_size: int
-    pp_rank: int
+    pp_rank: int = 0
     specs: Mapping[str, KVCacheSpec]
     caches: KVCacheConfig
     tensors: Mapping[str, torch.Tensor]
@@ -217,7 +265,7 @@ def make_caches(
     kernel_sizes = [
         group.kv_cache_spec.block_size
         if kernel_block_tokens is None or isinstance(group.kv_cache_spec, MambaSpec)
-        else kernel_block_tokens
+        else min(kernel_block_tokens, group.kv_cache_spec.block_size)
         for group in groups
     ]
     tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[layout], kernel_sizes)
@@ -312,7 +360,7 @@ def _is_registered(rank: Rank, address: int, length_bytes: int) -> bool:
 
 
 class Content:
-    """A request's KV: of tokens [positions, heads of the model, bytes], of states [units of the model, bytes]."""
+    """A request's KV: of tokens or entries [positions, heads of the model, bytes], of states [units, bytes]."""
 
     def __init__(self, one_rank: Mapping[str, KVCacheSpec], positions: int, generator: torch.Generator) -> None:
         self._tokens: dict[str, torch.Tensor] = {}
@@ -323,7 +371,7 @@ class Content:
                 self._states[layer] = [_noise(size, generator) for size in sizes]
             else:
                 assert isinstance(spec, AttentionSpec)
-                size = (positions, spec.num_kv_heads, spec.state_content_size_bytes)
+                size = (positions // spec.tokens_per_state, spec.num_heads, spec.state_content_size_bytes)
                 self._tokens[layer] = _noise(size, generator)
 
     def write(self, rank: Rank, tables: Sequence[Sequence[int]]) -> None:

@@ -143,9 +143,12 @@ def draw_case(chance: random.Random, family: str) -> Case:
         in_lanes=in_lanes and family != "context",
         is_latent=family == "context" or (not in_lanes and chance.random() < 0.3),
     )
-    sizes = _draw_group_sizes(chance, token_groups, states=states, shared=shared, dcp_sizes=(decode_dcp, prefill_dcp))
+    unit = math.lcm(*(shape.tokens_per_entry for shape in shapes_in(tensors)))
+    sizes = _draw_group_sizes(
+        chance, token_groups, states=states, shared=shared, unit=unit, dcp_sizes=(decode_dcp, prefill_dcp)
+    )
     counts, tables = [], []
-    num_tokens = chance.randint(1, 24)
+    num_tokens = chance.randint(1, 24 * unit)
     for decode_group, prefill_group in sizes:
         is_state = not decode_group.tokens_per_kernel_block
         count, table = (
@@ -212,12 +215,14 @@ def _draw_tensors(
     # Bytes of a lane; 0: K and V side by side in each token.
     lanes = (chance.randint(1, 2), chance.randint(1, 2)) if in_lanes else (0, 0)
     k_bytes, v_bytes = (chance.randint(1, 3) * max(1, lane) for lane in lanes)
+    tokens_per_entry = chance.choice((1, 1, 2, 3)) if is_latent else 1
     names = iter(range(1000))
 
     def tokens(group: int) -> LayerShape:
         name = f"layers.{next(names)}"
         if is_latent:
-            return latent(name, bytes_per_token=k_bytes + v_bytes, group=group)
+            shape = latent(name, bytes_per_token=k_bytes + v_bytes, group=group)
+            return msgspec.structs.replace(shape, tokens_per_entry=tokens_per_entry)
         shape = attention(name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=group)
         components = (
             msgspec.structs.replace(component, bytes_per_lane=lane)
@@ -261,19 +266,22 @@ def _draw_tensors(
     if chance.random() < 0.25:
         # A second cache with blocks of another length in the same group, as an indexer next to latent attention.
         shape = latent(f"layers.{next(names)}.indexer", bytes_per_token=chance.randint(1, 3), group=0)
+        shape = msgspec.structs.replace(shape, tokens_per_entry=chance.choice((1, 1, 4)))
         tensors.append(Tensor(layers=((shape, *[None] * (num_groups - 1)),)))
     return tuple(tensors)
 
 
 def _draw_group_sizes(
-    chance: random.Random, token_groups: int, *, states: bool, shared: bool, dcp_sizes: tuple[int, int]
+    chance: random.Random, token_groups: int, *, states: bool, shared: bool, unit: int, dcp_sizes: tuple[int, int]
 ) -> list[tuple[CacheGroup, CacheGroup]]:
-    """Block sizes of each group on (decode, prefill). Groups that share memory have pages of one size."""
+    """Block sizes of each group on (decode, prefill), multiples of `unit`. Groups that share memory have pages of one
+    size.
+    """
     decode_dcp, prefill_dcp = dcp_sizes
 
     def sizes() -> tuple[CacheGroup, CacheGroup]:
-        decode_tokens = chance.choice((1, 2, 3, 4, 8))
-        prefill_tokens = decode_tokens if chance.random() < 0.4 else chance.choice((1, 2, 3, 4, 6, 8))
+        decode_tokens = unit * chance.choice((1, 2, 3, 4, 8))
+        prefill_tokens = decode_tokens if chance.random() < 0.4 else unit * chance.choice((1, 2, 3, 4, 6, 8))
         ratio = chance.choice((1, 1, 2, 3))
         prefill_ratio = ratio if chance.random() < 0.5 else chance.choice((1, 2, 3))
         if min(dcp_sizes) > 1:
@@ -299,7 +307,7 @@ def _draw_token_table(
     chance: random.Random, num_tokens: int, decode: CacheGroup, prefill: CacheGroup, *, windows: bool
 ) -> tuple[_Count, GroupBlocks]:
     """How many blocks (decode, prefill) the request has in this group, and all of a table but the ids."""
-    decode_size, prefill_size = decode.positions_per_entry, prefill.positions_per_entry
+    decode_size, prefill_size = decode.positions_per_id, prefill.positions_per_id
     decode_end = math.ceil(num_tokens / decode_size)
     prefill_end = math.ceil(num_tokens / prefill_size) + chance.choice((0, 0, 1))
     decode_first = chance.choice((0, 0, chance.randint(0, decode_end)))
@@ -374,6 +382,10 @@ def features_of(case: Case) -> tuple[str, ...]:
         found.append(f"{theirs} on P, {ours} on D")
     if any(component.bytes_per_lane for shape in shapes for component in shape.components):
         found.append("lanes")
+    if any(shape.tokens_per_entry > 1 for shape in shapes):
+        found.append("entries of several tokens")
+    if len({shape.tokens_per_entry for shape in shapes if shape.group == 0}) > 1:
+        found.append("entries of several kinds in a group")
     for shape in shapes:
         kind = "states" if shape.is_state else shape.components[0].name
         found.append({"k": "attention", "latent": "MLA"}.get(kind, kind))
@@ -436,6 +448,7 @@ class Rank:
         addresses: where each of these arrays begins.
         pages: by layer of tokens, for each component: [kernel blocks, heads held, tokens, lanes, bytes of a lane].
         caches: by layer of tokens, all of it as vLLM would have it: [kernel blocks, heads held, tokens, content].
+            Of a compressed cache, here and below, tokens are entries.
         states: by layer of states, for each component: the units held, and [ids, units held, bytes of a unit].
     """
 
@@ -490,7 +503,7 @@ class Rank:
             "L": len(tensor.layers),
             "B": self.engine.num_ids * group.kernel_blocks_per_block,
             "H": len(held(tokens.components[0].units, self.tp_rank, self.engine.tp_size)),
-            "N": group.tokens_per_kernel_block,
+            "N": _entries(tokens, group).tokens_per_kernel_block,
             "C": sum(component.bytes_per_unit for component in tokens.components),
         }
         page_bytes = sizes["H"] * sizes["N"] * sizes["C"]
@@ -639,8 +652,8 @@ def make_content(case: Case, noise: np.random.Generator) -> Content:
     """Up to the end of the prefill side's last block: what lies beyond the request's tokens is transferred as well."""
     pages, states = {}, {}
     for shape in case.shapes:
-        table, group = case.tables[shape.group], case.prefill.groups[shape.group]
-        positions = (table.remote_first + len(table.remote)) * group.positions_per_entry
+        table, group = case.tables[shape.group], _entries(shape, case.prefill.groups[shape.group])
+        positions = (table.remote_first + len(table.remote)) * group.positions_per_id
         if shape.is_state:
             states[shape.name] = [
                 noise.integers(0, 256, (positions, component.units, component.bytes_per_unit), dtype=np.uint8)
@@ -662,6 +675,7 @@ def write_prefill(case: Case, rank: Rank, content: Content) -> None:
                     view[block] = values[slot, units]
             continue
         units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
+        group = _entries(shape, group)
         for kernel_block, token, position in _positions(table.remote, table.remote_first, group):
             _write_token(rank, shape, kernel_block, token, content.pages[shape.name][position, units])
 
@@ -681,8 +695,8 @@ def _write_expected(case: Case, rank: Rank, content: Content) -> None:
     for shape in case.shapes:
         table = case.tables[shape.group]
         ours, theirs = rank.groups[shape.group], case.prefill.groups[shape.group]
-        first = table.remote_first * theirs.positions_per_entry
-        end = (table.remote_first + len(table.remote)) * theirs.positions_per_entry
+        first = table.remote_first * theirs.positions_per_id
+        end = (table.remote_first + len(table.remote)) * theirs.positions_per_id
         if shape.is_state:
             for (units, view), values in zip(rank.states[shape.name], content.states[shape.name], strict=True):
                 for slot, block in enumerate(table.local, table.local_first):
@@ -693,10 +707,16 @@ def _write_expected(case: Case, rank: Rank, content: Content) -> None:
             step = math.gcd(ours.tokens_per_kernel_block, theirs.tokens_per_kernel_block)
             end = min(end, math.ceil(table.num_tokens / step) * step)
         units = held(shape.components[0].units, rank.tp_rank, rank.engine.tp_size)
-        for kernel_block, token, position in _positions(table.local, table.local_first, ours):
-            arrives = np.uint8(first <= position < end)
+        for kernel_block, token, position in _positions(table.local, table.local_first, _entries(shape, ours)):
+            arrives = np.uint8(first <= position * shape.tokens_per_entry < end)
             arrived = content.pages[shape.name][position if arrives else 0, units]
             _write_token(rank, shape, kernel_block, token, arrived * arrives)
+
+
+def _entries(shape: LayerShape, group: CacheGroup) -> CacheGroup:
+    """The sizes of a group in entries of one of its layers."""
+    entries = group.tokens_per_kernel_block // shape.tokens_per_entry
+    return msgspec.structs.replace(group, tokens_per_kernel_block=entries)
 
 
 def _positions(blocks: Sequence[int], first: int, group: CacheGroup) -> list[tuple[int, int, int]]:

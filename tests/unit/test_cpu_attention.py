@@ -75,7 +75,7 @@ class Engine:
         CPUAttentionBackend.get_builder_cls()(spec, names, config, torch.device("cpu"))
         self.block_size = block_size
         self.tensors = allocate(self.caches, layout=layout, kernel_block_size=block_size)
-        be_rank(monkeypatch, "connector.worker.registration", tp_rank, tp_size)
+        be_rank(monkeypatch, "connector.worker.parallelism", tp_rank, tp_size)
         self.rank = Rank(
             tp_rank=tp_rank,
             tp_size=tp_size,

@@ -96,6 +96,8 @@ def test_every_feature_occurs() -> None:
         "tokens split on P, tokens split on D",
         "tokens split on P, tokens whole on D",
         "tokens whole on P, tokens split on D",
+        "entries of several tokens",
+        "entries of several kinds in a group",
     ):
         assert counts[feature] >= 10, feature
 
@@ -161,6 +163,25 @@ def _lanes_of_our_block() -> AbstractContextManager[Any]:
             for source in found
         ]
         return right(local, remote, same, cuts)
+
+    return patch.object(plan, "copies_between", between)
+
+
+def _entries_taken_for_tokens() -> AbstractContextManager[Any]:
+    """A block of a compressed cache is read as if each of its tokens had an entry."""
+    right = copies.copies_between
+
+    def each(piece: Any) -> Any:
+        return msgspec.structs.replace(piece, tokens_per_entry=1)
+
+    def between(local: Any, remote: Any, found: Sequence[sources.Source], cuts: Any) -> list[copies.Copy]:
+        plain = [
+            msgspec.structs.replace(
+                source, local_piece=each(source.local_piece), remote_piece=each(source.remote_piece)
+            )
+            for source in found
+        ]
+        return right(local, remote, plain, cuts)
 
     return patch.object(plan, "copies_between", between)
 
@@ -396,6 +417,7 @@ BROKEN = (
     _heads_before_tokens,
     _order_of_the_shape,
     _lanes_of_our_block,
+    _entries_taken_for_tokens,
     _absorb_what_is_dense_here,
     _join_what_is_adjacent_here,
     _prefix_ignored,

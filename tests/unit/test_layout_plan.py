@@ -380,6 +380,21 @@ def test_kinds_of_memory_must_be_the_same() -> None:
     assert (caught.value.field, caught.value.local, caught.value.remote) == ("memory of layers.1", "DRAM", "VRAM")
 
 
+def test_blocks_that_share_no_whole_entry_are_refused() -> None:
+    shape = msgspec.structs.replace(latent("layers.0", bytes_per_token=8), tokens_per_entry=4)
+    with pytest.raises(LayoutMismatch, match="both have to be multiples of 4") as caught:
+        plan_engine(rank("d", shape, tokens=8), [rank("p", shape, tokens=6)])
+    assert (caught.value.field, caught.value.local, caught.value.remote) == ("block size of layers.0", "8", "6")
+
+
+def test_entries_of_unlike_numbers_of_tokens_are_refused() -> None:
+    shape = latent("layers.0", bytes_per_token=8)
+    theirs = msgspec.structs.replace(shape, tokens_per_entry=4)
+    with pytest.raises(LayoutMismatch) as caught:
+        plan_engine(rank("d", shape), [rank("p", theirs)])
+    assert caught.value.field == "tokens of one unit of latent of layers.0"
+
+
 def test_too_many_stretches_are_refused() -> None:
     shape = attention("layers.0", heads=HEADS, k_bytes=4, v_bytes=4)
     tokens = STRETCHES_MAX // HEADS + 1

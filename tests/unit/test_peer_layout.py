@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -33,8 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RSWASpec,
-    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from connector.layout.blocks import GroupBlocks
@@ -92,6 +92,14 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
 
 def _shuffled(seed: int) -> Iterator[int]:
     return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+
+
+PACKED = [family for family in FAMILIES if family.startswith("latent, compressed")]
+"""What vLLM places with blocks outermost only."""
+
+
+def _layout_of(family: str) -> str:
+    return "BLHNC" if family in PACKED else "LBHNC"
 
 
 def _check_transfer(
@@ -159,13 +167,13 @@ def _check_transfer(
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PACKED])
 def test_every_family_in_pipeline_stages(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str, stages: int
 ) -> None:
     """A stage has some of the layers, and perhaps none of a cache group; what shares memory is another set in each."""
-    layouts = (layout, layout)
-    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, stages=stages, layouts=layouts)
+    layouts, tp = (layout, layout), 1 if family == SLOTS else 2
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=tp, decode_tp=1, stages=stages, layouts=layouts)
 
 
 def _strange(kind: type[AttentionSpec], **changes: Any) -> KVCacheSpec:
@@ -181,12 +189,30 @@ def _first_state() -> MambaSpec:
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 
+SLOTS = "K and V in slots of their own"
+"""Only its attention back end knows where in a block a head lies."""
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != SLOTS])
 def test_every_family_at_every_size(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
-    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp)
+    layouts = (_layout_of(family),) * 2
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
+
+
+def test_heads_in_unknown_order_go_to_an_engine_of_the_same_size(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a block of a rank holds is what that of the same rank needs."""
+    decode, prefill = (
+        make_rank(config, monkeypatch, FAMILIES[SLOTS](tp, 64), engine_id=name, tp_rank=0, tp_size=tp)
+        for name, tp in (("decode", 2), ("prefill", 1))
+    )
+    with pytest.raises(LayoutMismatch, match=r"tp_size is 2 here and 1 there; .* has its heads in unknown order"):
+        seen(decode.registration, prefill)
+    _check_transfer(config, monkeypatch, FAMILIES[SLOTS], prefill_tp=2, decode_tp=2)
 
 
 @pytest.mark.parametrize("name", ["n_groups", "mamba_n_groups", "mamba_ngroups"])
@@ -217,13 +243,16 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
         for family in FAMILIES
         for layout in LAYOUTS
         if not (family in MIXED_PAGES and layout in ("LHBNC", "BHLNC"))
+        and not (family in PACKED and layout not in ("BLHNC", "BLNHC"))
         and not (family in HYBRIDS and layout in ("LHBNC", "BLNHC", "BHLNC"))
     ],
 )
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
-    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, layouts=(layout, layout))
+    prefill_tp = 1 if family == SLOTS else 2
+    layouts = (layout, layout)
+    _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=1, layouts=layouts)
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BLNHC", "BHLNC"])
@@ -254,6 +283,10 @@ def test_layouts_that_differ(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
 
 
+OPAQUE = ("latent with an indexer", SLOTS, *PACKED)
+"""Some blocks hold the scales of all tokens behind the tokens, or are of one size whatever the engine's is."""
+
+
 @pytest.mark.parametrize(
     ("layouts", "prefill_tp", "decode_tp", "prefill_block"),
     [
@@ -262,7 +295,9 @@ def test_layouts_that_differ(
         (("LBHNC", "LBNHC"), 4, 2, 128),
     ],
 )
-@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith(("latent", "states"))])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if not family.startswith(("latent", "states")) and family not in OPAQUE]
+)
 def test_blocks_that_are_put_in_our_order(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -295,7 +330,28 @@ def test_caches_without_heads_have_nothing_to_put_in_order(
 
 
 @pytest.mark.parametrize("prefill_block", [32, 128])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "states only"])
+@pytest.mark.parametrize("family", OPAQUE)
+def test_block_sizes_that_differ_are_refused_where_it_matters(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
+) -> None:
+    decode, prefill = (
+        make_rank(
+            config,
+            monkeypatch,
+            FAMILIES[family](1, block),
+            engine_id=name,
+            tp_rank=0,
+            tp_size=1,
+            layout=_layout_of(family),
+        )
+        for name, block in (("decode", 64), ("prefill", prefill_block))
+    )
+    with pytest.raises(LayoutMismatch, match=r"block size of model\..* is \d+ here and \d+ there"):
+        seen(decode.registration, prefill)
+
+
+@pytest.mark.parametrize("prefill_block", [32, 128])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*OPAQUE, "states only")])
 def test_block_sizes_that_differ(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_block: int
 ) -> None:
@@ -343,7 +399,7 @@ def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) 
 OWN_BLOCKS = "window with blocks of its own"
 
 BUILTIN_CASES = [
-    *((family, "LBHNC", 1, 64) for family in FAMILIES if family != OWN_BLOCKS),
+    *((family, "LBHNC", 1, 64) for family in FAMILIES if family not in (*PACKED, OWN_BLOCKS)),
     *((OWN_BLOCKS, layout, 1, None) for layout in ("LBHNC", "BLHNC")),
     # Of states with blocks outermost the built-in connector advertises strides that are not theirs.
     *((family, "BLHNC", 1, 64) for family in FAMILIES if family not in (*HYBRIDS, OWN_BLOCKS, "states only")),
@@ -456,6 +512,25 @@ def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"kv_cache_layout": "BLNHC"}, "kv_cache_layout is BLHNC here and BLNHC there"),
+        ({"block_lens": [6400]}, r"block length of model.* is 6432 here and 6400 there"),
+        ({"block_strides": [6560]}, r"block stride of model.* is 6432 here and 6560 there"),
+    ],
+)
+def test_a_row_of_caches_that_is_not_like_ours_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refusal: str
+) -> None:
+    """Where in the row a layer lies is known of ours only."""
+    specs = FAMILIES["latent, compressed"](1, 64)
+    rank = make_rank(config, monkeypatch, specs, engine_id="any", tp_rank=0, tp_size=1, layout="BLHNC")
+    metadata = msgspec.structs.replace(rank.registration.agent_metadata(b"agent"), **changes)
+    with pytest.raises(LayoutMismatch, match=refusal):
+        understand(metadata, rank=RankId(0, 0), tp_size=1, local=rank.registration)
+
+
 def test_ranks_that_cannot_share_the_heads_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutMismatch, match="tp_size is 1 here and 3 there; 4 units cannot be split over 3 ranks"):
         _understood(config, monkeypatch, tp_size=3)
@@ -483,12 +558,14 @@ def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch:
 
 
 STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
-    "sinks": (_strange(SinkFullAttentionSpec), "SinkFullAttentionSpec"),
     "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
     "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
-    "gaps": (_strange(RSWASpec, rswa_window=64), "RSWASpec"),
-    "compressed": (_strange(MLAAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
-    "slots": (_strange(FullAttentionSpec, num_head_slots=8, state_content_bytes=16), "num_head_slots .* 8"),
+    "compressed heads": (_strange(FullAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
+    "several entries of a token": (_strange(MLAAttentionSpec, tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
+    "window that is computed anew": (
+        _strange(SlidingWindowMLASpec, sliding_window=64, bounded_replay=True),
+        "window is computed anew",
+    ),
     "short convolution": (
         replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
         "SHORT_CONV",

@@ -1,0 +1,88 @@
+"""DeepSeek-V4, whose caches are compressed: answers of two engines equal those of the decode engine alone.
+
+vLLM's CPU build lacks something to run this model by itself, see `interpreted_triton`; with that it is so slow that
+there are few and short prompts. It computes in bfloat16 and keeps latents in 8 bits: one request at a time leaves no
+other order of summation that could flip a near tie.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import PrefillDecode
+from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
+from tests.e2e.engines import EngineOptions, EngineSet
+from tests.e2e.tiny_deepseek_v4 import COMPRESS_RATIOS, SLIDING_WINDOW_TOKENS, tiny_deepseek_v4
+from tests.e2e.trace_table import LEASE_STATES_EXPECTED, REQUEST_STATES_EXPECTED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK_SIZE_TOKENS = 256
+"""The only one that the model's kernels take."""
+LENGTHS = (3, 130, 256, 301)
+"""No whole entry of any kind; parts of entries; a whole block; more than a block and than two windows."""
+assert LENGTHS[0] < min(COMPRESS_RATIOS)
+assert LENGTHS[-1] > 2 * SLIDING_WINDOW_TOKENS
+INTERPRETED_TRITON = Path(__file__).parent / "interpreted_triton"
+CACHE_BLOCKS = 2000
+"""Those of the compressors' states hold 4 tokens."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepseek-v4")
+
+
+@pytest.fixture(scope="module")
+def service(room: Room, directory: Path) -> Iterator[PrefillDecode]:
+    room.clear()
+    paths = [str(INTERPRETED_TRITON), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options = [
+        EngineOptions(
+            name=name,
+            model=tiny_deepseek_v4(),
+            logs=directory / "logs",
+            core=core,
+            block_size=BLOCK_SIZE_TOKENS,
+            extra_config={"kv_lease_duration": 120.0, "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
+            trace_directory=directory / "traces",
+            context_tokens=1024,
+            max_num_batched_tokens=1024,
+            environment={"PYTHONPATH": os.pathsep.join(paths)},
+            arguments=("--dtype", "bfloat16", "--num-gpu-blocks-override", str(CACHE_BLOCKS)),
+        )
+        for core, name in enumerate(("prefill", "decode"))
+    ]
+    with EngineSet() as engines, PrefillDecode(*engines.start(*options)) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_answers_are_those_of_the_decode_engine_alone(service: PrefillDecode, directory: Path, tokens: int) -> None:
+    text, key = prompt(tokens, f"deepseek-v4 {tokens}"), f"length-{tokens}"
+    answer = service.pd_concurrently({key: text})[key]
+    assert answer.ok, answer.error
+    assert answer.token_ids == service.alone(text).token_ids
+    traces = Traces(directory / "traces")
+    for request in traces.ended_on_ranks(key, 1):
+        assert request.states == REQUEST_STATES_EXPECTED, request
+    assert traces.ended_lease(key).states == LEASE_STATES_EXPECTED
+
+
+def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(service: PrefillDecode) -> None:
+    """What the comparisons of answers rest on."""
+    asked, other = prompt(140, "asked"), prompt(140, "other")
+    params = service.prefill(other).kv_transfer_params
+    assert params is not None
+    wrong = service.decode(asked, params)
+    assert wrong.ok, wrong.error
+    assert wrong.token_ids != service.alone(asked).token_ids
+
+
+def test_blocks_come_back_on_both_sides(service: PrefillDecode) -> None:
+    assert service.prefill_client.blocks_are_free()
+    assert service.decode_client.blocks_are_free()
