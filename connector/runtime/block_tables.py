@@ -70,6 +70,8 @@ def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlock
         # States have no tokens: each of our blocks needs one of the peer's.
         count = len(group.local_block_ids)
         return GroupBlocks(local=group.local_block_ids, remote=group.remote_block_ids, num_tokens=count)
+    if group.window_tokens is not None:
+        _require_whole_blocks(pair)
     return GroupBlocks(
         local=group.local_block_ids,
         remote=group.remote_block_ids,
@@ -78,6 +80,21 @@ def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlock
         num_tokens=command.num_tokens,
         window_tokens=group.window_tokens,
     )
+
+
+def _require_whole_blocks(pair: GroupPair) -> None:
+    """Raise BlockIdError where the peer's table of a window may begin inside of our first block.
+
+    What lies before it would stay empty. This request needs none of it, but vLLM's prefix cache takes every block of a
+    loaded prompt for whole, and another request, whose window ends earlier, would be computed from it.
+    """
+    ours, theirs = pair.local.positions_per_block, pair.remote.positions_per_block
+    if theirs % ours:
+        raise BlockIdError(
+            "remote",
+            f"blocks of {theirs} tokens cannot fill blocks of {ours} of a sliding window; "
+            "use a --block-size on the prefill engine that is a multiple of the decode engine's",
+        )
 
 
 def _remote_first(pair: GroupPair, group: GroupPull, command: StartPull) -> int:

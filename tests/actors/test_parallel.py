@@ -12,7 +12,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.runtime.messages import GroupPull, PeerAddress, TrackLease
-from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
+from statemachine.failures import BadParams, HandshakeRefused, HandshakeTimeout, Incompatible
 from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, parallel_engine, until
 
 
@@ -192,5 +192,22 @@ def test_blocks_of_different_sizes(prefill_tokens: int, decode_tokens: int, num_
             beyond = got[:, :, there:]
             assert not beyond.any()
             assert (np.delete(d.memory, ours, axis=1) == 255).all()
+
+    run(test)
+
+
+def test_window_is_not_read_in_smaller_blocks_than_ours() -> None:
+    """The first of our blocks would be filled in part, and vLLM's prefix cache would take it for whole."""
+
+    async def test() -> None:
+        async with parallel_engine("p", 1, serves=True, tokens=16) as ps, parallel_engine("d", 1, tokens=32) as (d,):
+            fill(ps)
+            # Of 64 tokens, P keeps the last 16.
+            group = GroupPull(local_block_ids=[5], local_first=1, remote_block_ids=[7], window_tokens=16)
+            d.pull_groups("a", ps[0], (group,), 64, lease_expires_at=lend(ps, "remote-a"))
+            ended = await until(lambda: d.received("a"))
+            assert isinstance(ended.failure, BadParams)
+            assert "sliding window" in str(ended.failure)
+            await until(lambda: ps[0].sent("remote-a"))
 
     run(test)
