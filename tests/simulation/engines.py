@@ -293,6 +293,8 @@ class _Receive:
     Attributes:
         awaited_from: ranks that have not reported.
         written_by: ranks whose READs may still write into the blocks, as far as they have said.
+        lifted_early: ranks that have lifted a quarantine before they said that there is one; vLLM learns of both at
+            once, and only their balance counts.
         failure: that of the first rank that failed.
     """
 
@@ -300,6 +302,7 @@ class _Receive:
     ended: Signal
     awaited_from: set[int]
     written_by: set[int] = field(default_factory=set)
+    lifted_early: set[int] = field(default_factory=set)
     failure: Failure | None = None
 
 
@@ -505,7 +508,7 @@ class DecodeEngine(Engine):
         if receive is None:
             return
         receive.awaited_from.discard(tp_rank)
-        if outcome.quarantined:
+        if outcome.quarantined and tp_rank not in receive.lifted_early:
             receive.written_by.add(tp_rank)
         if outcome.failure is None:
             self._zero(tp_rank, outcome)
@@ -531,5 +534,8 @@ class DecodeEngine(Engine):
                 if not receive.written_by and receive in self._quarantined:
                     self._quarantined.remove(receive)
                     self.give(blocks)
+                return
+            if receive.blocks == blocks and tp_rank in receive.awaited_from:
+                receive.lifted_early.add(tp_rank)
                 return
         self.around.oracles.complain("leaks", f"{self.name}: blocks {blocks} were never quarantined")

@@ -239,7 +239,7 @@ ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_se
         (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
         (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
         (keep_no_blocks, [], 12, "scheduler"),
-        (never_tell_of_a_grant, [], 4, "leaks"),
+        (never_tell_of_a_grant, [], 8, "leaks"),
         (call_every_load_a_success, [ERRORS], 12, "bytes"),
         (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
         (never_lift_a_quarantine, [STALL], 8, "blocks"),
