@@ -45,6 +45,9 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """False: a block holds tokens, and all components have the same units."""
     dcp_sharded: bool = False
     """With decode context parallelism, ranks hold different tokens of it."""
+    clipped: bool = False
+    """A request keeps only its last tokens, in blocks that a prefix cache gives to other requests: no block of ours may
+    be filled in part, because others would take it for whole."""
     whole_blocks: bool = False
     """Where a block holds which token is not known: it can be read into one of the same size only."""
     whole_ranks: bool = False

@@ -151,8 +151,15 @@ def _groups(
 
 
 def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes: Iterable[LayerShape]) -> None:
-    """Where the order of tokens in a block is not known, a block goes into one of the same size."""
+    """Where the order of tokens in a block is not known, a block goes into one of the same size.
+
+    And a table that a window has clipped has to begin where a block of ours does.
+    """
     for shape in shapes:
+        here, there = (groups[shape.group].positions_per_block for groups in (ours.cache_groups, theirs))
+        if shape.clipped and there % here:
+            advice = "its window needs a --block-size on P that is a multiple of D's, or D without a prefix cache"
+            raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
         here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
         if shape.whole_blocks and here != there:
             advice = "start both engines with the same --block-size: where a block holds which token is not known"

@@ -42,6 +42,7 @@ from connector.worker.unsupported import UnsupportedCache
 _HEAD_SPECS = (FullAttentionSpec, SinkFullAttentionSpec, RSWASpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _LATENT_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 _SPECS: tuple[type[KVCacheSpec], ...] = (*_HEAD_SPECS, *_LATENT_SPECS, MambaSpec)
+_CLIPPED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
 
 _GROUP_COUNT_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
@@ -81,12 +82,16 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
             raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS")
 
 
-def layer_shapes(kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_size: int) -> dict[str, LayerShape]:
+def layer_shapes(
+    kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_size: int, *, prefix_caching: bool
+) -> dict[str, LayerShape]:
     """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass."""
     specs = layer_specs(kv_cache_config)
     shapes = {
         layer: msgspec.structs.replace(
-            _layer_shape(layer, specs[layer], group, model_config, tp_size), dcp_sharded=specs[layer].dcp_sharded
+            _layer_shape(layer, specs[layer], group, model_config, tp_size),
+            dcp_sharded=specs[layer].dcp_sharded,
+            clipped=prefix_caching and isinstance(specs[layer], _CLIPPED_SPECS),
         )
         for group, members in enumerate(kv_cache_config.kv_cache_groups)
         for layer in members.layer_names

@@ -92,7 +92,9 @@ def derive_registration(
     place = placement(vllm_config)
     tp_rank, tp_size = place.tp_rank, place.tp_size
     specs = layer_specs(kv_cache_config)
-    shapes = as_stored(layer_shapes(kv_cache_config, vllm_config.model_config, tp_size), specs, vllm_config)
+    prefix_caching = vllm_config.cache_config.enable_prefix_caching
+    shapes = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
+    shapes = as_stored(shapes, specs, vllm_config)
     backends = get_current_attn_backends(vllm_config)
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)

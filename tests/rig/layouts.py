@@ -1,11 +1,11 @@
-"""Layouts of engines whose memory a test makes itself: attention in one cache group, layer after layer."""
+"""Layouts of engines whose memory a test makes itself: attention, or states as well, layer after layer."""
 
 from __future__ import annotations
 
 import msgspec
 
 from connector.layout.geometry import CacheGroup, RankLayout, Region
-from connector.layout.shapes import LayerShape, attention, latent, page_strides, paged_pieces, shard
+from connector.layout.shapes import LayerShape, attention, latent, page_strides, paged_pieces, shard, state_pieces
 
 
 def attention_shapes(*, layers: int, heads: int, head_bytes: int) -> dict[str, LayerShape]:
@@ -32,29 +32,17 @@ def attention_rank(
     tp_rank: int = 0,
     tp_size: int = 1,
     layout_name: str = "LBHNC",
+    groups: tuple[CacheGroup, ...] | None = None,
 ) -> RankLayout:
-    """One rank, whose layers lie one after another from `address`; blocks of `tokens`, one every `stride_bytes`."""
-    regions = []
+    """One rank, whose layers lie one after another from `address`; blocks of `tokens`, one every `stride_bytes`.
+
+    `groups`: None: one. Where there are several, attention has blocks of `tokens` in all of them. States lie densely.
+    """
+    regions: list[Region] = []
     for shape in shapes.values():
-        start, stop = shard(shape.components[0].units, tp_rank, tp_size)
-        head_bytes = sum(component.bytes_per_unit for component in shape.components)
-        strides = page_strides(
-            layout_name, layers=1, blocks=blocks, heads=stop - start, tokens=tokens, bytes_per_token=head_bytes
-        )
-        # Of an axis of one the stride is arbitrary, and registered as 0.
-        strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
-        stride = stride_bytes or strides.block
-        regions.append(
-            Region(
-                name=shape.name,
-                base_address=address + len(regions) * blocks * stride,
-                block_length_bytes=strides.block,
-                block_stride_bytes=stride,
-                num_blocks=blocks,
-                memory_kind="DRAM",
-                pieces=paged_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, strides=strides),
-            )
-        )
+        region = _region(shape, address, blocks, tokens, stride_bytes, tp_rank, tp_size, layout_name)
+        address += blocks * region.block_stride_bytes
+        regions.append(region)
     return RankLayout(
         engine_id=engine_id,
         pp_rank=pp_rank,
@@ -67,5 +55,40 @@ def attention_rank(
         kernel_blocks_per_block=1,
         layout_name=layout_name,
         attention_backend="TEST",
-        groups=(CacheGroup(tokens_per_kernel_block=tokens),),
+        groups=groups or (CacheGroup(tokens_per_kernel_block=tokens),),
+    )
+
+
+def _region(
+    shape: LayerShape,
+    address: int,
+    blocks: int,
+    tokens: int,
+    stride_bytes: int | None,
+    tp_rank: int,
+    tp_size: int,
+    layout_name: str,
+) -> Region:
+    if shape.is_state:
+        pieces = state_pieces(shape, tp_rank=tp_rank, tp_size=tp_size)
+        length_bytes = stride_bytes = sum((piece.stop - piece.start) * piece.bytes_per_unit for piece in pieces)
+    else:
+        start, stop = shard(shape.components[0].units, tp_rank, tp_size)
+        head_bytes = sum(component.bytes_per_unit for component in shape.components)
+        strides = page_strides(
+            layout_name, layers=1, blocks=blocks, heads=stop - start, tokens=tokens, bytes_per_token=head_bytes
+        )
+        # Of an axis of one the stride is arbitrary, and registered as 0.
+        strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
+        pieces = paged_pieces(shape, tp_rank=tp_rank, tp_size=tp_size, strides=strides)
+        length_bytes, stride_bytes = strides.block, stride_bytes or strides.block
+    return Region(
+        name=shape.name,
+        base_address=address,
+        block_length_bytes=length_bytes,
+        block_stride_bytes=stride_bytes,
+        num_blocks=blocks,
+        memory_kind="DRAM",
+        group=shape.group,
+        pieces=pieces,
     )

@@ -34,21 +34,18 @@ from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.coverage import TransitionKey, counted_transitions
 from tests.simulation.engines import (
-    BLOCKS,
-    PORT,
     REQUEST_BLOCKS_MAX,
     DecodeEngine,
     Engine,
     Prefilled,
     PrefillEngine,
-    Process,
-    Surroundings,
-    Variant,
+    prompt_tokens,
 )
 from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import FakeNixlWorld
-from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, Shape, draw_shape, generator
+from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
 from tests.simulation.oracles import InjectedCrash, Oracles, Violation
+from tests.simulation.process import PORT, Process, Rank, Surroundings, Variant
 
 LIVENESS_SECONDS = 120.0
 """Long enough for a backlog of prompts behind leases that nobody takes over."""
@@ -57,6 +54,8 @@ PROBE_INTERVAL_SECONDS = 0.1
 """A peer of the probe before, which is unused since then, can be given up for this one."""
 SHUTDOWN_SECONDS = 10.0
 RESTART_SECONDS_MIN = 0.01
+LAST_RANK_SECONDS_MAX = 0.3
+"""How long the rest of an engine may outlive one of its ranks."""
 BURST_MEAN = 3
 """Prompts that arrive together, on average."""
 GARBAGE_SECONDS = 0.02
@@ -190,6 +189,7 @@ class Cluster:
             real_seconds=real_seconds,
             transitions=transitions,
             trace=self._trace,
+            coverage=+self._oracles.coverage,
         )
 
     async def run(self) -> None:
@@ -203,6 +203,8 @@ class Cluster:
             options=self._oracles.options,
             trace=self._trace,
             reads_inline=self._shape.reads_inline,
+            model=self._shape.model,
+            engines=self._shape.engines,
         )
         self._around = around
         self._make_engines(around)
@@ -275,7 +277,7 @@ class Cluster:
         number = self._numbers
         samples = 2 if self._chance.random() < 0.08 else 1
         blocks = self._chance.randint(1, REQUEST_BLOCKS_MAX)
-        prefilled = await prefill.prefill(f"{prefill.name}-r{number}", number, blocks)
+        prefilled = await prefill.prefill(f"{prefill.name}-r{number}", number, prompt_tokens(number, blocks))
         if prefilled is None:
             return
         await self._agenda.sleep(self._chance.uniform(0.0001, 0.006))
@@ -293,14 +295,14 @@ class Cluster:
 
     async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
         """A built-in engine whose two ranks both read from this one, and say so; the first one says it twice."""
-        port, oracles = prefill.process.port, self._oracles
-        ranks = ("tp2.rank0", "tp2.rank1")
-        for rank in ranks:
-            oracles.take_over(prefilled.owner, prefilled.request_id, "tp2", rank)
-        for rank in (ranks[0], *ranks):
+        ranks, oracles, name = prefill.process.ranks, self._oracles, "tp2"
+        oracles.take_over(prefilled.owner, prefilled.request_id, name, name, 2)
+        for reader in (0, 0, 1):
             await self._agenda.sleep(self._chance.uniform(0.0, 0.2))
-            oracles.let_go(prefilled.owner, prefilled.request_id, rank)
-            self._around.nixl.send(rank, port, encode_release(prefilled.request_id, len(ranks)), in_order=True)
+            oracles.let_go(prefilled.owner, prefilled.request_id, name, reader)
+            rank = ranks[reader * len(ranks) // 2]
+            release = encode_release(prefilled.request_id, 2 // len(ranks))
+            self._around.nixl.send(f"{name}.{reader}", rank.port, release, in_order=True)
 
     async def _inflict(self, fault: Fault) -> None:
         """Faults that are events; the others are looked up by the fakes."""
@@ -314,14 +316,17 @@ class Cluster:
                 await self._replace_by_another_model(self._engine(fault.target), fault)
             case Kind.PAUSE:
                 self._strike(fault)
-                port = self._engine(fault.target).process.port
-                port.pause()
+                ports = [rank.port for rank in self._ranks(fault)]
+                for port in ports:
+                    port.pause()
                 await trio.sleep_until(fault.end_seconds)
-                port.resume()
+                for port in ports:
+                    port.resume()
             case Kind.WALL_CLOCK_JUMP:
                 self._strike(fault)
                 jump = generator(self._plan.seed, str(fault.at_seconds)).uniform(-1e5, 1e5)
-                self._engine(fault.target).process.clock.wall_error_seconds += jump
+                for rank in self._ranks(fault):
+                    rank.clock.wall_error_seconds += jump
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
             case Kind.ACTOR_CRASH | Kind.OWNER_CRASH | Kind.KEEPER_CRASH:
@@ -334,6 +339,13 @@ class Cluster:
             return  # It lies dead already; who killed it brings it back.
         self._strike(fault)
         old = engine.process
+        ranks = self._ranks(fault)
+        if len(ranks) < len(old.ranks):
+            for rank in ranks:
+                rank.kill()
+            await trio.sleep(generator(self._plan.seed, str(fault.at_seconds)).uniform(0.0, LAST_RANK_SECONDS_MAX))
+            if engine.process is not old or old.has_died():
+                return
         engine.crash()
         await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + RESTART_SECONDS_MIN))
         self._restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
@@ -350,7 +362,7 @@ class Cluster:
                 await trio.sleep(0.01)
         if not stopping.has_ended:
             self._oracles.complain("leaks", f"{engine.name} did not stop")
-        if stopping.has_died():
+        if stopping.has_died() or stopping.has_lost_a_rank:
             return
         self._oracles.check_all_reported(engine.name)
         engine.crash()
@@ -384,7 +396,7 @@ class Cluster:
             self._strike(fault)
             frames = tuple(chance.choice(GARBAGE) for _ in range(chance.randint(0, 3)))
             self._around.network.inject(f"{fault.target}.sim", PORT, frames)
-            port = self._engine(fault.target).process.port
+            port = chance.choice(self._ranks(fault)).port
             self._around.nixl.send("stranger.1", port, chance.choice(GARBAGE), in_order=True)
             await trio.sleep(GARBAGE_SECONDS)
 
@@ -399,7 +411,7 @@ class Cluster:
             await trio.sleep(chance.uniform(0.05, 0.5))
 
     def _inbox_of_victim(self, fault: Fault, chance: random.Random) -> Mailbox[Any] | None:
-        supervisor = self._engine(fault.target).process.supervisor
+        supervisor = chance.choice(self._ranks(fault)).supervisor
         match fault.kind:
             case Kind.OWNER_CRASH:
                 return supervisor._context.nixl._inbox
@@ -413,7 +425,12 @@ class Cluster:
         self._faults.fired[fault.kind] += 1
 
     def _engine(self, name: str) -> Engine:
-        return next(engine for engine in self._engines if engine.name == name)
+        return next(engine for engine in self._engines if engine.name == engine_of(name))
+
+    def _ranks(self, fault: Fault) -> list[Rank]:
+        """Those that a fault of an engine hits."""
+        ranks, number = self._engine(fault.target).process.ranks, rank_of(fault.target)
+        return ranks if number is None else [ranks[number]]
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
@@ -442,27 +459,32 @@ class Cluster:
         prefilled: Prefilled | None = None
         while prefilled is None and not prefill.process.has_died():  # one in some is given up
             self._numbers += 1
-            prefilled = await prefill.prefill(f"{prefill.name}-r{self._numbers}", self._numbers, 2)
+            prefilled = await prefill.prefill(f"{prefill.name}-r{self._numbers}", self._numbers, 32)
         assert prefilled is not None, "every engine lives again when the faults are over"
         decode.announce([request_id], prefilled)
         await decode.serve(request_id, prefilled)
 
     async def _check_at_rest(self, when: str) -> None:
         for engine in self._engines:
-            if engine.process.port.counts().reads:
-                self._oracles.complain("leaks", f"{when} {engine.name} has READs: {engine.process.port.counts()}")
-            if len(engine.pool) != BLOCKS:
-                self._oracles.complain("leaks", f"{when} {engine.name} misses {BLOCKS - len(engine.pool)} blocks")
-            supervisor = engine.process.supervisor
-            if supervisor._lease_keeper.open_leases:
-                self._oracles.complain("leaks", f"{when} {engine.name} has open leases")
-            if len(supervisor._peers) > self._shape.peer_limit:
-                self._oracles.complain("leaks", f"{when} {engine.name} knows {len(supervisor._peers)} peers")
-            for engine_id, actor in supervisor._peers.items():
-                if not actor.is_unused:
-                    self._oracles.complain("leaks", f"{when} {engine.name} has something to do for {engine_id}")
+            if len(engine.pool) != engine.pool.blocks:
+                missing = engine.pool.blocks - len(engine.pool)
+                self._oracles.complain("leaks", f"{when} {engine.name} misses {missing} blocks")
+            for rank in engine.process.ranks:
+                for leftover in self._leftovers(rank):
+                    self._oracles.complain("leaks", f"{when} rank {rank.tp_rank} of {engine.name} {leftover}")
         for read in self._around.nixl.reads_in_flight():
             self._oracles.complain("leaks", f"{when} READ {read.handle} of {read.initiator.agent_name} is in flight")
+
+    def _leftovers(self, rank: Rank) -> list[str]:
+        """What a rank should not have when nobody wants anything any more."""
+        supervisor, counts = rank.supervisor, rank.port.counts()
+        found = [f"has READs: {counts}"] if counts.reads else []
+        if supervisor._lease_keeper.open_leases:
+            found.append("has open leases")
+        if len(supervisor._peers) > self._shape.peer_limit:
+            found.append(f"knows {len(supervisor._peers)} peers")
+        busy = [engine_id for engine_id, actor in supervisor._peers.items() if not actor.is_unused]
+        return found + [f"has something to do for {engine_id}" for engine_id in busy]
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -470,26 +492,31 @@ class Cluster:
         await trio.sleep(self._oracles.options.kv_lease_duration + 1.0)
         await self._check_at_rest("before the shutdown")
         for engine in self._engines:
-            if dead := engine.process.port.agents_of_the_dead():
-                self._oracles.complain("leaks", f"{engine.name} holds on to {dead}, whose successors it has met")
+            for rank in engine.process.ranks:
+                if dead := rank.port.agents_of_the_dead():
+                    self._oracles.complain("leaks", f"{engine.name} holds on to {dead}, whose successors it has met")
         for engine in self._engines:
             engine.process.stop()
         await trio.sleep(SHUTDOWN_SECONDS)
         for engine in self._engines:
             if not engine.process.has_ended:
                 self._oracles.complain("leaks", f"{engine.name} did not stop")
-            elif engine.process.port.counts_at_close != PortCounts(0, 0, 0, 1):
-                self._oracles.complain("leaks", f"{engine.name} left {engine.process.port.counts_at_close}")
+                continue
+            for rank in engine.process.ranks:
+                if rank.port.counts_at_close != PortCounts(0, 0, 0, 1):
+                    self._oracles.complain(
+                        "leaks", f"rank {rank.tp_rank} of {engine.name} left {rank.port.counts_at_close}"
+                    )
 
     def _check_attempts(self) -> None:
         readings = Counter(
-            record.subject
+            (record.subject, record.rank)
             for record in self._trace
             if record.machine == "request"
             and record.event == request.PeerReady.__name__
             and record.to_state == "reading"
         )
-        for request_id, attempts in readings.items():
+        for (request_id, _), attempts in readings.items():
             self._oracles.check_attempts(attempts, request_id)
 
 

@@ -1,34 +1,31 @@
 """The engines of a simulated cluster: production actors on fake ports, and the scheduler of each as a script.
 
-`Process` is one life of one engine: memory, clock, actors, listener. `Engine` is what outlives it: the block pool of
-the scheduler and the poll of outcomes. `PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the
-connector meets; what they do that takes time is a script on the agenda. A block that is freed is overwritten at once
-and handed out again first, so that whoever still reads or writes it is caught.
+`Engine` is what outlives the lives of an engine (`process`): the block pool of the scheduler and the poll of outcomes.
+`PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the connector meets; what they do that takes
+time is a script on the agenda. A block that is freed is overwritten at once and handed out again first, so that whoever
+still reads or writes it is caught.
+
+What the scheduler decides goes to all ranks. As in vLLM, a request has been received, or sent, when all ranks have said
+so; it was not received when any of them failed, and a block is kept from the pool for as long as any rank's READs may
+write into it.
 
 Any engine may die: its clients get an error, and it comes back with an empty cache.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import trio
 
-from connector.config import ConnectorOptions
-from connector.ports.nixl import MemoryRange
 from connector.runtime.clock import NS_PER_SECOND, to_ns
-from connector.runtime.context import LocalRank
-from connector.runtime.listener import HandshakeListener
 from connector.runtime.messages import (
     AbortPull,
+    GroupPull,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
@@ -41,77 +38,40 @@ from connector.runtime.messages import (
     StartPull,
     TrackLease,
 )
-from connector.runtime.supervisor import Supervisor
-from connector.runtime.tracked import Recorder
-from connector.wire.handshake import encode_payload
-from connector.wire.metadata import describe, encode_agent_metadata
-from statemachine import request
 from statemachine.failures import BadParams, Failure
-from statemachine.trace import TransitionRecord
-from tests.rig.layouts import attention_rank, attention_shapes
-from tests.rig.pulls import one_group
-from tests.simulation.agenda import Agenda, Signal
-from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
-from tests.simulation.fake_nixl import FakeNixlWorld
-from tests.simulation.faults import ActiveFaults, Kind
-from tests.simulation.oracles import Lent, Oracles, Pull, Words, expected_words
+from tests.simulation.agenda import Signal
+from tests.simulation.faults import Kind
+from tests.simulation.model import (
+    BLOCK_TOKENS,
+    WINDOW_TOKENS,
+    EngineShape,
+    Prompt,
+    SecondGroup,
+    Table,
+    block_counts,
+    tables,
+)
+from tests.simulation.oracles import Lent, Pull
+from tests.simulation.process import Process, Surroundings, Variant
 
-LAYERS = 3
-BLOCKS = 64
-BLOCK_WORDS = 16
-WORD_BYTES = 8
-BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
+POOL_TOKENS = 1024
+"""What fits into the blocks of an engine."""
 REQUEST_BLOCKS_MAX = 10
-PORT = 5600
+"""Of the usual size."""
 STEP_SECONDS_MAX = 0.005
-DRIFT_PPB_MAX = 45_000
-"""Two clocks drift apart by at most twice this, which is within what the product allows for."""
-JUNK = np.uint64(0xEEEEEEEEEEEEEEEE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What all engines share."""
-
-    agenda: Agenda
-    network: FakeNetwork
-    nixl: FakeNixlWorld
-    faults: ActiveFaults
-    oracles: Oracles
-    options: ConnectorOptions
-    trace: list[TransitionRecord]
-    reads_inline: bool
-
-
-class ProcessClock:
-    """The clock of one process: trio's, from another zero, running a little fast or slow; its wall time jumps."""
-
-    def __init__(self, offset_ns: int, drift_ppb: int) -> None:
-        self._offset_ns = offset_ns
-        self._drift_ppb = drift_ppb
-        self.wall_error_seconds = 0.0
-
-    def now_ns(self) -> int:
-        true_ns = round(trio.current_time() * NS_PER_SECOND)
-        return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
-
-    def true_seconds(self, local_ns: int) -> float:
-        """When, in trio's time, this clock shows `local_ns`."""
-        return (local_ns - self._offset_ns) / (1 + self._drift_ppb / NS_PER_SECOND) / NS_PER_SECOND
-
-    def ahead_by(self, offset_ns: int) -> ProcessClock:
-        """The clock of another process on the same machine: at the same pace, from another zero."""
-        return ProcessClock(self._offset_ns + offset_ns, self._drift_ppb)
-
-    def wall(self) -> float:
-        return 1.7e9 + trio.current_time() + self.wall_error_seconds
+def prompt_tokens(number: int, blocks: int) -> int:
+    """How long the prompt of a request is that fills `blocks` of the usual size, the last one more or less."""
+    return blocks * BLOCK_TOKENS - number * 7 % BLOCK_TOKENS
 
 
 class Pool:
     """Free blocks; the lowest is handed out first."""
 
-    def __init__(self) -> None:
-        self._free = list(range(BLOCKS))
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._free = list(range(blocks))
 
     def __len__(self) -> int:
         return len(self._free)
@@ -122,156 +82,6 @@ class Pool:
     def give(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             heapq.heappush(self._free, block)
-
-
-class Variant(enum.Enum):
-    """What an engine serves: all that are to work together the same."""
-
-    SAME = "same"
-    OTHER_MODEL = "another model"
-    OTHER_BLOCKS = "blocks of another length"
-
-
-class Owner(Protocol):
-    """The engine that a process is a life of."""
-
-    name: str
-
-    def hear(self, outcome: Outcome) -> None:
-        """The connector emitted an outcome."""
-
-
-class Process:
-    """One life of an engine. Its owner hears the outcomes, and nothing after the death.
-
-    Args:
-        blocks: of the KV cache.
-        listener_offset_ns: how much the clock of the process that answers handshakes is ahead.
-    """
-
-    def __init__(
-        self,
-        around: Surroundings,
-        engine: Owner,
-        engine_id: str,
-        life: int,
-        chance: random.Random,
-        *,
-        variant: Variant = Variant.SAME,
-        blocks: int = BLOCKS,
-        listener_offset_ns: int = 0,
-    ) -> None:
-        self.engine_id = engine_id
-        self.life = life
-        self.variant = variant
-        self.incarnation = f"{chance.getrandbits(128):032x}"
-        self.memory: npt.NDArray[np.uint64] = np.full((LAYERS, blocks, BLOCK_WORDS), JUNK, np.uint64)
-        self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
-        self.listener_clock = self.clock.ahead_by(listener_offset_ns)
-        self._is_dead = False
-        self.has_ended = False
-        self._blocks = blocks
-        self._around = around
-        self._engine = engine
-        self._scope = trio.CancelScope()
-        host = f"{engine.name}.sim"
-        ranges = [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)]
-        name = f"{engine.name}.{life}"
-        self.port = around.nixl.open(name, ranges, self.clock.now_ns, reads_inline=around.reads_inline)
-        local = _local(engine_id, self.memory.ctypes.data, blocks, variant)
-        recorder = Recorder(engine_id=engine_id, rank=0, role="worker", clock=self.clock, sink=self)
-        self.supervisor = Supervisor(
-            options=around.options,
-            local=local,
-            nixl_port=self.port,
-            side_channel=FakeSideChannel(around.network, host),
-            clock=self.clock,
-            recorder=recorder,
-            emit=self._emit,
-            log_failure=lambda subject, failure: self._log_failure(subject, failure),
-            log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
-            jitter=random.Random(chance.getrandbits(64)),
-        )
-        self.agent_metadata = encode_agent_metadata(describe(local.layout, self.port.agent_metadata))
-        self.listener = HandshakeListener(
-            side_channel=FakeSideChannel(around.network, host),
-            host=host,
-            port=PORT,
-            payloads={(0, 0): encode_payload(local.compatibility_hash, self.agent_metadata, self.incarnation)},
-            clock=self.listener_clock,
-            log_bad_frame=lambda detail: None,
-        )
-
-    @property
-    def address(self) -> PeerAddress:
-        return PeerAddress(engine_id=self.engine_id, host=f"{self._engine.name}.sim", port=PORT, tp_size=1)
-
-    async def run(self) -> None:
-        """Until `stop` or `kill`."""
-        with self._scope:
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.supervisor.run)
-                    nursery.start_soon(self.listener.run)
-            except Exception as error:
-                self._around.oracles.crash(self._engine.name, "the supervisor or the listener", error)
-        self.has_ended = True
-
-    def stop(self) -> None:
-        self.supervisor.stop()
-        self.listener.stop()
-
-    def has_died(self) -> bool:
-        return self._is_dead
-
-    def kill(self) -> None:
-        self._is_dead = True
-        self.port.kill()
-        self._scope.cancel()
-
-    def blocks_written_to(self) -> set[int]:
-        """Blocks that READs may still write into."""
-        base = self.memory.ctypes.data
-        return {
-            (to - base) // BLOCK_BYTES % self._blocks
-            for read in self._around.nixl.reads_in_flight()
-            if read.initiator is self.port
-            for to, _, _ in read.pieces[read.copied :]
-        }
-
-    def write(self, record: TransitionRecord) -> None:
-        if not self._is_dead:
-            self._around.trace.append(record)
-            if record.event == request.PeerReady.__name__ and record.to_state == request.State.READING.value:
-                self._check_proof(record)
-
-    def _check_proof(self, record: TransitionRecord) -> None:
-        """The one look inside an actor: wrong by a clock's error, a proof would be caught by chance only."""
-        assert record.peer is not None
-        proof = self.supervisor._peers[record.peer]._runs[record.subject].machine.value.proof
-        assert proof is not None
-        self._around.oracles.check_proof(record.subject, self.clock.true_seconds(proof.proven_until_ns))
-
-    def close(self) -> None:
-        """The sink of the trace has nothing to close."""
-
-    def _emit(self, outcome: Outcome) -> None:
-        if not self._is_dead:
-            self._engine.hear(outcome)
-
-    def _log_failure(self, subject: str, failure: Failure) -> None:
-        if not self._is_dead:
-            self._around.oracles.note_failure(self._engine.name, subject, failure)
-
-
-def _local(engine_id: str, address: int, blocks: int, variant: Variant) -> LocalRank:
-    word_bytes = WORD_BYTES // 2 if variant is Variant.OTHER_BLOCKS else WORD_BYTES
-    shapes = attention_shapes(layers=LAYERS, heads=1, head_bytes=word_bytes)
-    layout = attention_rank(
-        engine_id, shapes, address=address, blocks=blocks, tokens=BLOCK_WORDS, stride_bytes=BLOCK_BYTES
-    )
-    compatibility_hash = "another-model" if variant is Variant.OTHER_MODEL else "same-model"
-    return LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash)
 
 
 @dataclass
@@ -293,7 +103,8 @@ class Engine:
         self.chance = chance
         self.process: Process
         self.pool: Pool
-        self._outcomes: deque[Outcome] = deque()
+        self.shape = around.engines.get(name, EngineShape())
+        self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._polls = False
         self._queue: deque[_Entry] = deque()
         self._lives = 0
@@ -302,8 +113,10 @@ class Engine:
     def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
         """A new life, with an empty cache."""
         self._lives += 1
-        self.process = Process(self.around, self, engine_id, self._lives, self.chance, variant=variant)
-        self.pool = Pool()
+        self.pool = Pool(POOL_TOKENS // self.shape.block_tokens)
+        self.process = Process(
+            self.around, self, engine_id, self._lives, self.chance, blocks=self.pool.blocks, variant=variant
+        )
 
     def crash(self) -> None:
         """The process is gone, and everybody who waits for it is told."""
@@ -331,7 +144,8 @@ class Engine:
 
     def give(self, blocks: list[int]) -> None:
         self.around.oracles.check_unwritten(self.name, blocks, self.process.blocks_written_to(), "frees")
-        self.process.memory[:, blocks, :] = JUNK
+        for rank in self.process.ranks:
+            rank.memory.forget(blocks)
         self.pool.give(blocks)
         self._serve_queue()
 
@@ -344,9 +158,9 @@ class Engine:
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
-    def hear(self, outcome: Outcome) -> None:
+    def hear(self, tp_rank: int, outcome: Outcome) -> None:
         """The connector emitted an outcome; the scheduler learns of it with its next step."""
-        self._outcomes.append(outcome)
+        self._outcomes.append((tp_rank, outcome))
         if not self._polls:
             self._polls = True
             stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
@@ -357,23 +171,24 @@ class Engine:
     def _poll(self) -> None:
         self._polls = False
         while self._outcomes:
-            self.act_on(self._outcomes.popleft())
+            self.act_on(*self._outcomes.popleft())
 
-    def act_on(self, outcome: Outcome) -> None:
+    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """What P's answer carries to the client. `words` is the KV of the prompt, [layers, blocks, words of a block]."""
+    """What P's answer carries to the client, and what nobody but the simulation knows."""
 
     address: PeerAddress
     engine: str
     owner: str
     request_id: str
-    content: int
-    words: Words
-    blocks: list[int]
+    prompt: Prompt
+    tables: tuple[Table, ...]
+    pool_blocks: int
+    """Ids of blocks are below this."""
     lease_expires_at: float
     lease_ends_seconds: float
     """The same in true time, which only the simulation knows."""
@@ -386,91 +201,129 @@ class PrefillEngine(Engine):
     def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
         super().__init__(around, name, chance, variant)
         self._blocks: dict[str, list[int]] = {}
+        self._still_lending: dict[str, set[int]] = {}
+        """The ranks on which a lease has not ended."""
 
     @property
     def owner(self) -> str:
         """Who lends: one life of this engine."""
         return f"{self.name}.{self.process.life}"
 
-    async def prefill(self, request_id: str, content: int, blocks: int) -> Prefilled | None:
+    async def prefill(self, request_id: str, content: int, tokens: int) -> Prefilled | None:
         """Compute a prompt. None: the engine died or the request was given up before it was through."""
         process = self.process
         if process.has_died():
             return None
-        taken = await self.take(process, blocks)
+        counts = block_counts(self.around.model, self.shape, tokens)
+        taken = await self.take(process, sum(count for _, count in counts))
         if taken is None:
             return None
-        self.around.oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
-        process.supervisor.deliver(LeaseComputing(request_id=request_id))
+        self.around.oracles.lend(
+            [
+                Lent(request_id=request_id, owner=self.owner, prefill=self.name, tp_rank=rank.tp_rank)
+                for rank in process.ranks
+            ]
+        )
+        process.deliver(LeaseComputing(request_id=request_id))
         await self.agenda.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
             return None
         if self.chance.random() < 0.03:
-            process.supervisor.deliver(LeaseWithdrawn(request_id=request_id))
+            process.deliver(LeaseWithdrawn(request_id=request_id))
             self.give(taken)
             return None
-        words = expected_words(content, 0, (LAYERS, blocks, BLOCK_WORDS))
-        # Another model computes something else from the same prompt.
-        process.memory[:, taken, :] = words if process.variant is Variant.SAME else ~words
-        return self._grant(process, request_id, content, words, taken)
+        prompt = Prompt(self.around.model, content, tokens)
+        written = prompt if process.variant is Variant.SAME else prompt.otherwise()
+        of_groups = tables(counts, taken)
+        for rank in process.ranks:
+            rank.memory.write(of_groups, written)
+        return self._grant(process, request_id, prompt, of_groups, taken)
 
-    def _grant(self, process: Process, request_id: str, content: int, words: Words, blocks: list[int]) -> Prefilled:
-        """The worker hears of the grant with the next step, perhaps later than the client has its answer."""
+    def _grant(
+        self, process: Process, request_id: str, prompt: Prompt, of_groups: tuple[Table, ...], blocks: list[int]
+    ) -> Prefilled:
+        """The workers hear of the grant with the next step, perhaps later than the client has its answer."""
         lease_seconds = self.around.options.kv_lease_duration
         self._blocks[request_id] = blocks
+        self._still_lending[request_id] = {rank.tp_rank for rank in process.ranks}
         granted_ns = process.clock.now_ns()
         ends_seconds = process.clock.true_seconds(granted_ns + to_ns(lease_seconds))
-        lent = self.around.oracles.leases[self.owner, request_id]
-        lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
+        for lent in self.around.oracles.leases[self.owner, request_id]:
+            lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
         granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
-        self.agenda.after(self.step_seconds(), lambda: process.supervisor.deliver(granted))
+        self.agenda.after(self.step_seconds(), lambda: process.deliver(granted))
         return Prefilled(
             address=process.address,
             engine=self.name,
             owner=self.owner,
             request_id=request_id,
-            content=content,
-            words=words,
-            blocks=blocks,
+            prompt=prompt,
+            tables=of_groups,
+            pool_blocks=self.pool.blocks,
             lease_expires_at=granted_ns / NS_PER_SECOND + lease_seconds,
             lease_ends_seconds=ends_seconds,
             incarnation=process.incarnation,
         )
 
-    def hear(self, outcome: Outcome) -> None:
-        if isinstance(outcome, SendEnded) and not self.around.oracles.free(self.owner, outcome.request_id):
+    def hear(self, tp_rank: int, outcome: Outcome) -> None:
+        if isinstance(outcome, SendEnded) and not self.around.oracles.free(self.owner, outcome.request_id, tp_rank):
             return
-        super().hear(outcome)
+        super().hear(tp_rank, outcome)
 
-    def act_on(self, outcome: Outcome) -> None:
+    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
+        """The blocks are free again when the lease has ended on every rank."""
         if isinstance(outcome, SendEnded):
-            self.give(self._blocks.pop(outcome.request_id))
+            still_lending = self._still_lending[outcome.request_id]
+            still_lending.discard(tp_rank)
+            if not still_lending:
+                del self._still_lending[outcome.request_id]
+                self.give(self._blocks.pop(outcome.request_id))
 
     def crash(self) -> None:
         self.around.oracles.forget_leases(self.owner)
         self._blocks.clear()
+        self._still_lending.clear()
         super().crash()
+
+
+@dataclass(kw_only=True)
+class _Receive:
+    """What the ranks have said of a request whose KV is awaited.
+
+    Attributes:
+        awaited_from: ranks that have not reported.
+        written_by: ranks whose READs may still write into the blocks, as far as they have said.
+        lifted_early: ranks that have lifted a quarantine before they said that there is one; vLLM learns of both at
+            once, and only their balance counts.
+        failure: that of the first rank that failed.
+    """
+
+    blocks: list[int]
+    ended: Signal
+    awaited_from: set[int]
+    written_by: set[int] = field(default_factory=set)
+    lifted_early: set[int] = field(default_factory=set)
+    failure: Failure | None = None
 
 
 class DecodeEngine(Engine):
     """Pulls KV and decodes from it."""
 
     def __init__(self, around: Surroundings, name: str, chance: random.Random) -> None:
-        self._ended: dict[str, Signal] = {}
-        self._outcome_of: dict[str, ReceiveEnded] = {}
-        self._quarantined: list[list[int]] = []
+        self._receives: dict[str, _Receive] = {}
+        self._quarantined: list[_Receive] = []
+        """Those that have ended with READs in flight."""
         self._malformed: set[str] = set()
         super().__init__(around, name, chance)
 
     def crash(self) -> None:
         self.around.oracles.forget_pulls(self.name)
-        ended, self._ended = self._ended, {}
-        self._outcome_of.clear()
+        receives, self._receives = self._receives, {}
         self._quarantined.clear()
         self._malformed.clear()
         super().crash()
-        for signal in ended.values():
-            signal.set()
+        for receive in receives.values():
+            receive.ended.set()
 
     async def serve_again(self, request_id: str, source: Prefilled, process: Process) -> None:
         """A router repeats itself with parameters that `process` has used; the blocks may be somebody else's by now.
@@ -493,11 +346,12 @@ class DecodeEngine(Engine):
             self._malformed.add(source.request_id)
             return
         for request_id in request_ids:
-            self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id)
+            ranks = self.shape.tp_size
+            self.around.oracles.take_over(source.owner, source.request_id, self.name, request_id, ranks)
             self._track(request_id, source)
 
     def _track(self, request_id: str, source: Prefilled) -> None:
-        self.process.supervisor.deliver(
+        self.process.deliver(
             TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
         )
 
@@ -512,32 +366,36 @@ class DecodeEngine(Engine):
         if process.has_died():
             return
         kind = self.chance.random()
-        cached = self.chance.randint(0, len(source.blocks)) if kind < 0.2 else 0
+        tokens = source.prompt.tokens
+        cached = self.chance.randint(0, self.shape.blocks_of(tokens)) if kind < 0.2 else 0
         if kind > 0.92:
             if source.request_id not in self._malformed:
                 self._settle_without_reading(request_id, source, heard_seconds)
             return
-        blocks = await self.take(process, len(source.blocks) - cached)
+        counts = block_counts(self.around.model, self.shape, tokens, cached)
+        blocks = await self.take(process, sum(count for _, count in counts))
         if blocks is not None:
-            await self._load(process, request_id, source, cached, blocks, heard_seconds, is_repeated=is_repeated)
+            mine = tables(counts, blocks)
+            await self._load(process, request_id, source, mine, heard_seconds, is_repeated=is_repeated)
 
     def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
-        self._start(request_id, source, 0, [], heard_seconds, awaited=False)
+        self._start(request_id, source, (), heard_seconds, awaited=False)
 
     async def _load(
         self,
         process: Process,
         request_id: str,
         source: Prefilled,
-        cached: int,
-        blocks: list[int],
+        mine: tuple[Table, ...],
         heard_seconds: float,
         *,
         is_repeated: bool,
     ) -> None:
-        ended = self._ended[request_id] = Signal(self.agenda)
-        pull = self._start(request_id, source, cached, blocks, heard_seconds, awaited=True, is_repeated=is_repeated)
+        pull = self._start(request_id, source, mine, heard_seconds, awaited=True, is_repeated=is_repeated)
+        ended = Signal(self.agenda)
+        ranks = {rank.tp_rank for rank in process.ranks}
+        receive = self._receives[request_id] = _Receive(blocks=pull.blocks, ended=ended, awaited_from=ranks)
         stormy = self.around.faults.hits(Kind.ABORT, self.name) is not None
         if stormy or self.chance.random() < 0.03:
             await ended.wait_at_most(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random())
@@ -545,32 +403,32 @@ class DecodeEngine(Engine):
         await ended.wait()
         if process.has_died():
             return
-        outcome = self._outcome_of.pop(request_id)
-        if outcome.quarantined:
-            self._quarantined.append(blocks)
+        if receive in self._quarantined:
             return
-        words = source.words[:, cached:, :]
-        if outcome.failure is not None:  # recomputed here, or another request's
-            words = expected_words(~source.content & 0xFFFFFFFF, 0, (LAYERS, len(blocks), BLOCK_WORDS))
-            process.memory[:, blocks, :] = words
-        await self._decode(process, pull, words)
+        prompt = source.prompt
+        if receive.failure is not None:  # recomputed here, or another request's
+            prompt = prompt.otherwise()
+            for rank in process.ranks:
+                rank.memory.write(mine, prompt)
+        await self._decode(process, pull, mine, prompt)
 
     def _start(
         self,
         request_id: str,
         source: Prefilled,
-        cached: int,
-        blocks: list[int],
+        mine: tuple[Table, ...],
         heard_seconds: float,
         *,
         awaited: bool,
         is_repeated: bool = False,
     ) -> Pull:
         now = trio.current_time()
+        blocks = [block for table in mine for block in table.blocks]
         pull = Pull(
             request_id=request_id,
             decode=self.name,
             prefill=source.engine,
+            ranks=self.shape.tp_size,
             blocks=blocks,
             awaited=awaited,
             started_seconds=now,
@@ -580,23 +438,24 @@ class DecodeEngine(Engine):
             may_fail=is_repeated,
         )
         self.around.oracles.start(pull)
-        remote_block_ids = source.blocks[: cached + len(blocks)]
         if source.request_id in self._malformed:
             pull.has_bad_params = pull.may_fail = True
             failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
-            self.process.supervisor.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))
+            self.process.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))
             return pull
+        # Who only notifies has no tables.
+        groups = [self._group_pull(*each) for each in zip(self.around.model.groups, mine, source.tables, strict=False)]
         if awaited and blocks and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
             pull.has_bad_params = pull.may_fail = True
-            remote_block_ids = [*remote_block_ids[:-1], BLOCKS + self.chance.randrange(BLOCKS)]
-        self.process.supervisor.deliver(
+            groups[0].remote_block_ids[-1] = source.pool_blocks + self.chance.randrange(source.pool_blocks)
+        self.process.deliver(
             StartPull(
                 request_id=request_id,
                 peer=source.address,
                 remote_request_id=source.request_id,
-                groups=one_group(blocks, remote_block_ids, local_first=cached) if awaited else (),
-                num_tokens=None,
-                remote_num_tokens=None,
+                groups=tuple(groups),
+                num_tokens=source.prompt.tokens if awaited else None,
+                remote_num_tokens=source.prompt.tokens,
                 awaited=awaited,
                 age_seconds=now - heard_seconds,
                 lease_expires_at=source.lease_expires_at,
@@ -605,48 +464,78 @@ class DecodeEngine(Engine):
         )
         return pull
 
+    def _group_pull(self, group: SecondGroup, mine: Table, theirs: Table) -> GroupPull:
+        return GroupPull(
+            local_block_ids=mine.blocks,
+            local_first=mine.first,
+            remote_block_ids=list(theirs.blocks),
+            window_tokens=WINDOW_TOKENS if group is SecondGroup.WINDOW else None,
+        )
+
     def _abort(self, process: Process, pull: Pull) -> None:
         if not process.has_died():
             pull.is_aborted = True
-            process.supervisor.deliver(AbortPull(request_id=pull.request_id))
+            process.deliver(AbortPull(request_id=pull.request_id))
 
-    async def _decode(self, process: Process, pull: Pull, words: Words) -> None:
+    async def _decode(self, process: Process, pull: Pull, mine: tuple[Table, ...], prompt: Prompt) -> None:
         """Decode for a while; the KV must be right from the beginning to the end."""
         for when in ("at the start of decoding", "when decoding ended"):
-            self.around.oracles.check_bytes(pull, process.memory[:, pull.blocks, :], words, when)
+            for rank in process.ranks:
+                wrong = rank.memory.wrong_blocks(mine, prompt)
+                self.around.oracles.check_bytes(pull, rank.tp_rank, wrong, when)
             await self.agenda.sleep(self.chance.uniform(0.0, 0.15))
             if process.has_died():
                 return
         self.give(pull.blocks)
 
-    def hear(self, outcome: Outcome) -> None:
+    def hear(self, tp_rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, ReceiveEnded):
-            self.around.oracles.report(outcome.request_id, outcome.failure)
-        super().hear(outcome)
+            self.around.oracles.report(outcome.request_id, tp_rank, outcome.failure)
+        super().hear(tp_rank, outcome)
 
-    def act_on(self, outcome: Outcome) -> None:
+    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
         match outcome:
-            case ReceiveEnded(request_id=request_id):
-                waiting = self._ended.pop(request_id, None)
-                if waiting is not None:
-                    self._outcome_of[request_id] = outcome
-                    waiting.set()
+            case ReceiveEnded():
+                self._end_receive(tp_rank, outcome)
             case QuarantineLifted(local_block_ids=blocks):
-                if blocks in self._quarantined:
-                    self._quarantined.remove(blocks)
-                    self.give(list(blocks))
-                else:
-                    process = self.process
-                    self.agenda.after(STEP_SECONDS_MAX, lambda: self._lift_later(process, blocks))
+                self._lift(tp_rank, blocks)
             case _:
                 pass
 
-    def _lift_later(self, process: Process, blocks: list[int]) -> None:
-        """The request's script has not seen its end yet."""
-        if process.has_died():
+    def _end_receive(self, tp_rank: int, outcome: ReceiveEnded) -> None:
+        """One rank has reported; the last one ends the request."""
+        receive = self._receives.get(outcome.request_id)
+        if receive is None:
             return
-        if blocks in self._quarantined:
-            self._quarantined.remove(blocks)
-            self.give(list(blocks))
-        else:
-            self.around.oracles.complain("leaks", f"{self.name}: blocks {blocks} were never quarantined")
+        receive.awaited_from.discard(tp_rank)
+        if outcome.quarantined and tp_rank not in receive.lifted_early:
+            receive.written_by.add(tp_rank)
+        if outcome.failure is None:
+            self._zero(tp_rank, outcome)
+        elif receive.failure is None:
+            receive.failure = outcome.failure
+        if not receive.awaited_from:
+            del self._receives[outcome.request_id]
+            if receive.written_by:
+                self._quarantined.append(receive)
+            receive.ended.set()
+
+    def _zero(self, tp_rank: int, outcome: ReceiveEnded) -> None:
+        """What no READ has filled."""
+        if outcome.unfilled is not None:
+            self.around.oracles.coverage["tail zeroed"] += 1
+            self.process.ranks[tp_rank].memory.zero(outcome.unfilled)
+
+    def _lift(self, tp_rank: int, blocks: list[int]) -> None:
+        """One rank's READs write no more; the last one frees the blocks of a request that has ended."""
+        for receive in [*self._quarantined, *self._receives.values()]:
+            if receive.blocks == blocks and tp_rank in receive.written_by:
+                receive.written_by.discard(tp_rank)
+                if not receive.written_by and receive in self._quarantined:
+                    self._quarantined.remove(receive)
+                    self.give(blocks)
+                return
+            if receive.blocks == blocks and tp_rank in receive.awaited_from:
+                receive.lifted_early.add(tp_rank)
+                return
+        self.around.oracles.complain("leaks", f"{self.name}: blocks {blocks} were never quarantined")

@@ -5,6 +5,10 @@ delay), so a plan in a file replays exactly. `draw_plan` draws the faults from t
 allows some kinds only, so that rare combinations of few kinds occur besides the soup of all of them.
 
 A fault ends with the safety phase at the latest. `ActiveFaults` is what the fakes ask: it is their rules.
+
+Engines are named "p0" and "d0", their ranks "p0.1". A target that names a rank hits that rank alone: what a link
+carries to or from it, or the one process of the engine. Hosts and agents are named after ranks: "d0.1" is the host of
+a worker process, "p0.sim" that of the engine's listener, "d0.1.2" the agent of a rank's second life.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ import trio
 
 from tests.simulation.fake_network import LATENCY_SECONDS, NetworkRules
 from tests.simulation.fake_nixl import DEATH_NOTICED_SECONDS, NixlRules
+from tests.simulation.model import BLOCK_TOKENS, BLOCK_TOKENS_MAX, EngineShape, Model, SecondGroup
 
 
 class Kind(enum.Enum):
-    """What goes wrong. The target of the first two groups is a link "from>to", of the others an engine."""
+    """What goes wrong. The target of the first two groups is a link "from>to", of the others an engine; or of ranks."""
 
     MESSAGE_LOSS = "message_loss"
     MESSAGE_DUPLICATE = "message_duplicate"
@@ -115,8 +120,27 @@ DECODE_KINDS = (
     Kind.ROUTER_RETRY,
 )
 
+PROCESS_KINDS = frozenset(
+    {
+        Kind.CRASH_NEW_ID,
+        Kind.CRASH_SAME_ID,
+        Kind.CRASH_DECODE,
+        Kind.PAUSE,
+        Kind.ACTOR_CRASH,
+        Kind.OWNER_CRASH,
+        Kind.KEEPER_CRASH,
+    }
+)
+"""What may hit one rank of an engine only. The others follow a rank that dies, a moment later."""
+
 READ_SLOWDOWN = 50
+ONE_RANK_SHARE = 0.5
+"""How many of the faults that can hit one rank only do so, where there are several."""
 FAULTS_MAX = 16
+ENGINES_MAX = 3
+"""Of each role."""
+PLAIN_SHARE = 0.33
+BLOCK_SIZES = (BLOCK_TOKENS // 2, BLOCK_TOKENS, BLOCK_TOKENS_MAX)
 STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
 """How many seeds have faults that would hardly ever meet by themselves."""
@@ -137,10 +161,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     def touches(self, decode: str, prefill: str) -> bool:
         """Whether requests of this pair may feel it."""
-        source, arrow, target = self.target.partition(">")
-        if arrow:
-            return {source, target} == {decode, prefill}
-        return source in (decode, prefill)
+        engines = {engine_of(each) for each in self.target.split(">")}
+        return engines == {decode, prefill} if len(engines) > 1 else not engines.isdisjoint((decode, prefill))
+
+    def hits(self, names: Sequence[str]) -> bool:
+        """Whether ranks, hosts or agents of the engines that it names are those that it means."""
+        wanted = (rank_of(each) for each in self.target.split(">"))
+        return all(rank is None or rank == rank_of(name) for rank, name in zip(wanted, names, strict=True))
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +182,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     lease_seconds: float
     request_timeout_seconds: float
     handshake_timeout_seconds: float
+    model: Model
+    engines: dict[str, EngineShape]
 
     @property
     def prefill_names(self) -> list[str]:
@@ -180,9 +209,12 @@ def generator(seed: int, concern: str) -> random.Random:
 
 def draw_shape(seed: int) -> Shape:
     chance = generator(seed, "shape")
+    model, engines = _draw_model_and_engines(generator(seed, "ranks"))
     return Shape(
-        prefills=chance.randint(1, 3),
-        decodes=chance.randint(1, 3),
+        model=model,
+        engines=engines,
+        prefills=chance.randint(1, ENGINES_MAX),
+        decodes=chance.randint(1, ENGINES_MAX),
         safety_seconds=chance.uniform(4.0, 12.0),
         requests_per_second=chance.uniform(10.0, 50.0),
         reads_inline=chance.random() < 0.3,
@@ -191,6 +223,21 @@ def draw_shape(seed: int) -> Shape:
         request_timeout_seconds=chance.choice([6.0, 6.0, 1.0]),
         handshake_timeout_seconds=chance.choice([0.8, 0.8, 3.0]),
     )
+
+
+def _draw_model_and_engines(chance: random.Random) -> tuple[Model, dict[str, EngineShape]]:
+    """One seed in three is plain: one rank, one cache group, blocks of one size. Engines that there are not, too."""
+    names = [f"{role}{number}" for role in "pd" for number in range(ENGINES_MAX)]
+    if chance.random() < PLAIN_SHARE:
+        return Model(), dict.fromkeys(names, EngineShape())
+    second = chance.choice([SecondGroup.NONE, SecondGroup.NONE, SecondGroup.WINDOW, SecondGroup.STATE])
+    sizes = dict.fromkeys("pd", chance.choice([(BLOCK_TOKENS,), BLOCK_SIZES]))
+    if second is SecondGroup.WINDOW and len(sizes["d"]) > 1:
+        sizes = {"p": BLOCK_SIZES[1:], "d": BLOCK_SIZES[:2]}  # D refuses blocks that do not fill whole ones of its own.
+    engines = {
+        name: EngineShape(tp_size=chance.randint(1, 2), block_tokens=chance.choice(sizes[name[0]])) for name in names
+    }
+    return Model(heads=chance.randint(1, 2), second=second), engines
 
 
 def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
@@ -203,6 +250,9 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
+    if LEVEL1_ONLY.isdisjoint(kinds):
+        of_ranks = generator(seed, "faults of ranks")
+        faults = [_perhaps_of_one_rank(fault, shape, of_ranks) for fault in faults]
     if Kind.STOP in kinds and chance.random() < STOP_WHILE_DRAINING_SHARE:
         faults += _stop_while_draining(shape, chance)
     if Kind.LONG_QUEUE in kinds and chance.random() < ABORT_WHILE_DRAINING_SHARE:
@@ -266,9 +316,30 @@ def _draw_target(kind: Kind, shape: Shape, chance: random.Random) -> str:
     return chance.choice([decode, prefill])
 
 
+def _perhaps_of_one_rank(fault: Fault, shape: Shape, chance: random.Random) -> Fault:
+    """A fault of an engine or a link, narrowed to one rank where there are two: for links, perhaps to one at each end.
+
+    The side channel of a prefill engine is not a rank's, so messages are narrowed on the decode engine's side only.
+    """
+    if fault.kind not in PROCESS_KINDS and fault.kind not in (*MESSAGE_KINDS, *DECODE_LINK_KINDS):
+        return fault
+    names = []
+    for name in fault.target.split(">"):
+        has_rank = fault.kind not in MESSAGE_KINDS or name in shape.decode_names
+        narrows = chance.random() < ONE_RANK_SHARE and has_rank and shape.engines[name].tp_size > 1
+        names.append(f"{name}.{chance.randrange(shape.engines[name].tp_size)}" if narrows else name)
+    return msgspec.structs.replace(fault, target=">".join(names))
+
+
 def engine_of(name: str) -> str:
-    """The engine that a host ("p0.sim") or an agent ("p0.2") belongs to."""
+    """The engine that a rank, a host or an agent belongs to."""
     return name.partition(".")[0]
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that a host or an agent belongs to; None: none in particular."""
+    _, *rest = name.split(".")
+    return int(rest[0]) if rest and rest[0].isdigit() else None
 
 
 class ActiveFaults(NetworkRules, NixlRules):
@@ -280,21 +351,24 @@ class ActiveFaults(NetworkRules, NixlRules):
     def __init__(self, plan: Plan) -> None:
         self._faults: dict[tuple[Kind, str], list[Fault]] = {}
         for fault in plan.faults:
-            self._faults.setdefault((fault.kind, fault.target), []).append(fault)
+            self._faults.setdefault((fault.kind, _place(*fault.target.split(">"))), []).append(fault)
         self._chance = generator(plan.seed, "transport")
         self.fired: Counter[Kind] = Counter()
 
-    def find(self, kind: Kind, target: str) -> Fault | None:
-        """The fault that is on, whatever its probability."""
-        faults = self._faults.get((kind, target))
+    def find(self, kind: Kind, *names: str) -> Fault | None:
+        """The fault that is on, whatever its probability. `names`: an engine or one of its processes, or two in a link.
+
+        A fault of one rank is not found for the engine as a whole.
+        """
+        faults = self._faults.get((kind, _place(*names)))
         if not faults:
             return None
         now = trio.current_time()
-        return next((each for each in faults if each.at_seconds <= now < each.end_seconds), None)
+        return next((each for each in faults if each.at_seconds <= now < each.end_seconds and each.hits(names)), None)
 
-    def hits(self, kind: Kind, target: str) -> Fault | None:
+    def hits(self, kind: Kind, *names: str) -> Fault | None:
         """The fault that is on, if it strikes this time."""
-        fault = self.find(kind, target)
+        fault = self.find(kind, *names)
         if fault is None or self._chance.random() >= fault.probability:
             return None
         self.fired[kind] += 1
@@ -303,23 +377,23 @@ class ActiveFaults(NetworkRules, NixlRules):
     # --- the side channel -------------------------------------------------------------------------------------------
 
     def delays(self, source: str, target: str) -> Sequence[float]:
-        link = f"{engine_of(source)}>{engine_of(target)}"
-        if self.hits(Kind.MESSAGE_LOSS, link) or self.hits(Kind.PARTITION, link):
+        link = (source, target)
+        if self.hits(Kind.MESSAGE_LOSS, *link) or self.hits(Kind.PARTITION, *link):
             return ()
         delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
-        if self.hits(Kind.MESSAGE_DELAY, link):
+        if self.hits(Kind.MESSAGE_DELAY, *link):
             delay_seconds += self._chance.uniform(0.1, 2.0)
-        if self.hits(Kind.MESSAGE_REORDER, link):
+        if self.hits(Kind.MESSAGE_REORDER, *link):
             delay_seconds += self._chance.uniform(0.0, 0.05)
         now = trio.current_time()
         for held_up in (
-            self.hits(Kind.CLOG, link),
-            self.find(Kind.PAUSE, engine_of(source)),
-            self.find(Kind.PAUSE, engine_of(target)),
+            self.hits(Kind.CLOG, *link),
+            self.find(Kind.PAUSE, source),
+            self.find(Kind.PAUSE, target),
         ):
             if held_up is not None:
                 delay_seconds = max(delay_seconds, held_up.end_seconds - now)
-        if self.hits(Kind.MESSAGE_DUPLICATE, link):
+        if self.hits(Kind.MESSAGE_DUPLICATE, *link):
             return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 0.5))
         return (delay_seconds,)
 
@@ -327,33 +401,37 @@ class ActiveFaults(NetworkRules, NixlRules):
 
     def read_seconds(self, initiator: str, target: str, length_bytes: int) -> float:
         seconds = self._chance.uniform(0.5, 2.0) * super().read_seconds(initiator, target, length_bytes)
-        if self.hits(Kind.READ_SLOW, f"{engine_of(initiator)}>{engine_of(target)}"):
+        if self.hits(Kind.READ_SLOW, initiator, target):
             seconds *= READ_SLOWDOWN
         return seconds
 
     def read_error(self, initiator: str, target: str) -> bool:
-        return self.hits(Kind.READ_ERROR, f"{engine_of(initiator)}>{engine_of(target)}") is not None
+        return self.hits(Kind.READ_ERROR, initiator, target) is not None
 
     def read_stalls_until(self, initiator: str, target: str) -> float:
-        there, back = engine_of(initiator), engine_of(target)
         # A READ needs both directions.
         found = (
-            self.hits(Kind.READ_STALL, f"{there}>{back}"),
-            self.find(Kind.PARTITION, f"{there}>{back}"),
-            self.find(Kind.PARTITION, f"{back}>{there}"),
+            self.hits(Kind.READ_STALL, initiator, target),
+            self.find(Kind.PARTITION, initiator, target),
+            self.find(Kind.PARTITION, target, initiator),
         )
         return max((fault.end_seconds for fault in found if fault is not None), default=0.0)
 
     def prepare_refused(self, initiator: str, target: str) -> bool:
-        return self.hits(Kind.PREPARE_REFUSED, f"{engine_of(initiator)}>{engine_of(target)}") is not None
+        return self.hits(Kind.PREPARE_REFUSED, initiator, target) is not None
 
     def notification_delays(self, sender: str, receiver: str) -> Sequence[float]:
-        link = f"{engine_of(sender)}>{engine_of(receiver)}"
-        if self.hits(Kind.NOTIFICATION_LOSS, link) or self.hits(Kind.PARTITION, link):
+        link = (sender, receiver)
+        if self.hits(Kind.NOTIFICATION_LOSS, *link) or self.hits(Kind.PARTITION, *link):
             return ()
         delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
-        if self.hits(Kind.NOTIFICATION_DELAY, link):
+        if self.hits(Kind.NOTIFICATION_DELAY, *link):
             delay_seconds += self._chance.uniform(0.1, 3.0)
-        if self.hits(Kind.NOTIFICATION_DUPLICATE, link):
+        if self.hits(Kind.NOTIFICATION_DUPLICATE, *link):
             return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 1.0))
         return (delay_seconds,)
+
+
+def _place(*names: str) -> str:
+    """The engine or the link between engines that is meant."""
+    return ">".join(map(engine_of, names))

@@ -2,10 +2,12 @@
 
 They see what a scheduler and a client see (commands, outcomes, memory) and what only the fake world knows (which READs
 may still write). They know nothing of the product's state. The cluster tells them what happens; each complaint is a
-`Violation` with the moment of virtual time.
+`Violation` with the moment of virtual time. A lease is one of each rank that lends, and its consumers are the ranks of
+the decode engine that deal with that rank.
 
-    report once     an awaited request has exactly one ReceiveEnded, another one has none
-    bytes           a request reported done holds its own prompt's KV, then and until its blocks are freed
+    report once     an awaited request has exactly one ReceiveEnded on each rank, another one has none
+    bytes           a request that all ranks report done holds each rank's part of its own prompt's KV, then and until
+                    its blocks are freed
     block reuse     a block that is freed or handed out is named by no READ that may still write
     free once       a lease that was granted ends exactly once, and one that was not never ends
     held            a lease ends before its time only when every consumer of its blocks has let go
@@ -24,12 +26,11 @@ may still write). They know nothing of the product's state. The cluster tells th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import trio
 
 from connector.config import ConnectorOptions
@@ -49,9 +50,6 @@ HANDED_BACK_SECONDS = 1.0
 CLOCK_RESOLUTION_SECONDS = 1e-6
 """True time is a float; a millionth of a second is well above what rounding does to it."""
 
-Words = npt.NDArray[np.uint64]
-"""KV of blocks, shape [layers, blocks, words of a block]."""
-
 
 class InjectedCrash(Exception):
     """Raised inside an actor by a fault."""
@@ -63,27 +61,14 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True):
     at_seconds: float
 
 
-def expected_words(content: int, first_block: int, shape: tuple[int, int, int]) -> Words:
-    """What the blocks of a prompt hold: a pure function of `content`, number of the block in it, layer and place."""
-    layers, blocks, words = (np.arange(size, dtype=np.uint64) for size in shape)
-    with np.errstate(over="ignore"):
-        key = np.uint64(content) * np.uint64(0x9E3779B97F4A7C15) + (blocks + np.uint64(first_block + 1))
-        key = key * np.uint64(0xBF58476D1CE4E5B9)
-        values: Words = (
-            key[None, :, None]
-            + layers[:, None, None] * np.uint64(0x94D049BB133111EB)
-            + words[None, None, :] * np.uint64(0xD6E8FEB86659FD93)
-        )
-    return values
-
-
 @dataclass(kw_only=True)
 class Pull:
-    """One request on a decode engine, as the outside sees it."""
+    """One request on a decode engine of `ranks` ranks, as the outside sees it. `failure`: of the first that failed."""
 
     request_id: str
     decode: str
     prefill: str
+    ranks: int
     blocks: list[int]
     awaited: bool
     started_seconds: float
@@ -96,19 +81,24 @@ class Pull:
     has_bad_params: bool = False
     is_lost: bool = False
     """Its decode engine died over it."""
-    reports: int = 0
-    ended_seconds: float | None = None
+    reports: Counter[int] = field(default_factory=Counter)
+    """By rank."""
     failure: Failure | None = None
+
+    @property
+    def is_reported(self) -> bool:
+        """By all ranks."""
+        return len(self.reports) == self.ranks
 
 
 @dataclass(kw_only=True)
 class Lent:
-    """One lease of one life of a prefill engine.
+    """One lease of one rank of one life of a prefill engine.
 
     Attributes:
         ends_seconds: when it was promised to end, in true time.
         decode: the engine that has taken the prompt over; None when nobody has.
-        waiting: the consumers there that have not let go of the blocks.
+        waiting: the consumers there that have not let go of the blocks: requests and ranks.
         let_go_seconds: when the last of them did.
         has_lapsed: a consumer gave up because the lease was over for it; it says nothing to the prefill engine.
     """
@@ -116,12 +106,13 @@ class Lent:
     request_id: str
     owner: str
     prefill: str
+    tp_rank: int = 0
     is_granted: bool = False
     granted_seconds: float = 0.0
     ends_seconds: float = 0.0
     ends: int = 0
     decode: str | None = None
-    waiting: set[str] = field(default_factory=set)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
     let_go_seconds: float = 0.0
     has_lapsed: bool = False
 
@@ -136,7 +127,10 @@ class Oracles:
     """Whether undisturbed requests must succeed: not where the number of peers is limited below what is there."""
     violations: list[Violation] = field(default_factory=list)
     pulls: dict[str, Pull] = field(default_factory=dict)
-    leases: dict[tuple[str, str], Lent] = field(default_factory=dict)
+    leases: dict[tuple[str, str], list[Lent]] = field(default_factory=dict)
+    """By owner and request, one for each rank of the owner."""
+    coverage: Counter[str] = field(default_factory=Counter)
+    """What must occur somewhere in the seeds, so that a test can say that it did."""
     _crashes: list[tuple[str, float]] = field(default_factory=list)
 
     def complain(self, oracle: str, detail: str) -> None:
@@ -149,39 +143,43 @@ class Oracles:
         if not pull.awaited:
             self.let_go(pull.owner, pull.remote_request_id, pull.request_id)
 
-    def report(self, request_id: str, failure: Failure | None) -> None:
-        """The connector emitted a ReceiveEnded."""
+    def report(self, request_id: str, tp_rank: int, failure: Failure | None) -> None:
+        """The connector emitted a ReceiveEnded on this rank."""
         pull = self.pulls.get(request_id)
         if pull is None or not pull.awaited:
             self.complain("report once", f"{request_id} was reported, and nobody waits for it")
             return
-        pull.reports += 1
-        if pull.reports > 1:
-            self.complain("report once", f"{request_id} was reported {pull.reports} times")
+        pull.reports[tp_rank] += 1
+        if pull.reports[tp_rank] > 1:
+            self.complain("report once", f"rank {tp_rank} reported {request_id} {pull.reports[tp_rank]} times")
             return
-        pull.ended_seconds, pull.failure = trio.current_time(), failure
+        if pull.ranks > 1 and pull.is_reported and (pull.failure is None) != (failure is None):
+            self.coverage["a rank failed alone"] += 1
+        if pull.failure is None:
+            pull.failure = failure
         if pull.has_bad_params and failure is None:
             self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
         has_lapsed = failure is not None and failure.kind == LeaseNotProven.__name__
-        self.let_go(pull.owner, pull.remote_request_id, request_id, has_lapsed=has_lapsed)
+        self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank, has_lapsed=has_lapsed)
         self._check_cause(f"request {request_id}", failure)
-        self._check_isolation(pull)
+        self._check_isolation(pull, failure)
         self._check_bound(pull)
 
     def forget_pulls(self, decode: str) -> None:
         """A decode engine has died."""
         for pull in self.pulls.values():
-            if pull.decode == decode and pull.reports == 0:
+            if pull.decode == decode and not pull.is_reported:
                 pull.is_lost = True
-        for lent in self.leases.values():
-            if lent.decode == decode:
-                lent.waiting.clear()
+        for lents in self.leases.values():
+            for lent in lents:
+                if lent.decode == decode:
+                    lent.waiting.clear()
 
-    def check_bytes(self, pull: Pull, found: Words, expected: Words, when: str) -> None:
-        wrong = np.flatnonzero((found != expected).any(axis=(0, 2)))
-        if wrong.size:
-            blocks = [pull.blocks[number] for number in wrong]
-            self.complain("bytes", f"{pull.request_id} {when}: blocks {blocks} of {pull.decode} hold something else")
+    def check_bytes(self, pull: Pull, tp_rank: int, wrong: list[int], when: str) -> None:
+        """`wrong`: blocks that do not hold this rank's part of the prompt's KV."""
+        if wrong:
+            where = f"rank {tp_rank} of {pull.decode}"
+            self.complain("bytes", f"{pull.request_id} {when}: blocks {wrong} of {where} hold something else")
 
     def check_proof(self, request_id: str, proven_until_seconds: float) -> None:
         """A request believes in its lease until then, in true time."""
@@ -202,8 +200,7 @@ class Oracles:
             self.complain("block reuse", f"{engine} {action} blocks {sorted(bad)} while a READ may write into them")
 
     def _check_bound(self, pull: Pull) -> None:
-        assert pull.ended_seconds is not None
-        took_seconds = pull.ended_seconds - pull.started_seconds
+        took_seconds = trio.current_time() - pull.started_seconds
         earliest = pull.started_seconds - RESTART_DELAY_SECONDS_MAX
         crashes = sum(name == pull.decode and at >= earliest for name, at in self._crashes)
         limit = self.options.request_timeout_seconds + self.options.quiesce_timeout_seconds
@@ -211,18 +208,18 @@ class Oracles:
         if took_seconds > limit:
             self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
 
-    def _check_isolation(self, pull: Pull) -> None:
-        assert pull.ended_seconds is not None
-        touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, pull.ended_seconds)
+    def _check_isolation(self, pull: Pull, failure: Failure | None) -> None:
+        now = trio.current_time()
+        touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, now)
         if not self.isolates or pull.is_aborted or pull.may_fail or touched:
             return
-        took_seconds = pull.ended_seconds - pull.started_seconds
+        took_seconds = now - pull.started_seconds
         if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:
             return
-        if pull.failure is not None:
+        if failure is not None:
             self.complain(
                 "isolation",
-                f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches: {pull.failure}",
+                f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches: {failure}",
             )
         elif took_seconds > SERVED_SOON_SECONDS:
             self.complain(
@@ -244,33 +241,47 @@ class Oracles:
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
-    def lend(self, lent: Lent) -> None:
-        self.leases[lent.owner, lent.request_id] = lent
+    def lend(self, lents: list[Lent]) -> None:
+        """`lents`: of all ranks of an engine, in their order."""
+        self.leases[lents[0].owner, lents[0].request_id] = lents
 
-    def take_over(self, owner: str, request_id: str, decode: str, consumer: str) -> None:
-        """`consumer` on `decode` is going to read the blocks."""
-        lent = self.leases.get((owner, request_id))
-        if lent is not None and lent.ends == 0:
-            lent.decode = decode
-            lent.waiting.add(consumer)
+    def take_over(self, owner: str, request_id: str, decode: str, consumer: str, ranks: int) -> None:
+        """`consumer` on the ranks of `decode` is going to read the blocks."""
+        for lent, readers in self._readers(owner, request_id, ranks):
+            if lent.ends == 0:
+                lent.decode = decode
+                lent.waiting.update((consumer, reader) for reader in readers)
 
-    def let_go(self, owner: str, request_id: str, consumer: str, *, has_lapsed: bool = False) -> None:
-        """`consumer` needs the blocks no more."""
-        lent = self.leases.get((owner, request_id))
-        if lent is not None:
-            lent.waiting.discard(consumer)
-            lent.let_go_seconds = trio.current_time()
-            lent.has_lapsed |= has_lapsed
+    def let_go(
+        self, owner: str, request_id: str, consumer: str, tp_rank: int | None = None, *, has_lapsed: bool = False
+    ) -> None:
+        """`consumer` needs the blocks no more; on this rank, or (None) on none."""
+        for lent in self.leases.get((owner, request_id), ()):
+            gone = {each for each in lent.waiting if each[0] == consumer and tp_rank in (None, each[1])}
+            if gone:
+                lent.waiting -= gone
+                lent.let_go_seconds = trio.current_time()
+                lent.has_lapsed |= has_lapsed
 
-    def free(self, owner: str, request_id: str) -> bool:
-        """The connector emitted a SendEnded; returns whether it was due."""
-        lent = self.leases.get((owner, request_id))
-        if lent is None or not lent.is_granted:
-            self.complain("free once", f"{owner} freed {request_id}, which it does not lend")
+    def _readers(self, owner: str, request_id: str, ranks: int) -> list[tuple[Lent, list[int]]]:
+        """The ranks out of `ranks` that have to let go of each rank's blocks: those whose part of the model overlaps
+        with its own."""
+        lents = self.leases.get((owner, request_id), [])
+        return [
+            (lent, [reader for reader in range(ranks) if _overlap(lent.tp_rank, len(lents), reader, ranks)])
+            for lent in lents
+        ]
+
+    def free(self, owner: str, request_id: str, tp_rank: int) -> bool:
+        """The connector emitted a SendEnded on this rank; returns whether it was due."""
+        lents = self.leases.get((owner, request_id))
+        if lents is None or not lents[tp_rank].is_granted:
+            self.complain("free once", f"rank {tp_rank} of {owner} freed {request_id}, which it does not lend")
             return False
+        lent = lents[tp_rank]
         lent.ends += 1
         if lent.ends > 1:
-            self.complain("free once", f"{owner} freed {request_id} {lent.ends} times")
+            self.complain("free once", f"rank {tp_rank} of {owner} freed {request_id} {lent.ends} times")
             return False
         self._check_moment(lent)
         return True
@@ -336,15 +347,20 @@ class Oracles:
     def check_all_reported(self, decode: str | None = None) -> None:
         """Nobody waits any more: after the liveness phase on any engine, after the end of a process on that one."""
         for pull in self.pulls.values():
-            if pull.awaited and pull.reports == 0 and not pull.is_lost and decode in (None, pull.decode):
+            if pull.awaited and not pull.is_reported and not pull.is_lost and decode in (None, pull.decode):
                 self.complain("bound", f"{pull.request_id} of {pull.decode} from {pull.prefill} was never reported")
 
     def check_all_ended(self) -> None:
         """After the liveness phase."""
         self.check_all_reported()
-        for lent in self.leases.values():
+        for lent in (lent for lents in self.leases.values() for lent in lents):
             if lent.is_granted and lent.ends == 0:
-                self.complain("free once", f"{lent.owner} never freed {lent.request_id}")
+                self.complain("free once", f"rank {lent.tp_rank} of {lent.owner} never freed {lent.request_id}")
+
+
+def _overlap(rank: int, ranks: int, other: int, others: int) -> bool:
+    """Whether two ranks stand for stretches of the model that overlap."""
+    return rank * others < (other + 1) * ranks and other * ranks < (rank + 1) * others
 
 
 def _is_injected(error: BaseException) -> bool:

@@ -27,11 +27,13 @@ from connector.runtime.messages import Command, Outcome, ReceiveEnded
 from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import make_trio_deterministic, options_of
-from tests.simulation.engines import DecodeEngine, Engine, PrefillEngine, Surroundings, Variant
+from tests.simulation.engines import DecodeEngine, Engine, PrefillEngine
 from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import FakeNixlPort, FakeNixlWorld, FlyingRead
 from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, draw_shape, engine_of
+from tests.simulation.model import BLOCK_TOKENS
 from tests.simulation.oracles import Oracles
+from tests.simulation.process import Surroundings, Variant
 
 LINK = "d0>p0"
 BLOCKS = 4
@@ -182,7 +184,7 @@ class _Sheet:
         self.lines.append(line)
 
     def append(self, record: TransitionRecord) -> None:
-        """As the list that `Process.write` appends to."""
+        """As the list that `Rank.write` appends to."""
         if record.from_state is None or record.machine == "transfer" or record.event == "Renewed":
             return
         side = "D" if record.engine_id.startswith("d") else "P"
@@ -210,14 +212,14 @@ class Stage:
 
     def watch(self, engine: Engine) -> None:
         """Draw the commands that its engine gives to its connector."""
-        supervisor, side = engine.process.supervisor, engine.name[0].upper()
-        deliver = supervisor.deliver
+        rank, side = engine.process.ranks[0], engine.name[0].upper()
+        deliver = rank.deliver
 
         def watched(command: Command) -> None:
             self.sheet.add(f"{side}->>{side}w: {type(command).__name__}")
             deliver(command)
 
-        supervisor.deliver = watched  # type: ignore[method-assign]
+        rank.deliver = watched  # type: ignore[method-assign]
 
 
 def draw(story: Story) -> str:
@@ -284,7 +286,7 @@ async def _serve(stage: Stage, agenda: Agenda, number: int) -> None:
     ended = trio.Event()
 
     async def script() -> None:
-        prefilled = await stage.prefill.prefill(f"p0-r{number}", number, BLOCKS)
+        prefilled = await stage.prefill.prefill(f"p0-r{number}", number, BLOCKS * BLOCK_TOKENS)
         assert prefilled is not None
         await agenda.sleep(TO_DECODE_SECONDS)
         stage.decode.announce([f"d0-r{number}"], prefilled)
@@ -308,14 +310,14 @@ def _watch_outcomes(engine: Engine, sheet: _Sheet) -> None:
     """Draw what the connector tells its engine, except for figures."""
     side, hear = engine.name[0].upper(), engine.hear
 
-    def watched(outcome: Outcome) -> None:
+    def watched(tp_rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, ReceiveEnded):
             said = "done" if outcome.failure is None else outcome.failure.kind
             quarantined = ", blocks in quarantine" if outcome.quarantined else ""
             sheet.add(f"{side}w->>{side}: ReceiveEnded ({said}{quarantined})")
         elif not type(outcome).__name__.endswith(("Noted", "Measured")):
             sheet.add(f"{side}w->>{side}: {type(outcome).__name__}")
-        hear(outcome)
+        hear(tp_rank, outcome)
 
     engine.hear = watched  # type: ignore[method-assign]
 

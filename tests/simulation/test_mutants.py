@@ -13,7 +13,7 @@ from statemachine import request
 from tests.simulation.cluster import simulate
 from tests.simulation.faults import Plan
 from tests.simulation.mutants import __main__ as program
-from tests.simulation.mutants import actors, machines, runner, wire
+from tests.simulation.mutants import actors, machines, ranks, runner, wire
 from tests.simulation.mutants.catalogue import CATALOGUE, FIELD_FAILURES
 from tests.simulation.mutants.mutant import Mutant, Patch
 from tests.simulation.mutants.runner import Verdict, complaints, in_processes, judge, plans_used
@@ -25,6 +25,8 @@ HANDFUL = (
     "replaced engine kept",
     "drift ignored",
     "one handshake at a time",
+    "one rank speaks for all",
+    "tail not zeroed",
 )
 """Every part of the product, and oracles of every sort: bytes, reuse, leases, leaks, proofs, delay."""
 
@@ -54,7 +56,7 @@ def test_an_oracle_that_is_not_the_named_one_does_not_kill() -> None:
 
 
 def test_the_catalogue_is_in_order() -> None:
-    every = [*actors.MUTANTS, *machines.MUTANTS, *wire.MUTANTS]
+    every = [*actors.MUTANTS, *machines.MUTANTS, *ranks.MUTANTS, *wire.MUTANTS]
     assert len(every) >= 60
     assert len({mutant.name for mutant in every}) == len(every) == len(CATALOGUE)
     assert {mutant.row for mutant in every} - {None} == set(FIELD_FAILURES)

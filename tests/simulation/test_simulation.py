@@ -7,6 +7,7 @@ a bug are in regressions/ and run as well. That the oracles do complain is shown
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,8 @@ import pytest
 from tests.simulation.__main__ import main, read_plan
 from tests.simulation.cluster import simulate
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
-from tests.simulation.faults import Fault, Kind, Plan, draw_plan
+from tests.simulation.faults import Fault, Kind, Plan, draw_plan, draw_shape
+from tests.simulation.model import SecondGroup
 from tests.simulation.mutants.catalogue import CATALOGUE
 from tests.simulation.mutants.mutant import Patch
 from tests.simulation.shrink import shrink
@@ -51,6 +53,37 @@ def test_a_seed_gives_the_same_trace_in_every_process(seed: int) -> None:
     one, other = (trace_in_a_process_of_its_own(["--seed", str(seed)], hash_seed) for hash_seed in HASH_SEEDS)
     assert one.count(b"\n") > 500
     assert first_divergence(one, other) is None
+
+
+def test_engines_of_every_sort_meet() -> None:
+    """Of the seeds above; the simulator has to keep them apart from plain ones."""
+    shapes = [draw_shape(seed) for seed in range(SEEDS)]
+    pairs = [
+        (shape.model, shape.engines[prefill], shape.engines[decode])
+        for shape in shapes
+        for prefill in shape.prefill_names
+        for decode in shape.decode_names
+    ]
+    assert {(model.heads, p.tp_size, d.tp_size) for model, p, d in pairs} == set(product((1, 2), repeat=3))
+    assert {model.second for model, _, _ in pairs} == set(SecondGroup)
+    assert {(p.block_tokens > d.block_tokens) - (p.block_tokens < d.block_tokens) for _, p, d in pairs} == {-1, 0, 1}
+    plans = [draw_plan(seed) for seed in range(SEEDS)]
+    of_ranks = {fault.kind for plan in plans for fault in plan.faults if "." in fault.target}
+    assert of_ranks >= {Kind.PAUSE, Kind.READ_STALL, Kind.NOTIFICATION_LOSS}
+
+
+def test_ranks_disagree_and_tails_are_zeroed() -> None:
+    stall = Fault(kind=Kind.READ_STALL, target="d0.1>p0", at_seconds=0.5, duration_seconds=9.0)
+    seed = next(seed for seed in range(SEEDS) if draw_shape(seed).engines["d0"].tp_size > 1)
+    result = simulate(Plan(seed=seed, faults=[stall]))
+    assert result.violations == []
+    assert result.coverage["a rank failed alone"]
+    seed = next(
+        seed
+        for seed in range(SEEDS)
+        if draw_shape(seed).engines["d0"].block_tokens > draw_shape(seed).engines["p0"].block_tokens
+    )
+    assert simulate(Plan(seed=seed, faults=[])).coverage["tail zeroed"]
 
 
 def test_a_divergence_is_found_where_it_begins() -> None:

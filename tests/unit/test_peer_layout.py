@@ -116,6 +116,8 @@ def _check_transfer(
     permutes: bool = False,
 ) -> None:
     monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", permutes)
+    # With one, windows are not read from smaller blocks (below).
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", prefill_block % 64 == 0)
     generator = torch.Generator().manual_seed(7)
     content = Content(make_specs(1, 64), TOKENS, generator)
     for tp_rank in range(decode_tp):
@@ -189,6 +191,7 @@ def _first_state() -> MambaSpec:
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 
+OWN_BLOCKS = "window with blocks of its own"
 SLOTS = "K and V in slots of their own"
 """Only its attention back end knows where in a block a head lies."""
 
@@ -358,6 +361,20 @@ def test_block_sizes_that_differ(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=2, decode_tp=1, prefill_block=prefill_block)
 
 
+@pytest.mark.parametrize("family", ["sliding window", OWN_BLOCKS, "chunked local attention", "latent with a window"])
+def test_windows_are_not_read_from_smaller_blocks(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """P keeps what the window needs, which may begin inside of a block of D that the prefix cache takes for whole."""
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", True)
+    decode, prefill = (
+        make_rank(config, monkeypatch, FAMILIES[family](1, block), engine_id=name, tp_rank=0, tp_size=1)
+        for name, block in (("decode", 64), ("prefill", 32))
+    )
+    with pytest.raises(LayoutMismatch, match=r"block size of .*; its window needs a --block-size on P"):
+        seen(decode.registration, prefill)
+
+
 @pytest.mark.parametrize("prefill_block", [64, 128])
 @pytest.mark.parametrize("family", ["full attention", "sliding window", "latent", "mamba 1", "mamba 2"])
 def test_several_kernel_blocks_in_a_block(
@@ -395,8 +412,6 @@ def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) 
     )
     return engine_config(model)
 
-
-OWN_BLOCKS = "window with blocks of its own"
 
 BUILTIN_CASES = [
     *((family, "LBHNC", 1, 64) for family in FAMILIES if family not in (*PACKED, OWN_BLOCKS)),

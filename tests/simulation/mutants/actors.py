@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import trio
 
-from connector.ports.nixl import DescriptorListHandle, NixlCallFailed
+from connector.ports.nixl import NixlCallFailed
 from connector.runtime import handshake, lease_keeper, nixl_owner, peer_actor
 from connector.runtime.consumed import ConsumedBlocks
 from connector.runtime.context import ActorContext
@@ -324,30 +324,34 @@ def _keep_the_replaced(patch: Patch) -> None:
 
 def _keep_every_remote_list(patch: Patch) -> None:
     async def only_the_agent(context: ActorContext, connection: Connection) -> None:
-        await context.nixl.unload_agent(connection.agent)
+        for rank in connection.ranks:
+            await context.nixl.unload_agent(rank.agent)
 
     patch.attribute(peer_actor, "disconnect", only_the_agent)
 
 
 def _keep_every_agent(patch: Patch) -> None:
-    async def only_the_list(context: ActorContext, connection: Connection) -> None:
-        await context.nixl.port.release_descriptor_list(connection.remote_list)
+    async def only_the_lists(context: ActorContext, connection: Connection) -> None:
+        for source in connection.sources:
+            await context.nixl.port.release_descriptor_list(source.remote_list)
 
-    patch.attribute(peer_actor, "disconnect", only_the_list)
+    patch.attribute(peer_actor, "disconnect", only_the_lists)
 
 
 def _keep_half_a_handshake(patch: Patch) -> None:
-    async def load(
-        context: ActorContext, peer: PeerAddress, nixl_metadata: bytes, plan: Any
-    ) -> tuple[str, DescriptorListHandle, DescriptorListHandle]:
-        nixl = context.nixl
-        local_list = await nixl.local_list(plan.local_runs)
-        agent = await nixl.load_agent(nixl_metadata)
-        if agent is None:
-            raise NixlCallFailed("add_remote_agent", "it is loaded already")
-        return agent, local_list, await nixl.port.prepare_remote(agent, plan.remote_runs)
+    load, unload = handshake._load, handshake._unload
 
-    patch.attribute(handshake, "_load", load)
+    async def keep(*arguments: Any) -> None:
+        """Nothing is taken back."""
+
+    async def load_and_keep(*arguments: Any) -> Any:
+        handshake._unload = keep
+        try:
+            return await load(*arguments)
+        finally:
+            handshake._unload = unload
+
+    patch.attribute(handshake, "_load", load_and_keep)
 
 
 def _disconnect_without_draining(patch: Patch) -> None:

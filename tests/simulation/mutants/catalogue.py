@@ -19,7 +19,7 @@ Dropped, because nothing that anybody outside can see depends on them:
 
 from __future__ import annotations
 
-from tests.simulation.mutants import actors, machines, wire
+from tests.simulation.mutants import actors, machines, ranks, wire
 from tests.simulation.mutants.mutant import Mutant
 
 FIELD_FAILURES = {
@@ -35,6 +35,7 @@ FIELD_FAILURES = {
     14: "an engine is evicted while it is being read from",
     16: "engines whose KV means different things are paired",
     19: "any peer may free any request",
+    20: "the tail of a block that is filled in part keeps what another request left there",
     24: "a failed transfer is cleaned up twice",
     25: "a request that only notifies is reported as received",
     26: "a failed handshake is treated as success",
@@ -66,4 +67,6 @@ FIELD_FAILURES = {
 }
 """Failures that real systems had, by the numbers that `Mutant.row` refers to."""
 
-CATALOGUE: dict[str, Mutant] = {each.name: each for each in (*machines.MUTANTS, *actors.MUTANTS, *wire.MUTANTS)}
+CATALOGUE: dict[str, Mutant] = {
+    each.name: each for each in (*machines.MUTANTS, *actors.MUTANTS, *ranks.MUTANTS, *wire.MUTANTS)
+}

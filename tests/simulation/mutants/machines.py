@@ -421,6 +421,7 @@ PEER = (
         apply=_rebuild_under_reads,
         faults=QUICK_RESTARTS,
         oracle="agents",
+        first_seed=12,
     ),
     Mutant(
         name="retire under READs",

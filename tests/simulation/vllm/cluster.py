@@ -10,7 +10,6 @@ alone; some are shorter than a block.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import random
@@ -25,10 +24,11 @@ from tests.rig.content import VOCABULARY_SIZE
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import PROBE_SECONDS, Cluster, Result, run_cluster
 from tests.simulation.coverage import TransitionKey
-from tests.simulation.engines import Surroundings
 from tests.simulation.faults import ActiveFaults, Kind, Plan
+from tests.simulation.model import BLOCK_TOKENS, EngineShape, SecondGroup
+from tests.simulation.process import Surroundings
 from tests.simulation.vllm.config import draw_knobs
-from tests.simulation.vllm.content import BLOCK_TOKENS, sequence
+from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
 from tests.simulation.vllm.oracles import Ask, Requests
 
@@ -70,16 +70,24 @@ class VllmCluster(Cluster):
     def __init__(self, plan: Plan, agenda: Agenda) -> None:
         super().__init__(plan, agenda)
         requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
-        self._shape = msgspec.structs.replace(self._shape, requests_per_second=requests_per_second)
+        model = self._shape.model
+        if model.second is SecondGroup.STATE:
+            model = msgspec.structs.replace(model, second=SecondGroup.WINDOW)
+        engines = {
+            name: EngineShape(tp_size=engine.tp_size, block_tokens=max(BLOCK_TOKENS, engine.block_tokens))
+            for name, engine in self._shape.engines.items()
+        }
+        self._shape = msgspec.structs.replace(
+            self._shape, requests_per_second=requests_per_second, model=model, engines=engines
+        )
         self._knobs = draw_knobs(plan.seed)
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
-        coverage = self._requests.coverage
-        coverage["overlapping steps"] += self._knobs.overlaps
-        return dataclasses.replace(super().result(real_seconds, transitions), coverage=+coverage)
+        self._requests.coverage["overlapping steps"] += self._knobs.overlaps
+        return super().result(real_seconds, transitions)
 
     def _make_engines(self, around: Surroundings) -> None:
         def make(names: list[str], role: str) -> list[VllmEngine]:
@@ -125,10 +133,12 @@ class VllmCluster(Cluster):
         if params is None:
             return
         await trio.sleep(chance.uniform(0.0001, 0.006))
-        params, is_damaged = self._damage(params)
+        params, may_fail = self._damage(params)
+        # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
+        may_fail |= len(prefilled.sequence.answer) > 1 and self._shape.model.second is SecondGroup.WINDOW
         samples = 2 if chance.random() < 0.1 else 1
         asks = [
-            self._draw_sample(f"{decode.name}-r{number}.{sample}", prompt, params, decode, may_fail=is_damaged)
+            self._draw_sample(f"{decode.name}-r{number}.{sample}", prompt, params, decode, may_fail=may_fail)
             for sample in range(samples)
         ]
         self._requests.coverage["two samples"] += samples == 2

@@ -1,8 +1,8 @@
 """vLLM's configuration of a simulated engine, and what of it a seed decides.
 
-A configuration is made once in a process, because that looks at a model's files and at the platform; engines get
-copies with their own numbers. The KV cache is described by hand: one group of full attention, which is all that the
-scheduler looks at.
+A configuration is made once in a process for each block size, because that looks at a model's files and at the
+platform; engines get copies with their own numbers. The KV cache is described by hand: the cache groups, which are all
+that the scheduler looks at.
 """
 
 from __future__ import annotations
@@ -13,12 +13,25 @@ from dataclasses import dataclass
 import msgspec
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 
 from connector.config import ConnectorOptions
-from tests.simulation.engines import LAYERS
 from tests.simulation.faults import generator
-from tests.simulation.vllm.content import BLOCK_TOKENS
+from tests.simulation.model import (
+    BLOCK_TOKENS,
+    LAYERS,
+    SECOND_LAYERS,
+    WINDOW_TOKENS,
+    EngineShape,
+    Model,
+    SecondGroup,
+)
 from tests.unit.vllm_setup import scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"
@@ -35,7 +48,8 @@ class Knobs:
         collects_early: the connector is called when the forward pass is launched, as on an accelerator, instead of
             when it is over.
         splits_roles: P is a producer and D a consumer only; otherwise both are both.
-        prefill_blocks, decode_blocks: of the KV cache, without the one that vLLM keeps for itself.
+        prefill_blocks, decode_blocks: of the KV cache, in blocks of the usual size, without the one that vLLM keeps for
+            itself.
         batch_tokens: most tokens of a step; longer prompts are computed in chunks.
         batch_requests: most requests of a step.
         read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
@@ -69,11 +83,15 @@ def draw_knobs(seed: int) -> Knobs:
 
 
 def engine_configuration(
-    *, knobs: Knobs, is_prefill: bool, engine_id: str, options: ConnectorOptions
+    *, knobs: Knobs, model: Model, shape: EngineShape, is_prefill: bool, engine_id: str, options: ConnectorOptions
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """What vLLM needs to make the scheduler of one engine."""
-    blocks = (knobs.prefill_blocks if is_prefill else knobs.decode_blocks) + 1
-    config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
+    tokens = (knobs.prefill_blocks if is_prefill else knobs.decode_blocks) * BLOCK_TOKENS
+    # A window needs at most as many blocks again.
+    blocks = len(model.groups) * tokens // shape.block_tokens + 1
+    config = copy.copy(scheduling_config(shape.block_tokens, MAX_MODEL_TOKENS))
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = shape.tp_size
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.max_num_batched_tokens = knobs.batch_tokens
     config.scheduler_config.max_num_seqs = knobs.batch_requests
@@ -92,15 +110,21 @@ def engine_configuration(
         kv_load_failure_policy="recompute" if knobs.recomputes else "fail",
         kv_connector_extra_config=_extra_config(options),
     )
-    return config, _cache_config(blocks)
+    return config, _cache_config(model, shape, blocks)
 
 
-def _cache_config(blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+def _cache_config(model: Model, shape: EngineShape, blocks: int) -> KVCacheConfig:
+    sizes = {"block_size": shape.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     names = [f"layers.{layer}" for layer in range(LAYERS)]
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(size=page * blocks * LAYERS, layers=names, layer_stride=page * blocks, block_stride=page)
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+    groups = [KVCacheGroupSpec(names, FullAttentionSpec(**sizes))]
+    if model.second is SecondGroup.WINDOW:
+        more = [f"layers.{layer}" for layer in range(LAYERS, LAYERS + SECOND_LAYERS)]
+        groups.append(KVCacheGroupSpec(more, SlidingWindowSpec(sliding_window=WINDOW_TOKENS, **sizes)))
+        names = names + more
+    page = groups[0].kv_cache_spec.page_size_bytes
+    size = page * blocks * len(names)
+    tensor = KVCacheTensor(size=size, layers=names, layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
 
 
 def _extra_config(options: ConnectorOptions) -> dict[str, object]:

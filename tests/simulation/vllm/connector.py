@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.config import ConnectorOptions, parse_options
@@ -24,8 +26,10 @@ from connector.nixl_connector import NixlConnector as ProductionConnector
 from connector.runtime.clock import Clock
 from connector.runtime.messages import Command
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.ledger import TransferLedger
+from tests.simulation.model import RankMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,13 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Birth:
-    """What the connector of one life of an engine is made of."""
+    """What the connectors of one life of an engine are made of; what is of a worker, of one rank of it."""
 
     host: str
     port: int
     incarnation: str
     scheduler_clock: Clock
     worker_clock: Clock
+    memory: RankMemory
     send: Callable[[list[Command]], None]
     """Hands the commands of a step to the actors."""
 
@@ -97,6 +102,7 @@ class SimulatedWorker(ConnectorWorker):
         self._clock = birth.worker_clock
         self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
         self._thread = ActorsNextDoor(birth.send)
+        self._cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
 
 
 class NixlConnector(ProductionConnector):

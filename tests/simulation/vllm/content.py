@@ -1,23 +1,25 @@
 """Which words and which answer belong to a prompt, as `tests.rig.content` defines them, in this simulator's shape.
 
-A slot holds one word per layer: the digest of its token and of everything before it, xor a constant of the layer. The
-answer to a prompt is a function of the prompt, so what an undisturbed engine would say is known in advance.
+A slot holds one word per layer and head: the digest of its token and of everything before it, xor a constant of the
+place. The answer to a prompt is a function of the prompt, so what an undisturbed engine would say is known in advance.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as Several
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.rig.content import VOCABULARY_SIZE, TokenDigests, place_words
-from tests.simulation.engines import BLOCK_WORDS, LAYERS
+from tests.simulation.model import LAYERS, SECOND_LAYERS, WINDOW_TOKENS, RankMemory, Words
 
-BLOCK_TOKENS = BLOCK_WORDS
-"""One word of a layer's block for each token."""
+_HEADS_MAX = 2
+_PLACES = place_words(LAYERS + SECOND_LAYERS, _HEADS_MAX, 1)[:, :, 0].view(np.uint64)
 
-_PLACES = place_words(LAYERS, 1, 1).reshape(LAYERS, 1).view(np.uint64)
+BlockTables = Several[Several[int]]
+"""Ids of the blocks of a request from its first token on, by cache group. A window has placeholders in front."""
 
 
 class Sequence:
@@ -26,7 +28,7 @@ class Sequence:
     Attributes:
         prompt: token ids.
         answer: the tokens that follow.
-        words: KV of all of them, shape [layers, tokens].
+        words: KV of all of them, shape [tokens, layers, heads].
     """
 
     def __init__(self, prompt: tuple[int, ...], answer_tokens: int) -> None:
@@ -38,27 +40,41 @@ class Sequence:
             digests.extend(answer[-1:])
         self.prompt = prompt
         self.answer = answer
-        self.words: npt.NDArray[np.uint64] = digests.words(0, len(digests)).view(np.uint64)[None, :] ^ _PLACES
+        self.words: npt.NDArray[np.uint64] = digests.words(0, len(digests)).view(np.uint64)[:, None, None] ^ _PLACES
 
     def next_token(self, tokens: int, *, kv_is_right: bool) -> int:
         """What a model says after the first `tokens` tokens; another token when it looked at wrong KV."""
         token = self.answer[tokens - len(self.prompt)]
         return token if kv_is_right else (token + 1) % VOCABULARY_SIZE
 
-    def mismatches(self, memory: npt.NDArray[np.uint64], block_ids: list[int], tokens: int) -> list[int]:
-        """Blocks in which the KV of the first `tokens` tokens is not what it should be.
+    def mismatches(self, memory: RankMemory, tables: BlockTables, tokens: int) -> list[int]:
+        """Blocks in which the KV of the first `tokens` tokens is not what it should be, as far as it is kept."""
+        wrong: set[int] = set()
+        for group, table in enumerate(tables):
+            # The token at the far end of a window is not loaded where a block ends there.
+            start = max(0, tokens - WINDOW_TOKENS + 2) if group else 0
+            found, expected, blocks = self._parts(memory, group, table, start, tokens)
+            differs = (found != expected).any(axis=(1, 2))
+            wrong.update(blocks[differs].tolist())
+        return sorted(wrong)
 
-        Args:
-            memory: KV cache, shape [layers, blocks, tokens of a block].
-        """
-        blocks, slots = _slots(block_ids, 0, tokens)
-        wrong = (memory[:, blocks, slots] != self.words[:, :tokens]).any(axis=0)
-        return sorted(set(blocks[wrong].tolist())) if wrong.any() else []
-
-    def write(self, memory: npt.NDArray[np.uint64], block_ids: list[int], start: int, stop: int) -> None:
+    def write(self, memory: RankMemory, tables: BlockTables, start: int, stop: int) -> None:
         """Write the KV of tokens [start, stop)."""
-        blocks, slots = _slots(block_ids, start, stop)
-        memory[:, blocks, slots] = self.words[:, start:stop]
+        for group, table in enumerate(tables):
+            blocks, slots = _slots(memory, table, start, stop)
+            memory.groups[group][:, blocks, :, slots] = self._expected(memory, group, start, stop)
+
+    def _parts(
+        self, memory: RankMemory, group: int, table: Several[int], start: int, stop: int
+    ) -> tuple[Words, Words, npt.NDArray[np.int64]]:
+        """What tokens [start, stop) are, what they should be, [tokens, layers, heads] both, and their blocks."""
+        blocks, slots = _slots(memory, table, start, stop)
+        return memory.groups[group][:, blocks, :, slots], self._expected(memory, group, start, stop), blocks
+
+    def _expected(self, memory: RankMemory, group: int, start: int, stop: int) -> Words:
+        held = memory.held[group]
+        layers = slice(LAYERS, None) if group else slice(0, LAYERS)
+        return self.words[start:stop, layers, held.start : held.stop]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,6 +82,9 @@ def sequence(prompt: tuple[int, ...], answer_tokens: int) -> Sequence:
     return Sequence(prompt, answer_tokens)
 
 
-def _slots(block_ids: list[int], start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _slots(
+    memory: RankMemory, table: Several[int], start: int, stop: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     tokens = np.arange(start, stop)
-    return np.array(block_ids, dtype=np.int64)[tokens // BLOCK_TOKENS], tokens % BLOCK_TOKENS
+    size = memory.block_tokens
+    return np.array(table, dtype=np.int64)[tokens // size], tokens % size

@@ -3,6 +3,8 @@
 The loop is that of vLLM's engine core: take what has come in, make a step while there is anything to do (blocks that
 are lent count), and pause for a moment after a step that computed nothing. With `Knobs.overlaps` a step is scheduled
 while the one before it is computed, as asynchronous scheduling does; steps are computed one after another then as well.
+Every rank has a worker of its own, and takes part in every step; what they report is put together by vLLM's
+`KVOutputAggregator`, where there are several.
 
 Everything that passes between vLLM and the connector, and between the connector and its actors, goes through here and
 is told to the oracles. A block is overwritten when the scheduler frees it, or, if the prefix cache may still use it,
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -27,7 +30,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -43,12 +46,12 @@ from connector.runtime.messages import (
     SendEnded,
     StartPull,
 )
-from tests.simulation.engines import JUNK, Process, Surroundings, Variant
 from tests.simulation.faults import Kind, engine_of
+from tests.simulation.model import EngineShape
 from tests.simulation.oracles import Lent, Pull
+from tests.simulation.process import Process, Rank, Surroundings, Variant
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, Knobs, engine_configuration
-from tests.simulation.vllm.connector import Birth, being_born
-from tests.simulation.vllm.content import BLOCK_TOKENS
+from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
 from tests.simulation.vllm.worker import SimulatedRunner
 from tests.unit.vllm_setup import block_hasher
@@ -113,8 +116,14 @@ class VllmEngine:
     def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
         """A new life, with an empty cache."""
         self._lives += 1
+        self._shape = self.around.engines.get(self.name, EngineShape())
         config, cache_config = engine_configuration(
-            knobs=self._knobs, is_prefill=self.role == PREFILL, engine_id=engine_id, options=self.around.options
+            knobs=self._knobs,
+            model=self.around.model,
+            shape=self._shape,
+            is_prefill=self.role == PREFILL,
+            engine_id=engine_id,
+            options=self.around.options,
         )
         process = self.process = Process(
             self.around,
@@ -126,30 +135,24 @@ class VllmEngine:
             blocks=cache_config.num_blocks,
             listener_offset_ns=self._chance.randrange(10**15),
         )
-        birth = Birth(
-            host=process.address.host,
-            port=process.address.port,
-            incarnation=process.incarnation,
-            scheduler_clock=process.listener_clock,
-            worker_clock=process.clock,
-            send=lambda commands: self._send(process, commands),
-        )
         make_scheduler = _OverlappingScheduler if self._knobs.overlaps else _PlainScheduler
-        with being_born(birth):
+        with being_born(self._birth(process.ranks[0])):
             self.scheduler = make_scheduler(
                 vllm_config=config,
                 kv_cache_config=cache_config,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK_TOKENS,
+                block_size=self._shape.block_tokens,
             )
-            self._connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
-        self._runner = SimulatedRunner(
-            connector=self._connector,
-            memory=process.memory,
-            overseer=self,
-            step_seconds=lambda: self._chance.uniform(STEP_SECONDS_MIN, STEP_SECONDS_MAX),
-            collects_early=self._knobs.collects_early,
-        )
+        self._connectors: list[NixlConnector] = []
+        for rank in process.ranks:
+            with being_born(self._birth(rank)):
+                connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+            self._connectors.append(connector)
+        self._runners = [
+            SimulatedRunner(connector=connector, rank=rank, overseer=self, collects_early=self._knobs.collects_early)
+            for connector, rank in zip(self._connectors, process.ranks, strict=True)
+        ]
+        self._aggregator = KVOutputAggregator(len(process.ranks))
         self._pool = self.scheduler.kv_cache_manager.block_pool
         _watch(self._pool, on_take=self._take_blocks, on_free=self._free_blocks)
         self._scope = trio.CancelScope()
@@ -158,9 +161,22 @@ class VllmEngine:
         self._arrived: deque[Ask] = deque()
         self._leaving: deque[Ask] = deque()
         self._ahead: deque[SchedulerOutput] = deque()
-        self._heard: list[Outcome] = []
+        self._heard: list[list[Outcome]] = [[] for _ in process.ranks]
         self._collected: list[Outcome] = []
+        self._sent = [0] * len(process.ranks)
         self._quarantined: Counter[int] = Counter()
+
+    def _birth(self, rank: Rank) -> Birth:
+        process = self.process
+        return Birth(
+            host=process.address.host,
+            port=process.address.port,
+            incarnation=process.incarnation,
+            scheduler_clock=process.listener_clock,
+            worker_clock=rank.clock,
+            memory=rank.memory,
+            send=lambda commands: self._send(rank, commands),
+        )
 
     async def run(self) -> None:
         """Until the process stops or dies; a stopped one makes no step any more."""
@@ -245,7 +261,7 @@ class VllmEngine:
 
     async def _complete(self, output: SchedulerOutput) -> None:
         self._cover(output)
-        result = await self._runner.execute(output)
+        result = await self._execute(output)
         self._let_go()
         if result.kv_connector_output is not None:
             self._check_loads(result.kv_connector_output)
@@ -254,10 +270,36 @@ class VllmEngine:
             self._take_answer(answer)
         self._check_blocks()
 
+    async def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """The step on all ranks, which wait for each other, and what they report together."""
+        seconds = self._chance.uniform(STEP_SECONDS_MIN, STEP_SECONDS_MAX)
+        if len(self._runners) == 1:
+            return await self._runners[0].execute(output, seconds)
+        results: dict[int, ModelRunnerOutput] = {}
+
+        async def execute(tp_rank: int) -> None:
+            results[tp_rank] = await self._runners[tp_rank].execute(output, seconds)
+
+        async with trio.open_nursery() as nursery:
+            for tp_rank in range(len(self._runners)):
+                nursery.start_soon(execute, tp_rank)
+        outputs = [results[tp_rank] for tp_rank in range(len(self._runners))]
+        for each in outputs:
+            # What vLLM's executor gets from a worker that has nothing to say.
+            each.kv_connector_output = each.kv_connector_output or KVConnectorOutput()
+        result = self._aggregator.aggregate(outputs)
+        assert result is not None
+        reported = result.kv_connector_output
+        assert reported is not None
+        # As the lists of a single worker: in an order that is the same in every process.
+        reported.finished_sending = sorted(reported.finished_sending or ())
+        reported.finished_recving = sorted(reported.finished_recving or ())
+        return result
+
     def _take_input(self) -> None:
         while self._arrived:
             ask = self._arrived.popleft()
-            self.scheduler.add_request(_request(ask))
+            self.scheduler.add_request(_request(ask, self._shape.block_tokens))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -292,7 +334,8 @@ class VllmEngine:
             return
         self._requests.tell(ask, answer.new_token_ids)
         if answer.prefill_stats is not None:
-            self._requests.cover_prefix(ask, answer.prefill_stats.num_local_cached_tokens, self.role)
+            cached_tokens = answer.prefill_stats.num_local_cached_tokens
+            self._requests.cover_prefix(ask, cached_tokens, self._shape.block_tokens, self.role)
         if answer.finish_reason is not None:
             ask.answer_params = answer.kv_transfer_params
             if ask.answer_params is not None:
@@ -308,19 +351,22 @@ class VllmEngine:
         for new in output.scheduled_new_reqs:
             tokens = len(new.prompt_token_ids or ())
             coverage[f"prompt in chunks on {self.role}"] += new.num_computed_tokens + scheduled[new.req_id] < tokens
-            coverage[f"prompt below a block on {self.role}"] += tokens < BLOCK_TOKENS
+            coverage[f"prompt below a block on {self.role}"] += tokens < self._shape.block_tokens
 
     # --- the connector ----------------------------------------------------------------------------------------------
 
-    def _send(self, process: Process, commands: list[Command]) -> None:
-        """The worker side hands commands to the actors."""
-        for command in commands:
-            self._note_command(command)
+    def _send(self, rank: Rank, commands: list[Command]) -> None:
+        """A worker side hands commands to its actors. All ranks get the same; it is noted when the first one does."""
+        before = max(self._sent)
+        self._sent[rank.tp_rank] += 1
+        if self._sent[rank.tp_rank] > before:
+            for command in commands:
+                self._note_command(command)
 
         def deliver() -> None:
-            if not process.has_died():
+            if not rank.is_dead:
                 for command in commands:
-                    process.supervisor.deliver(command)
+                    rank.deliver(command)
 
         self.around.agenda.after(0.0, deliver)
 
@@ -332,9 +378,16 @@ class VllmEngine:
             case AbortPull(request_id=request_id):
                 oracles.pulls[request_id].is_aborted = True
             case LeaseComputing(request_id=request_id):
-                oracles.lend(Lent(request_id=request_id, owner=self.owner, prefill=self.name))
+                ranks = range(self._shape.tp_size)
+                oracles.lend(
+                    [
+                        Lent(request_id=request_id, owner=self.owner, prefill=self.name, tp_rank=tp_rank)
+                        for tp_rank in ranks
+                    ]
+                )
             case LeaseGranted(request_id=request_id):
-                oracles.leases[self.owner, request_id].is_granted = True
+                for lent in oracles.leases[self.owner, request_id]:
+                    lent.is_granted = True
             case _:
                 pass
 
@@ -347,6 +400,7 @@ class VllmEngine:
             request_id=request_id,
             decode=self.name,
             prefill=engine_of(command.peer.host) if started else "",
+            ranks=self._shape.tp_size,
             blocks=command.local_block_ids,
             awaited=command.awaited if started else True,
             started_seconds=now,
@@ -357,23 +411,24 @@ class VllmEngine:
         )
         self.around.oracles.start(pull)
 
-    def hear(self, outcome: Outcome) -> None:
-        """The connector's actors emitted an outcome; the worker side learns of it at its next look."""
+    def hear(self, tp_rank: int, outcome: Outcome) -> None:
+        """The connector's actors emitted an outcome; the worker side of the rank learns of it at its next look."""
         match outcome:
             case ReceiveEnded(request_id=request_id, failure=failure):
-                self.around.oracles.report(request_id, failure)
+                self.around.oracles.report(request_id, tp_rank, failure)
                 self._requests.coverage["quarantine"] += outcome.quarantined
             case SendEnded(request_id=request_id):
-                self.around.oracles.free(self.owner, request_id)
+                self.around.oracles.free(self.owner, request_id, tp_rank)
                 self._requests.lease_ends[request_id] = trio.current_time()
             case _:
                 pass
-        self._heard.append(outcome)
-        self._connector.worker_side.ledger.hear(outcome)
+        self._heard[tp_rank].append(outcome)
+        self._connectors[tp_rank].worker_side.ledger.hear(outcome)
 
-    def collects(self) -> None:
+    def collects(self, tp_rank: int) -> None:
         """See `worker.Overseer`."""
-        self._collected, self._heard = self._heard, []
+        self._collected += self._heard[tp_rank]
+        self._heard[tp_rank] = []
 
     def _check_loads(self, reported: KVConnectorOutput) -> None:
         """What the connector tells vLLM of its loads, before vLLM acts on it."""
@@ -386,28 +441,31 @@ class VllmEngine:
                 ask.has_failed_load = True
                 continue
             blocks = self._blocks_of(request_id)
-            wrong = ask.sequence.mismatches(self.process.memory, blocks, ask.prompt_tokens)
-            if wrong:
-                self.wrong_bytes(request_id, wrong, "when it was reported as loaded")
+            for rank in self.process.ranks:
+                if wrong := ask.sequence.mismatches(rank.memory, blocks, ask.prompt_tokens):
+                    self.wrong_bytes(request_id, wrong, "when it was reported as loaded")
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     @property
-    def _held(self) -> dict[str, list[KVCacheBlock]]:
-        held: dict[str, list[KVCacheBlock]] = self.scheduler.kv_cache_manager.coordinator.single_type_managers[
-            0
-        ].req_to_blocks
-        return held
+    def _held(self) -> list[dict[str, list[KVCacheBlock]]]:
+        """By cache group and request."""
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return [manager.req_to_blocks for manager in managers]
 
-    def _blocks_of(self, request_id: str) -> list[int]:
-        return [block.block_id for block in self._held.get(request_id, ())]
+    def _blocks_of(self, request_id: str) -> list[list[int]]:
+        return [[block.block_id for block in held.get(request_id, ())] for held in self._held]
 
-    def is_current(self, request_id: str, block_ids: list[int]) -> bool:
-        """See `worker.Overseer`."""
+    def is_current(self, request_id: str, block_ids: list[list[int]]) -> bool:
+        """See `worker.Overseer`. A window may have passed some of them since."""
         request = self.scheduler.requests.get(request_id)
         if request is None or request.status is not RequestStatus.RUNNING:
             return False
-        return self._blocks_of(request_id)[: len(block_ids)] == block_ids
+        null = self._pool.null_block.block_id
+        return all(
+            len(now) >= len(then) and all(ours in (theirs, null) for ours, theirs in zip(now, then, strict=False))
+            for now, then in zip(self._blocks_of(request_id), block_ids, strict=True)
+        )
 
     def wrong_bytes(self, request_id: str, blocks: list[int], when: str) -> None:
         """See `worker.Overseer`."""
@@ -416,13 +474,17 @@ class VllmEngine:
     def _take_blocks(self, block_ids: list[int]) -> None:
         """The scheduler hands out blocks; what was in them is gone."""
         self._check_unwritten(block_ids, "hands out")
-        self.process.memory[:, block_ids, :] = JUNK
+        self._forget(block_ids)
+
+    def _forget(self, block_ids: list[int]) -> None:
+        for rank in self.process.ranks:
+            rank.memory.forget(block_ids)
 
     def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """The scheduler gave up references. A block that the prefix cache knows keeps what it holds for now."""
         free = [block for block in blocks if block.ref_cnt == 0]
         self._check_unwritten([block.block_id for block in free], "frees")
-        self.process.memory[:, [block.block_id for block in free if block.block_hash is None], :] = JUNK
+        self._forget([block.block_id for block in free if block.block_hash is None])
 
     def _check_unwritten(self, block_ids: list[int], action: str) -> None:
         self.around.oracles.check_unwritten(self.name, block_ids, self.process.blocks_written_to(), action)
@@ -441,16 +503,17 @@ class VllmEngine:
         expected = [0] * self._pool.num_gpu_blocks
         for block_id, count in self._quarantined.items():
             expected[block_id] += count
-        for blocks in [*self._held.values(), *(blocks for _, blocks in self.scheduler.deferred_frees)]:
+        held = [blocks for group in self._held for blocks in group.values()]
+        for blocks in [*held, *(blocks for _, blocks in self.scheduler.deferred_frees)]:
             for block in blocks:
-                expected[block.block_id] += 1
+                expected[block.block_id] += not block.is_null
         found = [0 if block.is_null else block.ref_cnt for block in self._pool.blocks]
         if found != expected:
             wrong = [number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
             detail = ", ".join(f"block {number}: {found[number]} of {expected[number]}" for number in wrong)
             self.around.oracles.complain("blocks", f"{self.name} counts wrong references: {detail}")
             self._quarantined.update({number: found[number] - expected[number] for number in wrong})
-        strangers = self._held.keys() - self.scheduler.requests.keys()
+        strangers = set().union(*self._held) - self.scheduler.requests.keys()
         if strangers:
             self.around.oracles.complain("blocks", f"{self.name}: {sorted(strangers)} are gone and hold blocks")
 
@@ -458,25 +521,27 @@ class VllmEngine:
 
     def leftovers(self) -> list[str]:
         """What should not be there when nobody wants anything any more."""
-        supervisor, ledger = self.process.supervisor, self._connector.worker_side.ledger
         side = self.scheduler.connector.scheduler_side
-        heartbeats = sum(len(actor._holders) for actor in supervisor._peers.values())
         pool_blocks = self._pool.num_gpu_blocks - 1
         counts = {
-            "READs": self.process.port.counts().reads,
-            "open leases": supervisor._lease_keeper.open_leases,
-            "heartbeats": heartbeats,
-            "receives in the ledger": ledger.open_receives,
-            "sends in the ledger": ledger.open_sends,
             "pulls in the scheduler": len(side._pulls),
             "prefills in the scheduler": len(side._computing),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
         }
+        for rank, connector in zip(self.process.ranks, self._connectors, strict=True):
+            supervisor, ledger = rank.supervisor, connector.worker_side.ledger
+            counts |= {
+                f"READs on rank {rank.tp_rank}": rank.port.counts().reads,
+                f"open leases on rank {rank.tp_rank}": supervisor._lease_keeper.open_leases,
+                f"heartbeats on rank {rank.tp_rank}": sum(len(actor._holders) for actor in supervisor._peers.values()),
+                f"receives in the ledger of rank {rank.tp_rank}": ledger.open_receives,
+                f"sends in the ledger of rank {rank.tp_rank}": ledger.open_sends,
+            }
         return [f"{self.name} has {count} {what}" for what, count in counts.items() if count]
 
 
-def _request(ask: Ask) -> Request:
+def _request(ask: Ask, block_tokens: int) -> Request:
     extra = None if ask.params is None else {"kv_transfer_params": ask.params}
     return Request(
         request_id=ask.request_id,
@@ -486,7 +551,7 @@ def _request(ask: Ask) -> Request:
         ),
         pooling_params=None,
         arrival_time=trio.current_time(),
-        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+        block_hasher=block_hasher(block_tokens, MAX_MODEL_TOKENS),
     )
 
 

@@ -16,7 +16,6 @@ can say that it did.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import trio
 
 from tests.simulation.oracles import Oracles
-from tests.simulation.vllm.content import BLOCK_TOKENS, Sequence
+from tests.simulation.vllm.content import Sequence
 
 ENGINE_DIED = "engine died"
 ABORTED = "abort"
@@ -71,7 +70,7 @@ class Requests:
         self.asks: dict[str, Ask] = {}
         self.lease_ends: dict[str, float] = {}
         """When P stops holding the blocks of a request, in true time, as far as is known without renewals."""
-        self.coverage: Counter[str] = Counter()
+        self.coverage = oracles.coverage
         self._wrong: set[str] = set()
 
     def begin(self, ask: Ask) -> None:
@@ -112,9 +111,9 @@ class Requests:
         elif finish != "error":
             self._oracles.complain("answer", f"{ask.request_id} ended with {finish}")
 
-    def cover_prefix(self, ask: Ask, cached_tokens: int, role: str) -> None:
+    def cover_prefix(self, ask: Ask, cached_tokens: int, block_tokens: int, role: str) -> None:
         """Count a prefix-cache hit. At most everything but the last token can hit, and only whole blocks."""
-        most = (ask.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        most = (ask.prompt_tokens - 1) // block_tokens * block_tokens
         if 0 < cached_tokens == most:
             self.coverage[f"full prefix hit on {role}"] += 1
         elif cached_tokens:

@@ -12,15 +12,13 @@ comes out of that KV (`content`).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import trio
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from tests.simulation.process import Rank
 from tests.simulation.vllm.connector import NixlConnector
 from tests.simulation.vllm.content import sequence
 
@@ -28,14 +26,14 @@ from tests.simulation.vllm.content import sequence
 class Overseer(Protocol):
     """Who judges what the worker sees: the engine."""
 
-    def is_current(self, request_id: str, block_ids: list[int]) -> bool:
+    def is_current(self, request_id: str, block_ids: list[list[int]]) -> bool:
         """Whether the request still has these blocks; it may have lost them since the step was scheduled."""
 
     def wrong_bytes(self, request_id: str, blocks: list[int], when: str) -> None:
         """KV of a request is not its own."""
 
-    def collects(self) -> None:
-        """The connector is being asked for results."""
+    def collects(self, tp_rank: int) -> None:
+        """The connector of this rank is being asked for results."""
 
 
 class _Running:
@@ -46,38 +44,33 @@ class _Running:
         assert new.sampling_params is not None
         assert new.sampling_params.max_tokens is not None
         self.sequence = sequence(tuple(new.prompt_token_ids), new.sampling_params.max_tokens)
-        self.block_ids: list[int] = list(new.block_ids[0])
+        self.block_ids: list[list[int]] = [list(group) for group in new.block_ids]
+        """By cache group."""
         self.computed = new.num_computed_tokens
         self.known = len(new.prompt_token_ids)
         """Tokens that there are; a step that goes as far as that gives another one."""
 
 
 class SimulatedRunner:
-    """See the module's docstring.
-
-    Args:
-        memory: KV cache, shape [layers, blocks, tokens of a block].
-        step_seconds: how long the next forward pass takes.
-    """
+    """See the module's docstring. One for each rank; all ranks of an engine do the same."""
 
     def __init__(
         self,
         *,
         connector: NixlConnector,
-        memory: npt.NDArray[np.uint64],
+        rank: Rank,
         overseer: Overseer,
-        step_seconds: Callable[[], float],
         collects_early: bool,
     ) -> None:
         self._connector = connector
-        self._memory = memory
+        self._rank = rank
+        self._memory = rank.memory
         self._overseer = overseer
-        self._step_seconds = step_seconds
         self._collects_early = collects_early
         self._running: dict[str, _Running] = {}
 
-    async def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step."""
+    async def execute(self, output: SchedulerOutput, seconds: float) -> ModelRunnerOutput:
+        """One step, whose forward pass takes so long."""
         assert not output.has_sync_kv_loads, "the connector loads asynchronously only"
         self._connector.handle_preemptions(output.kv_connector_metadata)
         self._update(output)
@@ -89,7 +82,7 @@ class SimulatedRunner:
                 self._begin(request_id, scheduled)
             if self._collects_early:
                 reported = self._serve_connector(output)
-            await trio.sleep(self._step_seconds())
+            await trio.sleep(seconds)
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 sampled[request_id] = self._finish(request_id, scheduled)
         if reported is None:
@@ -107,7 +100,7 @@ class SimulatedRunner:
         connector = self._connector
         connector.start_load_kv(None)
         connector.wait_for_save()
-        self._overseer.collects()
+        self._overseer.collects(self._rank.tp_rank)
         results = connector.get_transfer_results(output.finished_req_ids)
         # vLLM only iterates over these, so lists keep a run independent of the order of sets.
         reported = KVConnectorOutput(
@@ -135,9 +128,10 @@ class SimulatedRunner:
         ):
             running = self._running[request_id]
             if request_id in cached.resumed_req_ids:
-                running.block_ids = []
+                running.block_ids = [[] for _ in running.block_ids]
             if blocks is not None:
-                running.block_ids.extend(blocks[0])
+                for known, more in zip(running.block_ids, blocks, strict=True):
+                    known.extend(more)
             running.computed = computed
             running.known = len(running.sequence.prompt) + outputs
 
