@@ -15,6 +15,7 @@ blocks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
@@ -180,7 +181,8 @@ def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
     held: dict[str, Region] = {piece.layer: region for region in ours.regions for piece in region.pieces}
     names = [cast(str, name) for name in peer.stated("region_names")]
     in_region = {region.name: region for region in advertised_regions(ours)}
-    parts: dict[str, int] = {}
+    total = Counter(names)
+    parts: Counter[str] = Counter()
     owners: dict[str, str] = {}
     regions: list[Region] = []
     for index, name in enumerate(names):
@@ -194,8 +196,8 @@ def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
             if owners.setdefault(layer, name) != name:
                 # Pieces of both would be taken for replicas of each other.
                 raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, _SAME_LAYOUT)
-        part = parts[name] = parts.get(name, -1) + 1
-        regions.extend(_region(ours, held, peer, index, members, part, names.count(name)))
+        regions.extend(_region(ours, held, peer, index, members, parts[name], total[name]))
+        parts[name] += 1
     return tuple(regions)
 
 

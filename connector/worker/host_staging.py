@@ -85,7 +85,8 @@ class HostStaging:
         self._groups: list[_Group] = []
         for group in kv_cache_config.kv_cache_groups:
             layers = [layer for layer in group.layer_names if layer in host]
-            (blocks,) = {host[layer].shape[0] for layer in layers}
+            # A pipeline stage may have no layer of a group.
+            (blocks,) = {host[layer].shape[0] for layer in layers} or {kv_cache_config.num_blocks}
             self._groups.append(
                 _Group(
                     device={layer: device[layer] for layer in layers},
