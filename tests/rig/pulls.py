@@ -1,10 +1,26 @@
-"""Block tables as the scheduler side hands them to the actors, for tests without a scheduler."""
+"""What the scheduler side hands to the actors, for tests without a scheduler."""
 
 from __future__ import annotations
 
-from connector.runtime.messages import GroupPull
+from connector.runtime.messages import GroupPull, PeerAddress, StartPull
 
 
 def one_group(local: list[int], remote: list[int], *, local_first: int = 0) -> tuple[GroupPull, ...]:
     """The block tables of a request in an engine with a single cache group that keeps everything."""
     return (GroupPull(local_block_ids=local, local_first=local_first, remote_block_ids=remote),)
+
+
+def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPull:
+    """Of blocks that have the same ids on a peer that does not exist."""
+    return StartPull(
+        request_id=request_id,
+        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
+        remote_request_id=f"remote-{request_id}",
+        groups=one_group(blocks, blocks),
+        num_tokens=None,
+        remote_num_tokens=None,
+        awaited=awaited,
+        age_seconds=0.0,
+        lease_expires_at=None,
+        incarnation=None,
+    )

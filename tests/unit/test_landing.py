@@ -11,12 +11,12 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.runtime.messages import Landed, Memory, PeerAddress, ReceiveEnded, StartPull
+from connector.runtime.messages import Landed, Memory, ReceiveEnded
 from connector.worker import landing
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.landing import LandedBlocks
 from statemachine.failures import AbortedByClient
-from tests.rig.pulls import one_group
+from tests.rig.pulls import pull
 from tests.unit.vllm_setup import (
     LAYERS,
     allocate,
@@ -85,21 +85,6 @@ def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(landing, "_MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
     LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1])])
     assert torch.equal(cache, other)
-
-
-def pull(request_id: str, blocks: list[int]) -> StartPull:
-    return StartPull(
-        request_id=request_id,
-        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
-        remote_request_id=f"remote-{request_id}",
-        groups=one_group(blocks, blocks),
-        num_tokens=None,
-        remote_num_tokens=None,
-        awaited=True,
-        age_seconds=0.0,
-        lease_expires_at=None,
-        incarnation=None,
-    )
 
 
 def test_blocks_are_in_order_when_vllm_is_told(

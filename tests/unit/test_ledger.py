@@ -10,16 +10,14 @@ from connector.runtime.messages import (
     LeaseGranted,
     Memory,
     Outcome,
-    PeerAddress,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
     SendEnded,
-    StartPull,
 )
 from connector.worker.ledger import Loaded, TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
-from tests.rig.pulls import one_group
+from tests.rig.pulls import pull
 
 LEASE_SECONDS = 9.0
 
@@ -38,21 +36,6 @@ class SettableClock:
 def ledger() -> tuple[TransferLedger, SettableClock]:
     clock = SettableClock()
     return TransferLedger(clock, LEASE_SECONDS), clock
-
-
-def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPull:
-    return StartPull(
-        request_id=request_id,
-        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
-        remote_request_id=f"remote-{request_id}",
-        groups=one_group(blocks, blocks),
-        num_tokens=None,
-        remote_num_tokens=None,
-        awaited=awaited,
-        age_seconds=0.0,
-        lease_expires_at=None,
-        incarnation=None,
-    )
 
 
 def ended(request_id: str, blocks: list[int], *, failed: bool = False, quarantined: bool = False) -> Outcome:

@@ -25,7 +25,7 @@ from connector.worker.parallelism import placement, require_supported_parallelis
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank
-from tests.unit.vllm_setup import engine_config, single_rank, write_model
+from tests.unit.vllm_setup import engine_config, single_rank, write_latent_model, write_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,19 +38,8 @@ BUILTIN_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     """Of an engine that only prefills, with a model of latent attention."""
-    model = write_model(
-        tmp_path_factory.mktemp("latent"),
-        architectures=["DeepseekV2ForCausalLM"],
-        model_type="deepseek_v2",
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        num_key_value_heads=8,
-    )
     config = engine_config(
-        model,
+        write_latent_model(tmp_path_factory.mktemp("latent")),
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector", kv_role="kv_producer", kv_buffer_device="cpu", engine_id="prefill-engine"
         ),

@@ -58,7 +58,7 @@ from tests.unit.cache_families import (
     one_group_of_b_and_c,
     seen,
 )
-from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
+from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_latent_model, write_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -399,18 +399,7 @@ LATENT = [family for family in FAMILIES if family.startswith("latent")]
 @pytest.fixture(scope="module")
 def latent_config(tmp_path_factory: pytest.TempPathFactory, config: VllmConfig) -> VllmConfig:
     """Of a model that vLLM takes for one of latent attention. Its process groups are those of `config`."""
-    model = write_model(
-        tmp_path_factory.mktemp("latent"),
-        architectures=["DeepseekV2ForCausalLM"],
-        model_type="deepseek_v2",
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        num_key_value_heads=8,
-    )
-    return engine_config(model)
+    return engine_config(write_latent_model(tmp_path_factory.mktemp("latent")))
 
 
 BUILTIN_CASES = [

@@ -69,6 +69,21 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def write_latent_model(directory: Path) -> Path:
+    """Configuration of a model that vLLM takes for one of latent attention."""
+    return write_model(
+        directory,
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        num_key_value_heads=8,
+    )
+
+
 def engine_config(model: Path, **changes: Any) -> VllmConfig:
     """Configuration of an engine with a NIXL connector; `changes` are engine arguments."""
     arguments: dict[str, Any] = {
