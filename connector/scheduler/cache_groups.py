@@ -44,6 +44,7 @@ class TransferGroup:
         group_id: its place in block tables of the engine.
         block_size: tokens of a block.
         window: tokens that a token's attention sees, itself included.
+        retained: tokens before the window that vLLM keeps too, for draft modules that look further back.
         chunk: tokens of a chunk of local attention.
         is_state: a block is the state of everything before it.
     """
@@ -51,6 +52,7 @@ class TransferGroup:
     group_id: int
     block_size: int
     window: int | None = None
+    retained: int = 0
     chunk: int | None = None
     is_state: bool = False
 
@@ -71,11 +73,11 @@ class TransferGroup:
     def lend(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         """P: what D may need of a request of which `num_tokens` are computed.
 
-        A built-in D pairs from the end and takes windows to be clipped to this number of blocks.
+        A built-in D pairs from the end and takes windows to be clipped to this number of blocks, or to fewer.
         """
         table = self._last_state(block_ids[: self._blocks_of(num_tokens)])
         if self.window is not None:
-            table = table[-(-(-self.window // self.block_size) + 1) :]
+            table = table[-(self._blocks_of(self.window + self.retained) + 1) :]
         return self._without_placeholders(table)
 
     def written(self, block_ids: Sequence[int], first: int, stop: int) -> list[int]:
@@ -92,7 +94,7 @@ class TransferGroup:
     def _tokens_kept(self, num_tokens: int) -> int | None:
         """How many of the last of `num_tokens` tokens a table holds for certain; None: all."""
         if self.window is not None:
-            return self.window - 1
+            return self.window - 1 + self.retained
         return num_tokens % self.chunk if self.chunk is not None else None
 
     def _without_placeholders(self, block_ids: Sequence[int]) -> list[int]:
@@ -112,6 +114,7 @@ def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size
                 group_id=group_id,
                 block_size=resolve_dcp_kv_block_size(spec, decode_context_parallel_size),
                 window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+                retained=spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0,
                 chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
                 is_state=isinstance(spec, MambaSpec),
             )

@@ -8,6 +8,7 @@ scheduler side, which gets the same tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,6 +123,25 @@ def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull) -> None:
     assert [group.local_block_ids for group in pull.groups] == [list(table) for table in theirs]
     length = decode.scheduler.requests[name].num_prompt_tokens
     assert pull.num_tokens == builtin._get_remote_prefill_token_count(length)
+
+
+@pytest.mark.parametrize("retained", [3, 16, 40])
+def test_what_is_kept_before_a_window_is_lent_too(retained: int) -> None:
+    """For draft modules. A block of D that stayed empty would be in its prefix cache all the same."""
+    specs = [full(), replace(window(40), extra_retained_tokens=retained)]
+    prefill, decode = HybridEngine(specs), HybridEngine(specs)
+    before_window = 0
+    for length in LENGTHS:
+        name, tokens = f"request-{length}", tokens_of(length, seed=length)
+        prefill.prefill(name, tokens)
+        group = decode.load(name, tokens, prefill.params[name]).groups[1]
+        first = -(-length // BLOCK_TOKENS) - len(group.remote_block_ids)
+        assert first <= group.local_first
+        assert group.window_tokens == 39 + retained  # what a P that lends less cannot give
+        before_window += (group.local_first + 1) * BLOCK_TOKENS <= length - 40
+        decode.loaded(name)
+        decode.step()
+    assert before_window > 0 or retained == 3
 
 
 @pytest.mark.parametrize("batch_tokens", [512, 48], ids=["at once", "in chunks"])
