@@ -91,7 +91,6 @@ ROUTES = (
     Route(Kind("llama"), Kind("llama", ranks=2)),
     Route(Kind("llama"), Kind("llama", block_size=LONG_BLOCK_SIZE)),
     Route(Kind("gemma", stages=2), Kind("gemma")),
-    Route(Kind("gemma", ranks=2), Kind("gemma")),
     Route(Kind("deepseek", ranks=2), Kind("deepseek")),
     Route(Kind("deepseek"), Kind("deepseek", ranks=2)),
     Route(Kind("deepseek"), Kind("deepseek", number=2)),
