@@ -105,11 +105,11 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
         position = _held(position, self.remote, cut.remote_chunks)
         local_block, local_chunk = _locate(position - local_start, local, self.local, cut.local_chunks)
         remote_block, remote_chunk = _locate(position - remote_start, remote, self.remote, cut.remote_chunks)
-        order = np.lexsort((local_chunk, local_block))
+        order = np.argsort(local_block * cut.local_chunks + local_chunk)
         unfilled = np.empty(0, np.int64)
         if self.local.tokens_per_kernel_block:
-            offered = _held(np.arange(local_start, local_end, dtype=np.int64), self.local, cut.local_chunks)
-            unfilled = offered[(offered < start) | (offered >= max(start, end))] - local_start
+            before, after = np.arange(local_start, min(start, local_end)), np.arange(max(start, end), local_end)
+            unfilled = _held(np.concatenate((before, after)), self.local, cut.local_chunks) - local_start
         unfilled_block, unfilled_chunk = _locate(unfilled, local, self.local, cut.local_chunks)
         return ChunkPairs(
             local_block=local_block[order],
@@ -132,6 +132,8 @@ def _held(position: Indices, group: CacheGroup, chunks: int) -> Indices:
 
 def _locate(chunk: Indices, ids: Indices, group: CacheGroup, chunks: int) -> tuple[Indices, Indices]:
     """Kernel block, and chunk within it, of each chunk held by this rank, counted from the start of ids[0]."""
+    if chunks == group.kernel_blocks_per_block == group.dcp_size == 1:
+        return ids[chunk], np.zeros_like(chunk)  # the common case, in a quarter of the time
     kernel_block, within = np.divmod(chunk, chunks)
     block, part = np.divmod(kernel_block, group.kernel_blocks_per_block)
     return ids[block // group.dcp_size] * group.kernel_blocks_per_block + part, within
