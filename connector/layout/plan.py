@@ -115,8 +115,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         `pairs` are those of any READ.
         """
-        addresses, lengths = [], []
-        for copy in self.own:
+        nothing = np.empty(0, np.int64)
+        addresses, lengths = [nothing], [nothing]
+        for copy in self.own if any(pair.unfilled_block.size for pair in pairs) else ():
             blocks, chunks = pairs[copy.group].unfilled_block, pairs[copy.group].unfilled_chunk
             place = copy.local
             addresses.append(copy.local_address + blocks * place.block_stride_bytes + chunks * place.chunk_stride_bytes)
