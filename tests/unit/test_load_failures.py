@@ -15,12 +15,13 @@ from connector.runtime.clock import MonotonicClock
 from connector.runtime.messages import QuarantineLifted, ReceiveEnded
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
-from tests.unit.hybrid_engine import HybridEngine, full, state, window
+from tests.unit.hybrid_engine import HybridEngine, full, mla, ring, state, window
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
     "full attention": lambda: [full()],
     "window": lambda: [full(), window(40)],
     "cached states": lambda: [full(), state("align", speculative=1)],
+    "ring buffer": lambda: [mla(), ring()],
 }
 TOKENS = [position % 500 for position in range(100)]
 CACHED = 48
