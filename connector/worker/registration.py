@@ -204,6 +204,9 @@ def _cache_groups(
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         if _is_of((MambaSpec, CircularBufferSpec), group):
+            if _is_of(CircularBufferSpec, group) and spec.dcp_sharded and place.dcp_size > 1:
+                field = f"decode_context_parallel_size with ring buffers of {group.layer_names}"
+                raise UnsupportedCache(field, place.dcp_size, "1, or ring buffers that are not split")
             groups.append(CacheGroup(tokens_per_kernel_block=0))
             continue
         # A pipeline stage may have no layer of a group.

@@ -189,6 +189,26 @@ def test_after_a_prefix_hit(family: str, cached: int) -> None:
             assert group.local_first == cached // BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("cached", [48, 112, 144])
+def test_a_window_that_is_replayed_is_whole_after_a_load(cached: int) -> None:
+    """P computes the end of a prefix hit anew, to have the window; D has the window from P and computes one token."""
+    family = "ring buffer and a window that is replayed"
+    prefill, decode = engine(family), engine(family)
+    tokens = tokens_of(150)
+    prefill.run("warm", [*tokens[:cached], *tokens_of(20, seed=1)], None)
+    remote = prefill.prefill("a", tokens)
+    assert prefill.computed["a"] == 149 - cached + 40
+    check_grant(prefill, "a", remote)
+    decode.run("warm", [*tokens[:64], *tokens_of(20, seed=2)], None)
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+    check_as_builtin(decode, "a", pull)
+    assert [group.local_first for group in pull.groups] == [4, 6, 0]
+    decode.loaded("a")
+    decode.step()
+    assert (decode.finished["a"], decode.computed["a"]) == ("length", 1)
+
+
 def test_a_window_that_is_partly_cached() -> None:
     """The front of the window is there, the rest is read."""
     prefill, decode = (HybridEngine([full(), window(96)]) for _ in range(2))

@@ -538,6 +538,11 @@ def test_ring_buffers_in_another_layout_are_refused(config: VllmConfig, monkeypa
         seen(decode.registration, prefill)
 
 
+def test_ring_buffers_in_pipeline_stages(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = ("BLHNC", "BLHNC")
+    _check_transfer(config, monkeypatch, rings_and_windows, prefill_tp=2, decode_tp=1, stages=2, layouts=layouts)
+
+
 def test_ring_buffers_of_which_no_length_is_told_are_refused_at_start(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
