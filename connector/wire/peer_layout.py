@@ -37,7 +37,6 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.wire.metadata import (
-    REPLICATED,
     RING,
     SHARED_GROUP,
     AgentMetadata,
@@ -116,7 +115,9 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
     expected = ssm_sizes(theirs)
     if metadata.ssm_sizes != expected:
         raise LayoutMismatch(f"ssm_sizes of {tp_size} ranks", expected, metadata.ssm_sizes, _SAME_MODEL)
-    _require_replicated_state(theirs, metadata)
+    whole_state = replicated_block_length(theirs)
+    if metadata.ple_block_len != whole_state:
+        raise LayoutMismatch("ple_block_len", whole_state, metadata.ple_block_len, _SAME_MODEL)
     _require_ring_lengths(theirs)
     return theirs
 
@@ -203,22 +204,6 @@ def _require_same_pages(ours: RankLayout, metadata: AgentMetadata, tp_size: int)
     if ours.tp_size != tp_size and not metadata.region_members:
         advice = "with ring buffers the built-in connector needs an engine of the same tensor parallel size"
         raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
-
-
-def _require_replicated_state(theirs: RankLayout, metadata: AgentMetadata) -> None:
-    """Its length is told beside those of regions. Where ours has padding, the peer's may have some other padding."""
-    expected, found = replicated_block_length(theirs), metadata.ple_block_len
-    if expected is not None and found is not None:
-        (content_bytes,) = {
-            piece.bytes_per_unit
-            for region in theirs.regions
-            for piece in region.pieces
-            if piece.component == REPLICATED
-        }
-        if content_bytes < expected and content_bytes <= found * metadata.physical_blocks_per_logical_kv_block:
-            return
-    if expected != found:
-        raise LayoutMismatch("ple_block_len", expected, found, _SAME_MODEL)
 
 
 def _require_ring_lengths(theirs: RankLayout) -> None:

@@ -143,7 +143,7 @@ def _ring(*, tokens: int = 8, heads: int = 1, head_size: int = 32, dtype: torch.
 
 
 def rings_and_states(
-    tp: int, block: int, *, capacity: int = 8, padded: bool = True, rows: int = 3
+    tp: int, block: int, *, capacity: int = 12, padded: bool = True, rows: int = 3
 ) -> dict[str, KVCacheSpec]:
     """The caches of Qwen4-exp: attention with raw and compressed keys, gated delta nets, and a state of all ranks.
 

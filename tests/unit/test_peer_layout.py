@@ -7,6 +7,7 @@ to be what it would be if it had computed the request itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -536,6 +537,16 @@ def test_ring_buffers_in_another_layout_are_refused(config: VllmConfig, monkeypa
     )
     with pytest.raises(LayoutMismatch, match="kv_cache_layout is BLHNC here and BLNHC there"):
         seen(decode.registration, prefill)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 4)])
+def test_states_without_padding_beside_ring_buffers(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int
+) -> None:
+    """Then most of what begins at the address of a region is of another length than it says."""
+    specs = functools.partial(rings_and_states, padded=False)
+    layouts = ("BLHNC", "BLHNC")
+    _check_transfer(config, monkeypatch, specs, prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
 
 
 def test_ring_buffers_in_pipeline_stages(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
