@@ -7,7 +7,8 @@ and the null block stands in for what nobody needs any more. What a table still 
     the last tokens   sliding window: the w-1 that the token after the n-th looks back on;
                       chunked local attention: those of the chunk that this token belongs to
     one state         Mamba and its like: the block of the n-th token. Blocks after it are scratch space of speculative
-                      decoding, blocks before it hold older states, if anything.
+                      decoding, blocks before it hold older states, if anything. A ring buffer is the only block of its
+                      table; what it holds after more than n tokens has overwritten what was there after n.
 
 vLLM clips both sides' tables by these rules, at n = the tokens computed on P and at n = the tokens to load on D. So
 neither side has a block for a token that only the n-th token itself would have looked back on. D computes that one
@@ -23,7 +24,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from connector.runtime.messages import GroupPull
 
@@ -46,7 +53,7 @@ class TransferGroup:
         window: tokens that a token's attention sees, itself included.
         retained: tokens before the window that vLLM keeps too, for draft modules that look further back.
         chunk: tokens of a chunk of local attention.
-        is_state: a block is the state of everything before it.
+        is_state: a block is the state of everything before it, or a ring buffer.
     """
 
     group_id: int
@@ -116,7 +123,7 @@ def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size
                 window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
                 retained=spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0,
                 chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
-                is_state=isinstance(spec, MambaSpec),
+                is_state=isinstance(spec, (MambaSpec, CircularBufferSpec)),
             )
         )
     return tuple(groups)

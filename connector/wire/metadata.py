@@ -25,6 +25,9 @@ AGENT_BYTES_MAX = 16 << 20
 SHARED_GROUP = -1
 """Group id of a region in which several cache groups have their blocks."""
 
+RING, REPLICATED = "ring", "replicated"
+"""Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
+
 _ADDRESS_MAX = 2**63 - 1
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Address: TypeAlias = Annotated[int, Meta(ge=1, le=_ADDRESS_MAX)]
@@ -163,12 +166,20 @@ def _advertised(members: tuple[Region, ...], layout: RankLayout) -> AdvertisedRe
 
 
 def ssm_sizes(layout: RankLayout) -> tuple[int, int]:
-    """Bytes of the convolution's part and of the SSM's part of a state; zeros where there are no states."""
+    """Bytes of the convolution's part and of the SSM's part of a state; zeros where no state is split over ranks."""
     for region in layout.regions:
-        if not layout.cache_groups[region.group].tokens_per_kernel_block:
-            *_, last = region.pieces
+        *_, last = region.pieces
+        if last.component == "ssm":
             return last.offset_bytes, (last.stop - last.start) * last.bytes_per_unit
     return 0, 0
+
+
+def replicated_block_length(layout: RankLayout) -> int | None:
+    """Bytes of a block of the states that all ranks hold alike, as advertised; None where there are none."""
+    for region in layout.regions:
+        if region.pieces[0].component == REPLICATED:
+            return region.block_length_bytes // kernel_blocks_per_state(region, layout)
+    return None
 
 
 def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
@@ -193,6 +204,7 @@ def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
         region_mem_types=[region.members[0].memory_kind for region in regions],
         dcp_size=layout.dcp_size,
         pcp_size=layout.pcp_size,
+        ple_block_len=replicated_block_length(layout),
         region_members=[region.layers for region in regions],
         packed_member_layouts={},
     )

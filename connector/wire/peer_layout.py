@@ -9,6 +9,10 @@ block is as long as its content the peer's has to be so too; where ours has padd
 peer's may have some other padding. A rank of a pipeline stage has some of the layers; whether all ranks together have
 every layer is seen when the reads are planned.
 
+With ring buffers, blocks hold pages of unlike sizes, and layers of several groups begin at one address. Of such a
+region one length is advertised, which is that of a page of one of them; the others have to fit between two blocks.
+Which layers these are depends on the sizes of pages, so an engine of another size than ours has to say it.
+
 Everything here is untrusted: whatever does not fit raises LayoutMismatch, and no piece lies outside of the peer's
 blocks.
 """
@@ -33,11 +37,13 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.wire.metadata import (
+    RING,
     SHARED_GROUP,
     AgentMetadata,
     advertised_regions,
     kernel_blocks_per_state,
     layers_in_order,
+    replicated_block_length,
     sizing_region,
     ssm_sizes,
 )
@@ -65,10 +71,9 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
 
     Raises LayoutMismatch when it describes something other than what that rank of our model would have.
     """
-    for field, plain in (("packed_member_layouts", {}), ("ple_block_len", None)):
-        found = getattr(metadata, field)
-        if found != plain:
-            raise LayoutMismatch(field, plain, found, "caches of this kind are not supported")
+    if metadata.packed_member_layouts:
+        found = metadata.packed_member_layouts
+        raise LayoutMismatch("packed_member_layouts", {}, found, "caches of this kind are not supported")
     ours = local.layout
     backends = (ours.attention_backend, metadata.attn_backend_name)
     if CPU_ATTENTION in backends and len(set(backends)) > 1:
@@ -76,7 +81,17 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
     groups = _groups(ours, metadata, rank, local.shapes.values())
     _require_same_blocks(ours, groups, local.shapes.values())
     _require_same_ranks(ours, tp_size, local.shapes.values())
-    peer = _Peer(metadata=metadata, tp_rank=rank.tp_rank, tp_size=tp_size, groups=groups, shapes=local.shapes)
+    has_rings = any(component.name == RING for shape in local.shapes.values() for component in shape.components)
+    if has_rings:
+        _require_same_pages(ours, metadata, tp_size)
+    peer = _Peer(
+        metadata=metadata,
+        tp_rank=rank.tp_rank,
+        tp_size=tp_size,
+        groups=groups,
+        shapes=local.shapes,
+        has_rings=has_rings,
+    )
     try:
         regions = _regions(ours, peer)
     except ImpossibleShard as error:
@@ -100,6 +115,10 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
     expected = ssm_sizes(theirs)
     if metadata.ssm_sizes != expected:
         raise LayoutMismatch(f"ssm_sizes of {tp_size} ranks", expected, metadata.ssm_sizes, _SAME_MODEL)
+    whole_state = replicated_block_length(theirs)
+    if metadata.ple_block_len != whole_state:
+        raise LayoutMismatch("ple_block_len", whole_state, metadata.ple_block_len, _SAME_MODEL)
+    _require_ring_lengths(theirs)
     return theirs
 
 
@@ -111,6 +130,7 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     groups: tuple[CacheGroup, ...]
     shapes: Mapping[str, LayerShape]
+    has_rings: bool
 
     def stated(self, field: str) -> list[object]:
         """A list that old versions may leave out, and that we cannot do without."""
@@ -177,6 +197,32 @@ def _require_same_ranks(ours: RankLayout, tp_size: int, shapes: Iterable[LayerSh
             raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
 
 
+def _require_same_pages(ours: RankLayout, metadata: AgentMetadata, tp_size: int) -> None:
+    """A ring buffer is copied as it is, and lies where the pages of other layers let it."""
+    if ours.layout_name != metadata.kv_cache_layout:
+        raise LayoutMismatch("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout, _SAME_LAYOUT)
+    if ours.tp_size != tp_size and not metadata.region_members:
+        advice = "with ring buffers the built-in connector needs an engine of the same tensor parallel size"
+        raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
+
+
+def _require_ring_lengths(theirs: RankLayout) -> None:
+    """A ring buffer's length says how many tokens it holds, which speculative decoding changes: one has to be told."""
+    missing = {region.group for region in theirs.regions if _is_ring(region)}
+    for advertised in advertised_regions(theirs):
+        told = sizing_region(advertised.members)
+        if _is_ring(told):
+            alike = [member for member in advertised.members if member.block_length_bytes == told.block_length_bytes]
+            missing -= {member.group for member in alike}
+    if missing:
+        advice = "all of them begin where other layers do, whose length is advertised: they cannot be compared"
+        raise LayoutMismatch(f"length of ring buffers of cache group {min(missing)}", "required", "unknown", advice)
+
+
+def _is_ring(region: Region) -> bool:
+    return region.pieces[0].component == RING
+
+
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
     held: dict[str, Region] = {piece.layer: region for region in ours.regions for piece in region.pieces}
     names = [cast(str, name) for name in peer.stated("region_names")]
@@ -217,7 +263,8 @@ def _region(
     regions: list[Region] = []
     for layers in by_group.values():
         known = held[layers[0]]
-        if all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers):
+        alike = all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers)
+        if alike and not peer.has_rings:
             _require_parts(layers[0], 1, parts)
             regions.append(_like_ours(ours, known, layers, peer, index))
             continue
@@ -345,6 +392,10 @@ def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, pe
         # The advertised length is that of another cache group's blocks at this address; the stride bounds this one's.
         length_bytes = region.block_stride_bytes
         fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
+        if peer.has_rings:
+            padding_bytes = known.block_length_bytes - _content_bytes(known, ours.cache_groups)
+            block_length_bytes = min(content_bytes + padding_bytes, length_bytes)
+            region = msgspec.structs.replace(region, block_length_bytes=block_length_bytes)
     elif known.block_length_bytes == _content_bytes(known, ours.cache_groups):
         fits, expected = content_bytes == length_bytes, str(content_bytes)
     else:

@@ -4,7 +4,8 @@ A tensor is a view of shape [blocks, heads, tokens, content]; a state (SSM) is o
 strides are the tensor's own. The granularity follows the built-in connector of the same version, because peers see it:
 
 * one region per layer, whose block is the layer's page, with its padding;
-* where other layers' pages lie between the heads or tokens of this one, a block is the whole row of all layers;
+* where other layers' pages lie between the heads or tokens of this one, or behind them, a block is the whole row of all
+  layers, but not in an engine with ring buffers;
 * where the heads are further out than the blocks, there is one region per head.
 
 A layer that shares its addresses with another one yields regions of the same address; `merge` puts those of the same
@@ -25,7 +26,14 @@ from connector.worker.unsupported import UnsupportedCache
 
 
 def paged_regions(
-    shape: LayerShape, cache: torch.Tensor, *, num_blocks: int, page_bytes: int, tp_rank: int, tp_size: int
+    shape: LayerShape,
+    cache: torch.Tensor,
+    *,
+    num_blocks: int,
+    page_bytes: int,
+    tp_rank: int,
+    tp_size: int,
+    has_rings: bool,
 ) -> list[Region]:
     """Where the tokens of a layer lie. `num_blocks` and `page_bytes` count and measure kernel blocks."""
     units = {shard(component.units, tp_rank, tp_size) for component in shape.components}
@@ -50,7 +58,7 @@ def paged_regions(
     storage_is_rows = 0 <= storage.nbytes() - num_blocks * block < block
     page_is_contiguous = cache[0].is_contiguous() and cache[0].nbytes == page_bytes
     address, length_bytes = cache.data_ptr(), page_bytes
-    if storage_is_rows and not page_is_contiguous:
+    if storage_is_rows and not page_is_contiguous and not has_rings:
         address, length_bytes = storage.data_ptr(), block
     offset_bytes = cache.data_ptr() - address
     if offset_bytes + _extent_bytes(cache[0]) > length_bytes or block < length_bytes:
@@ -62,6 +70,10 @@ def state_region(
     shape: LayerShape, cache: torch.Tensor, *, num_blocks: int, page_bytes: int, tp_rank: int, tp_size: int
 ) -> Region:
     """Where the states of a layer lie. `num_blocks` counts logical blocks; one of `page_bytes` holds one state."""
+    if not cache[0].is_contiguous():
+        raise UnsupportedCache(f"KV cache of {shape.name} with strides", cache.stride(), "blocks that are contiguous")
+    # A ring buffer has tokens, and may have heads.
+    cache = cache.view(cache.shape[0], 1, 1, -1)
     pieces = state_pieces(shape, tp_rank=tp_rank, tp_size=tp_size)
     content_bytes = sum((piece.stop - piece.start) * piece.bytes_per_unit for piece in pieces)
     _require_shape(shape, cache, num_blocks, 1, content_bytes)

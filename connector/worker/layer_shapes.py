@@ -5,8 +5,12 @@ every engine that runs the model. Only two numbers cannot be counted back, becau
 groups of Mamba's B and C, when there is one of them on this rank. Those come from the model's configuration; what a
 wrong guess would do is known from the block lengths that peers advertise, and refused.
 
+Two kinds of block are of a request and not of its tokens, and the same on all ranks: ring buffers, which hold the raw
+keys of the tokens that are not yet compressed, and states that are not split, such as that of a short convolution. Each
+is a state of one unit, which is copied as it is.
+
 Specs are told apart by their exact class. A subclass that is not in the tables is another thing, with another meaning
-of its blocks, such as a ring buffer, and is refused by name.
+of its blocks, and is refused by name.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -35,13 +40,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.layout.shapes import Component, LayerShape, attention, latent, mamba
+from connector.wire.metadata import REPLICATED, RING
 from connector.worker.unsupported import UnsupportedCache
 
 # The tokens of sinks lie in blocks that each engine fills for itself; gaps open behind the prompt, which is all that D
 # loads.
 _HEAD_SPECS = (FullAttentionSpec, SinkFullAttentionSpec, RSWASpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _LATENT_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
-_SPECS: tuple[type[KVCacheSpec], ...] = (*_HEAD_SPECS, *_LATENT_SPECS, MambaSpec)
+_SPECS: tuple[type[KVCacheSpec], ...] = (*_HEAD_SPECS, *_LATENT_SPECS, CircularBufferSpec, MambaSpec)
 _CLIPPED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
 
@@ -69,17 +75,21 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
     if isinstance(spec, AttentionSpec):
         if spec.tokens_per_state != 1 and not (isinstance(spec, _LATENT_SPECS) and spec.tokens_per_state >= 1):
             raise UnsupportedCache(f"tokens_per_state of {layer}", spec.tokens_per_state, "1, or more in latent caches")
-        if isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay:
-            raise UnsupportedCache(f"KV cache of {layer}", "whose window is computed anew", "a window that is kept")
+        if isinstance(spec, CircularBufferSpec) and spec.page_size_padded is not None:
+            # Its length is what tells peers how many tokens it holds.
+            raise UnsupportedCache(f"ring buffer of {layer} with a page of", spec.page_size_padded, "no padding")
     elif isinstance(spec, MambaSpec):
-        if spec.mamba_type not in _STATES:
-            raise UnsupportedCache(f"state of {layer}", spec.mamba_type.name, ", ".join(kind.name for kind in _STATES))
-        if spec.tp_replicated:
-            raise UnsupportedCache(f"state of {layer}", "replicated on all ranks", "split over the ranks")
-        if [len(shape) for shape in spec.shapes] != [2, 2 if _is_mamba1(spec) else 3]:
-            raise UnsupportedCache(f"state of {layer} with shapes", spec.shapes, "a convolution and an SSM state")
+        if not spec.tp_replicated:
+            _require_known_state(layer, spec)
         if not is_conv_state_dim_first():
             raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS")
+
+
+def _require_known_state(layer: str, spec: MambaSpec) -> None:
+    if spec.mamba_type not in _STATES:
+        raise UnsupportedCache(f"state of {layer}", spec.mamba_type.name, ", ".join(kind.name for kind in _STATES))
+    if [len(shape) for shape in spec.shapes] != [2, 2 if _is_mamba1(spec) else 3]:
+        raise UnsupportedCache(f"state of {layer} with shapes", spec.shapes, "a convolution and an SSM state")
 
 
 def layer_shapes(
@@ -104,9 +114,13 @@ def layer_shapes(
 
 
 def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:
+    if isinstance(spec, MambaSpec) and spec.tp_replicated:
+        return _undivided(layer, REPLICATED, spec.state_content_size_bytes, group)
     if isinstance(spec, MambaSpec):
         return _state_shape(layer, spec, group, model_config, tp_size)
     assert isinstance(spec, AttentionSpec)
+    if isinstance(spec, CircularBufferSpec):
+        return _undivided(layer, RING, spec.page_size_bytes, group)
     if isinstance(spec, _LATENT_SPECS):
         shape = latent(layer, bytes_per_token=spec.state_content_size_bytes, group=group)
         tokens_per_entry = int(spec.tokens_per_state)
@@ -128,6 +142,11 @@ def _layer_shape(layer: str, spec: KVCacheSpec, group: int, model_config: ModelC
     return attention(
         layer, heads=heads, k_bytes=spec.head_size * item_bytes, v_bytes=spec.head_size_v * item_bytes, group=group
     )
+
+
+def _undivided(layer: str, component: str, content_bytes: int, group: int) -> LayerShape:
+    whole = Component(name=component, units=1, bytes_per_unit=content_bytes)
+    return LayerShape(name=layer, components=(whole,), group=group, is_state=True)
 
 
 def _has_scales_behind_the_tokens(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> bool:

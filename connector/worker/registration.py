@@ -7,9 +7,9 @@ what it holds, `cache_regions`), the memory ranges to register (whole allocation
 hash. A built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their
 names and the granularity follow the built-in connector of the same vLLM version:
 
-* regions are in natural order of layer names (layers.2 before layers.10);
+* regions are in natural order of layer names (layers.2 before layers.10), but with ring buffers in vLLM's own order;
 * blocks are kernel blocks: when the attention backend cannot work with the configured block size, vLLM splits each
-  block into several of a size that it can, as many in all cache groups. States (SSM) are not split.
+  block into several of a size that it can, as many in all cache groups. States (SSM) and ring buffers are not split.
 
 `require_supported` says at start, in both processes, what cannot be transferred. A layout that peers could not derive
 from what is advertised is refused too, when the tensors are there.
@@ -29,7 +29,14 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_current_attn_backends_and_specs,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    iter_layer_specs,
+)
 from vllm.v1.worker.utils import select_common_block_size
 
 from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
@@ -73,6 +80,8 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             raise UnsupportedCache("KV cache group", "that is kept on the host or not transferable", "an ordinary one")
     for layer, spec in layer_specs(kv_cache_config).items():
         require_known_spec(layer, spec)
+        if isinstance(spec, CircularBufferSpec) and is_staged(vllm_config):
+            raise UnsupportedCache("kv_buffer_device cpu with", f"the ring buffer {layer}", "the device's own memory")
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer_device != current_platform.device_type and not is_staged(vllm_config):
         supported = dict.fromkeys((current_platform.device_type, "cpu"))
@@ -99,7 +108,9 @@ def derive_registration(
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)
     ratio = block_size_tokens // kernel_block_size_tokens
-    layers = [layer for layer in sorted(kv_caches, key=_natural_order) if layer in specs]
+    has_rings = any(_is_of(CircularBufferSpec, group) for group in kv_cache_config.kv_cache_groups)
+    in_order = kv_caches if has_rings else sorted(kv_caches, key=_natural_order)
+    layers = [layer for layer in in_order if layer in specs]
     missing = specs.keys() - set(layers)
     if missing or not layers:
         raise UnsupportedCache("KV cache without a tensor, layer", min(missing, default="any"), "one tensor per layer")
@@ -115,7 +126,13 @@ def derive_registration(
         else:
             num_blocks = kv_cache_config.num_blocks * ratio
             regions += paged_regions(
-                shape, cache, num_blocks=num_blocks, page_bytes=page_bytes // ratio, tp_rank=tp_rank, tp_size=tp_size
+                shape,
+                cache,
+                num_blocks=num_blocks,
+                page_bytes=page_bytes // ratio,
+                tp_rank=tp_rank,
+                tp_size=tp_size,
+                has_rings=has_rings,
             )
     first = kv_caches[layers[0]]
     backend_name = backends[0].get_name()
@@ -164,9 +181,14 @@ def _block_size_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     sizes = [
         group.kv_cache_spec.block_size
         for group in kv_cache_config.kv_cache_groups
-        if not any(isinstance(spec, MambaSpec) for spec in iter_layer_specs(group.kv_cache_spec))
+        if not _is_of((MambaSpec, CircularBufferSpec), group)
     ]
     return math.lcm(*sizes) if sizes else vllm_config.cache_config.block_size
+
+
+def _is_of(kinds: type[KVCacheSpec] | tuple[type[KVCacheSpec], ...], group: KVCacheGroupSpec) -> bool:
+    """Whether a group caches what one of these specs describes; it has one kind of layers."""
+    return any(isinstance(spec, kinds) for spec in iter_layer_specs(group.kv_cache_spec))
 
 
 def _cache_groups(
@@ -181,7 +203,10 @@ def _cache_groups(
     groups: list[CacheGroup] = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        if any(isinstance(each, MambaSpec) for each in iter_layer_specs(spec)):
+        if _is_of((MambaSpec, CircularBufferSpec), group):
+            if _is_of(CircularBufferSpec, group) and spec.dcp_sharded and place.dcp_size > 1:
+                field = f"decode_context_parallel_size with ring buffers of {group.layer_names}"
+                raise UnsupportedCache(field, place.dcp_size, "1, or ring buffers that are not split")
             groups.append(CacheGroup(tokens_per_kernel_block=0))
             continue
         # A pipeline stage may have no layer of a group.

@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheLayout,
@@ -135,6 +136,73 @@ def _compressed(rows: dict[str, object]) -> MakeSpecs:
     return specs
 
 
+def _ring(*, tokens: int = 8, heads: int = 1, head_size: int = 32, dtype: torch.dtype = torch.bfloat16) -> KVCacheSpec:
+    return CircularBufferSpec(
+        block_size=tokens, num_kv_heads=heads, head_size=head_size, head_size_v=0, dtype=dtype, dcp_sharded=False
+    )
+
+
+def rings_and_states(
+    tp: int, block: int, *, capacity: int = 12, padded: bool = True, rows: int = 3
+) -> dict[str, KVCacheSpec]:
+    """The caches of Qwen4-exp: attention with raw and compressed keys, gated delta nets, and a state of all ranks.
+
+    `padded`: states have pages as long as those of attention. `rows`: of the state of all ranks.
+    """
+    attention = _attention(FullAttentionSpec, tp, block)
+    page_bytes = attention.page_size_bytes if padded else None
+    layers: dict[str, KVCacheSpec] = {}
+    for layer in range(8):
+        if layer % 4 < 3:
+            states = replace(_state("GDN_ATTN", tp, block), page_size_padded=page_bytes)
+            layers[f"model.layers.{layer}.linear_attn"] = states
+            continue
+        name = f"model.layers.{layer}.self_attn"
+        layers[f"{name}.attn"] = attention
+        layers[f"{name}.key_state"] = _ring(tokens=capacity)
+        layers[f"{name}.compressed_key"] = _latent(MLAAttentionSpec, block, head_size=32, tokens_per_state=4)
+    layers["model.layers.1.ple"] = MambaSpec(
+        block_size=block,
+        shapes=((20, rows),),
+        dtypes=(torch.bfloat16,),
+        mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+        tp_replicated=True,
+        page_size_padded=page_bytes,
+    )
+    return layers
+
+
+def rings_of_two_heads(tp: int, block: int, *, capacity: int = 8) -> dict[str, KVCacheSpec]:
+    """The caches of GLM5-next: latents, an indexer with pooled entries, and of the open pool its keys and scores."""
+    layers: dict[str, KVCacheSpec] = {}
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn"
+        layers[f"{name}.attn"] = _latent(MLAAttentionSpec, block)
+        layers[f"{name}.indexer.k_cache"] = _latent(
+            MLAAttentionSpec, block, head_size=36, dtype=torch.uint8, tokens_per_state=4
+        )
+        layers[f"{name}.indexer.tail"] = _ring(tokens=capacity, heads=2)
+    return layers
+
+
+def rings_and_windows(tp: int, block: int, *, capacity: int = 8) -> dict[str, KVCacheSpec]:
+    """The caches of DeepSeek-V4.1: windows that are replayed, compressed latents, padded pages, unlike ring buffers."""
+    rows = {"dtype": torch.uint8, "head_size": 96, "alignment": 96, "model_version": "deepseek_v4"}
+    window = _latent(
+        SlidingWindowMLASpec, block // 2, sliding_window=32, state_content_bytes=100, bounded_replay=True, **rows
+    )
+    layers: dict[str, KVCacheSpec] = {f"model.layers.{layer}.attn.swa_cache": window for layer in range(4)}
+    for layer in range(0, 4, 2):
+        name = f"model.layers.{layer}.attn"
+        layers[name] = _latent(MLAAttentionSpec, block, tokens_per_state=2, state_content_bytes=68, **rows)
+        layers[f"{name}.compressor.state_cache"] = _ring(tokens=capacity, head_size=48, dtype=torch.float32)
+        layers[f"{name}.indexer.k_cache"] = _latent(
+            MLAAttentionSpec, block, head_size=36, dtype=torch.uint8, tokens_per_state=2, alignment=96
+        )
+        layers[f"{name}.indexer.state_cache"] = _ring(tokens=capacity, head_size=16, dtype=torch.float32)
+    return layers
+
+
 def one_group_of_b_and_c(tp: int, block: int) -> dict[str, KVCacheSpec]:
     """Mamba 2 whose ranks all have the same B and C; only the model's configuration can tell."""
     return {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block, groups=1) for layer in range(3)}
@@ -219,6 +287,9 @@ FAMILIES: Mapping[str, MakeSpecs] = {
     "mamba 1": _hybrid("MAMBA1"),
     "mamba 2": _hybrid("MAMBA2"),
     "gated delta net": _hybrid("GDN_ATTN"),
+    "ring buffers and states": rings_and_states,
+    "ring buffers of two heads": rings_of_two_heads,
+    "ring buffers and windows": rings_and_windows,
     "states only": lambda tp, block: {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block) for layer in range(3)},
 }
 """Specs by layer, of one of n ranks and with blocks of so many tokens."""
@@ -366,7 +437,7 @@ class Content:
         self._tokens: dict[str, torch.Tensor] = {}
         self._states: dict[str, list[torch.Tensor]] = {}
         for layer, spec in one_rank.items():
-            if isinstance(spec, MambaSpec):
+            if isinstance(spec, MambaSpec | CircularBufferSpec):
                 sizes = [(units, size // units) for units, size in _state_parts(spec)]
                 self._states[layer] = [_noise(size, generator) for size in sizes]
             else:
@@ -380,7 +451,7 @@ class Content:
             for layer in group.layer_names:
                 if layer in self._states:
                     (block,) = table
-                    self._write_state(rank, layer, rank.tensors[layer][block, 0, 0].view(torch.uint8))
+                    self._write_state(rank, layer, rank.tensors[layer][block].view(torch.uint8).view(-1))
                 else:
                     self._write_tokens(rank, layer, table)
 
@@ -400,8 +471,10 @@ class Content:
         page[:] = torch.cat(parts)
 
 
-def _state_parts(spec: MambaSpec) -> list[tuple[int, int]]:
+def _state_parts(spec: MambaSpec | CircularBufferSpec) -> list[tuple[int, int]]:
     """(units, bytes) of the parts of a state on a single rank: what ranks share out, one after another in memory."""
+    if isinstance(spec, CircularBufferSpec) or spec.tp_replicated:
+        return [(1, spec.real_page_size_bytes)]
     (channels, rows), state = spec.shapes
     groups = (channels - 64) // 8
     row_bytes = rows * spec.dtypes[0].itemsize

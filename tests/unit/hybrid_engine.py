@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -30,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -59,6 +61,15 @@ def mla() -> MLAAttentionSpec:
 
 def window(tokens: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=tokens, **_HEAD)
+
+
+def replayed(tokens: int) -> SlidingWindowMLASpec:
+    """A window that is not in the prefix cache: after a hit vLLM computes it anew."""
+    return SlidingWindowMLASpec(block_size=BLOCK_TOKENS, sliding_window=tokens, bounded_replay=True, **_HEAD)
+
+
+def ring() -> CircularBufferSpec:
+    return CircularBufferSpec(block_size=8, head_size_v=0, **_HEAD)
 
 
 def chunked(tokens: int) -> ChunkedLocalAttentionSpec:

@@ -14,13 +14,19 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import RequestStatus
 
 from connector.runtime.messages import GroupPull, StartPull
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.wire.params import RemotePrefill
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, state, window
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, replayed, ring, state, window
 
 FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "full attention": [full()],
@@ -35,6 +41,9 @@ FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "cached states": [full(), state("align")],
     "cached states with speculation": [full(), state("align", speculative=3)],
     "everything": [mla(), window(40), state("align"), window(20)],
+    "ring buffer": [mla(), ring()],
+    "ring buffer and states": [full(), state("align"), ring(), state("align", speculative=2)],
+    "ring buffer and a window that is replayed": [mla(), replayed(40), ring()],
 }
 LENGTHS = (2, 15, 16, 17, 33, 63, 64, 65, 97, 100, 128, 150)
 
@@ -89,7 +98,7 @@ def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: Hybrid
     specs = [group.kv_cache_spec for group in decode.cache_config.kv_cache_groups]
     assert len(pull.groups) == len(specs)
     for group, spec, ours, theirs in zip(pull.groups, specs, decode.tables(name), prefill.tables(lent), strict=True):
-        if isinstance(spec, MambaSpec):
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
             check_state(group, spec, [each.block_id for each in ours], [each.block_id for each in theirs])
             continue
         remote_first = 0
@@ -108,9 +117,11 @@ def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: Hybrid
     assert len(set(pull.local_block_ids)) == len(pull.local_block_ids)
 
 
-def check_state(group: GroupPull, spec: MambaSpec, ours: list[int], theirs: list[int]) -> None:
-    assert group.local_block_ids == clip_ssm_state_blocks(ours, spec.num_speculative_blocks)
-    assert group.remote_block_ids == clip_ssm_state_blocks(theirs, spec.num_speculative_blocks)
+def check_state(group: GroupPull, spec: MambaSpec | CircularBufferSpec, ours: list[int], theirs: list[int]) -> None:
+    scratch = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+    assert group.local_block_ids == clip_ssm_state_blocks(ours, scratch)
+    assert group.remote_block_ids == clip_ssm_state_blocks(theirs, scratch)
+    assert len(group.local_block_ids) == len(group.remote_block_ids) == 1
     assert NULL_BLOCK_ID not in group.local_block_ids + group.remote_block_ids
     assert (group.local_first, group.window_tokens) == (0, None)
 
@@ -173,8 +184,29 @@ def test_after_a_prefix_hit(family: str, cached: int) -> None:
     check_pull(decode, "a", pull, prefill, "a")
     check_as_builtin(decode, "a", pull)
     for group, spec in zip(pull.groups, FAMILIES[family], strict=True):
-        if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec) and family != "everything":
+        whole = not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec | CircularBufferSpec)
+        if whole and family != "everything":
             assert group.local_first == cached // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("cached", [48, 112, 144])
+def test_a_window_that_is_replayed_is_whole_after_a_load(cached: int) -> None:
+    """P computes the end of a prefix hit anew, to have the window; D has the window from P and computes one token."""
+    family = "ring buffer and a window that is replayed"
+    prefill, decode = engine(family), engine(family)
+    tokens = tokens_of(150)
+    prefill.run("warm", [*tokens[:cached], *tokens_of(20, seed=1)], None)
+    remote = prefill.prefill("a", tokens)
+    assert prefill.computed["a"] == 149 - cached + 40
+    check_grant(prefill, "a", remote)
+    decode.run("warm", [*tokens[:64], *tokens_of(20, seed=2)], None)
+    pull = decode.load("a", tokens, prefill.params["a"])
+    check_pull(decode, "a", pull, prefill, "a")
+    check_as_builtin(decode, "a", pull)
+    assert [group.local_first for group in pull.groups] == [4, 6, 0]
+    decode.loaded("a")
+    decode.step()
+    assert (decode.finished["a"], decode.computed["a"]) == ("length", 1)
 
 
 def test_a_window_that_is_partly_cached() -> None:
@@ -268,6 +300,17 @@ def test_a_state_after_another_number_of_tokens_is_refused() -> None:
     assert (rejection.failure.field, rejection.failure.found) == ("remote_num_tokens", "100")
     assert rejection.failure.expected.startswith("99")
     assert len(rejection.local_block_ids) == 7 + 1
+
+
+def test_a_ring_buffer_after_another_number_of_tokens_is_refused() -> None:
+    """What the tokens behind the prompt have overwritten there is not known here."""
+    prefill, decode = engine("ring buffer"), engine("ring buffer")
+    prefill.prefill("a", tokens_of(101))
+    decode.submit("a", tokens_of(100), prefill.params["a"])
+    decode.step()
+    failure = decode.rejection_of("a").failure
+    assert (failure.field, failure.found) == ("remote_num_tokens", "101")
+    assert failure.expected.startswith("100")
 
 
 def test_an_engine_with_other_cache_groups_is_refused() -> None:

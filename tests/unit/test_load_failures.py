@@ -15,12 +15,14 @@ from connector.runtime.clock import MonotonicClock
 from connector.runtime.messages import QuarantineLifted, ReceiveEnded
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
-from tests.unit.hybrid_engine import HybridEngine, full, state, window
+from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
     "full attention": lambda: [full()],
     "window": lambda: [full(), window(40)],
     "cached states": lambda: [full(), state("align", speculative=1)],
+    "ring buffer": lambda: [mla(), ring()],
+    "window that is replayed": lambda: [mla(), replayed(40)],
 }
 TOKENS = [position % 500 for position in range(100)]
 CACHED = 48
@@ -46,6 +48,12 @@ class Load:
         self.pull = self.decode.load("a", TOKENS, prefill.params["a"])
         self.ledger.enter(self.pull)
         assert self.free_blocks < self.free_before
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """After the prefix hit, with the end of it that is replayed."""
+        groups = self.decode.cache_config.kv_cache_groups
+        return len(TOKENS) - CACHED + max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
 
     @property
     def free_blocks(self) -> int:
@@ -84,7 +92,7 @@ def test_a_failed_load_ends_the_request_and_leaves_nothing_behind(family: str) -
     assert load.free_blocks == load.free_before
     load.decode.run("again", TOKENS, None)
     # Nothing of what was to be loaded is taken for cached.
-    assert load.decode.computed["again"] == len(TOKENS) - CACHED
+    assert load.decode.computed["again"] == load.tokens_to_compute
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +102,7 @@ def test_a_failed_load_is_computed_here(family: str) -> None:
     for _ in range(5):
         load.decode.step()
     assert load.decode.finished["a"] == "length"
-    assert load.decode.computed["a"] == len(TOKENS) - CACHED
+    assert load.decode.computed["a"] == load.tokens_to_compute
     assert load.free_blocks == load.free_before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
 
 from connector.config import parse_options
 from connector.layout.geometry import RankId, RankLayout
@@ -24,8 +24,8 @@ from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.parallelism import placement, require_supported_parallelism
 from connector.worker.unsupported import UnsupportedCache
 from tests.unit.builtin_worker import builtin_registration, differing_fields
-from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank
-from tests.unit.vllm_setup import engine_config, single_rank, write_latent_model, write_model
+from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank, rings_of_two_heads
+from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_latent_model, write_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -185,6 +185,22 @@ def test_tokens_in_turn_by_less_than_a_block_are_refused(config: VllmConfig, mon
             tp_size=2,
             kernel_block_tokens=KERNEL_BLOCK,
         )
+
+
+def test_ranks_that_share_tokens_have_whole_ring_buffers(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of which vLLM says that they are split could not be put together."""
+    allow_kernel_block_size(monkeypatch, 64)
+    Sizes(tp=2, dcp=2, tp_rank=1).apply(config, monkeypatch)
+    specs = rings_of_two_heads(2, 64)
+    split = {
+        layer: replace(spec, dcp_sharded=True) if isinstance(spec, CircularBufferSpec) else spec
+        for layer, spec in specs.items()
+    }
+    place: dict[str, Any] = {"engine_id": "prefill-engine", "tp_rank": 1, "tp_size": 2, "layout": "BLHNC"}
+    layout = make_rank(config, monkeypatch, specs, **place).registration.layout
+    assert [(group.tokens_per_kernel_block, group.dcp_size) for group in layout.cache_groups] == [(64, 2), (0, 1)]
+    with pytest.raises(UnsupportedCache, match="decode_context_parallel_size with ring buffers of"):
+        make_rank(config, monkeypatch, split, **place)
 
 
 @pytest.mark.parametrize("prefill", [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 8)], ids=str)

@@ -7,9 +7,10 @@ to be what it would be if it had computed the request itself.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -34,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
+    iter_layer_specs,
 )
 
 from connector.layout.blocks import GroupBlocks
@@ -56,6 +57,9 @@ from tests.unit.cache_families import (
     carry_out,
     make_rank,
     one_group_of_b_and_c,
+    rings_and_states,
+    rings_and_windows,
+    rings_of_two_heads,
     seen,
 )
 from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_latent_model, write_model
@@ -82,19 +86,27 @@ def _tables(rank: Rank, numbers: Iterator[int]) -> list[list[int]]:
     return [
         [
             next(numbers)
-            for _ in range(
-                1 if isinstance(group.kv_cache_spec, MambaSpec) else math.ceil(TOKENS / group.kv_cache_spec.block_size)
-            )
+            for _ in range(1 if _is_of_states(group) else math.ceil(TOKENS / group.kv_cache_spec.block_size))
         ]
         for group in rank.caches.kv_cache_groups
     ]
+
+
+def _is_of_states(group: KVCacheGroupSpec) -> bool:
+    return any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in iter_layer_specs(group.kv_cache_spec))
 
 
 def _shuffled(seed: int) -> Iterator[int]:
     return iter(random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS))
 
 
-PACKED = [family for family in FAMILIES if family.startswith("latent, compressed")]
+RINGS: dict[str, Callable[..., dict[str, KVCacheSpec]]] = {
+    "ring buffers and states": rings_and_states,
+    "ring buffers of two heads": rings_of_two_heads,
+    "ring buffers and windows": rings_and_windows,
+}
+"""With ring buffers of another capacity."""
+PACKED = [family for family in FAMILIES if family.startswith("latent, compressed") or family in RINGS]
 """What vLLM places with blocks outermost only."""
 
 
@@ -192,6 +204,7 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 
 OWN_BLOCKS = "window with blocks of its own"
+MIXED_RINGS = "ring buffers and states"
 SLOTS = "K and V in slots of their own"
 """Only its attention back end knows where in a block a head lies."""
 
@@ -247,6 +260,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
         for layout in LAYOUTS
         if not (family in MIXED_PAGES and layout in ("LHBNC", "BHLNC"))
         and not (family in PACKED and layout not in ("BLHNC", "BLNHC"))
+        and not (family == "ring buffers of two heads" and layout == "BLNHC")
         and not (family in HYBRIDS and layout in ("LHBNC", "BLNHC", "BHLNC"))
     ],
 )
@@ -393,7 +407,7 @@ def test_several_kernel_blocks_in_a_block(
     )
 
 
-LATENT = [family for family in FAMILIES if family.startswith("latent")]
+LATENT = [family for family in FAMILIES if family.startswith("latent") or family in RINGS.keys() - {MIXED_RINGS}]
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +426,7 @@ BUILTIN_CASES = [
     *((family, "LBHNC", 1, 32) for family in ("full attention", *HYBRIDS)),
     *((family, "BLNHC", 1, 64) for family in ("full attention", "latent")),
     *((family, "LHBNC", 2, 64) for family in ("full attention", "latent")),
+    *((family, "BLHNC", 4, 64) for family in RINGS),
 ]
 
 
@@ -450,6 +465,124 @@ def test_equals_the_builtin_registration(
     assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
     sent = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     assert understand(sent, rank=RankId(0, tp_size - 1), tp_size=tp_size, local=registration) == registration.layout
+
+
+# --- ring buffers, and states that all ranks hold -------------------------------------------------------------------
+
+
+def _ring_rank(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: Mapping[str, KVCacheSpec],
+    *,
+    engine_id: str = "decode",
+    tp_size: int = 1,
+    layout: str = "BLHNC",
+) -> Rank:
+    return make_rank(config, monkeypatch, specs, engine_id=engine_id, tp_rank=0, tp_size=tp_size, layout=layout)
+
+
+def _as_builtin(decode: Rank, prefill: Rank) -> RankLayout:
+    """What the decode rank makes of the prefill rank if that does not say which layers share memory."""
+    metadata = msgspec.structs.replace(prefill.registration.agent_metadata(b"agent"), region_members=[])
+    return understand(metadata, rank=RankId(0, prefill.tp_rank), tp_size=prefill.tp_size, local=decode.registration)
+
+
+@pytest.mark.parametrize("family", RINGS)
+def test_a_builtin_peer_with_ring_buffers_is_understood(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    decode, prefill = (
+        _ring_rank(config, monkeypatch, FAMILIES[family](1, 64), engine_id=name) for name in ("decode", "prefill")
+    )
+    assert _as_builtin(decode, prefill) == seen(decode.registration, prefill) == prefill.registration.layout
+
+
+def test_a_builtin_peer_with_pages_of_other_sizes_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which layers of unlike groups begin at one address depends on how many heads a page has."""
+    decode, prefill = (
+        _ring_rank(config, monkeypatch, rings_and_states(tp, 64), engine_id=name, tp_size=tp)
+        for name, tp in (("decode", 1), ("prefill", 2))
+    )
+    seen(decode.registration, prefill)
+    with pytest.raises(LayoutMismatch, match="tp_size is 1 here and 2 there; with ring buffers the built-in"):
+        _as_builtin(decode, prefill)
+
+
+@pytest.mark.parametrize("sees", [lambda ours, theirs: seen(ours.registration, theirs), _as_builtin])
+@pytest.mark.parametrize("capacity", [4, 16])
+@pytest.mark.parametrize("family", RINGS)
+def test_ring_buffers_of_another_capacity_are_refused(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    capacity: int,
+    sees: Callable[[Rank, Rank], RankLayout],
+) -> None:
+    """With speculative decoding on one side only, a token has another slot there. Most pages are of the same size."""
+    decode = _ring_rank(config, monkeypatch, FAMILIES[family](1, 64))
+    prefill = _ring_rank(config, monkeypatch, RINGS[family](1, 64, capacity=capacity), engine_id="prefill")
+    with pytest.raises(
+        LayoutMismatch, match=r"(block length|cache group) of model\.layers.*(key_state|tail|state_cache)"
+    ):
+        sees(decode, prefill)
+
+
+def test_ring_buffers_in_another_layout_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, prefill = (
+        _ring_rank(config, monkeypatch, rings_and_states(1, 64), engine_id=name, layout=layout)
+        for name, layout in (("decode", "BLHNC"), ("prefill", "BLNHC"))
+    )
+    with pytest.raises(LayoutMismatch, match="kv_cache_layout is BLHNC here and BLNHC there"):
+        seen(decode.registration, prefill)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 4)])
+def test_states_without_padding_beside_ring_buffers(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int
+) -> None:
+    """Then most of what begins at the address of a region is of another length than it says."""
+    specs = functools.partial(rings_and_states, padded=False)
+    layouts = ("BLHNC", "BLHNC")
+    _check_transfer(config, monkeypatch, specs, prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
+
+
+def test_ring_buffers_in_pipeline_stages(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = ("BLHNC", "BLHNC")
+    _check_transfer(config, monkeypatch, rings_and_windows, prefill_tp=2, decode_tp=1, stages=2, layouts=layouts)
+
+
+def test_ring_buffers_of_which_no_length_is_told_are_refused_at_start(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single one begins where the first layer of attention does."""
+    specs = {layer: spec for layer, spec in rings_of_two_heads(1, 64).items() if "layers.0" in layer}
+    with pytest.raises(UnsupportedCache, match="length of ring buffers of cache group"):
+        _ring_rank(config, monkeypatch, specs)
+
+
+def test_ring_buffers_with_tokens_before_heads_are_refused_at_start(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedCache, match=r"with strides .* supported: blocks that are contiguous"):
+        _ring_rank(config, monkeypatch, rings_of_two_heads(1, 64), layout="BLNHC")
+
+
+def test_ring_buffers_are_not_staged_on_the_host(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.worker.registration.is_staged", lambda config: True)
+    with pytest.raises(UnsupportedCache, match=r"kv_buffer_device cpu with the ring buffer model\.layers\.0"):
+        _ring_rank(config, monkeypatch, rings_of_two_heads(1, 64))
+
+
+def test_a_replicated_state_of_another_size_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, prefill = (
+        _ring_rank(config, monkeypatch, rings_and_states(1, 64, padded=False, rows=rows), engine_id=name)
+        for name, rows in (("decode", 3), ("prefill", 4))
+    )
+    with pytest.raises(LayoutMismatch, match="ple_block_len is 120 here and 160 there"):
+        seen(decode.registration, prefill)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -562,19 +695,17 @@ def test_a_row_that_the_strides_deny_is_refused(config: VllmConfig, monkeypatch:
 
 
 STRANGE_SPECS: dict[str, tuple[KVCacheSpec, str]] = {
-    "ring buffer": (_strange(CircularBufferSpec), "CircularBufferSpec"),
+    "padded ring buffer": (
+        _strange(CircularBufferSpec, head_size_v=0, page_size_padded=1 << 20),
+        "ring buffer of .* with a page of 1048576; supported: no padding",
+    ),
     "encoder": (_strange(CrossAttentionSpec), "CrossAttentionSpec"),
     "compressed heads": (_strange(FullAttentionSpec, tokens_per_state=4), "tokens_per_state .* 4"),
     "several entries of a token": (_strange(MLAAttentionSpec, tokens_per_state=Fraction(1, 4)), "tokens_per_state"),
-    "window that is computed anew": (
-        _strange(SlidingWindowMLASpec, sliding_window=64, bounded_replay=True),
-        "window is computed anew",
-    ),
     "short convolution": (
         replace(_first_state(), mamba_type=MambaAttentionBackendEnum.SHORT_CONV, shapes=((64, 3),)),
         "SHORT_CONV",
     ),
-    "replicated state": (replace(_first_state(), tp_replicated=True), "replicated on all ranks"),
     "more than two states": (
         replace(_first_state(), shapes=(*_first_state().shapes, (4, 4)), dtypes=(torch.float32,) * 3),
         "with shapes",
