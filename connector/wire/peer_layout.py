@@ -37,23 +37,21 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.wire.metadata import (
-    RING,
     SHARED_GROUP,
     AgentMetadata,
     advertised_regions,
     kernel_blocks_per_state,
     layers_in_order,
-    replicated_block_length,
     sizing_region,
-    ssm_sizes,
 )
-
-CPU_ATTENTION = "CPU_ATTN"
-"""The attention back end whose blocks are not in the order that a layout's name says."""
-
-_SAME_MODEL = "start both engines with the same model, the same --kv-cache-dtype and the same vLLM version"
-_SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
-_SAME_LAYOUT = "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT"
+from connector.wire.peer_requirements import (
+    SAME_GROUPS,
+    SAME_LAYOUT,
+    SAME_MODEL,
+    has_ring_buffers,
+    require_same_form,
+    require_same_sizes,
+)
 
 
 class LocalSide(Protocol):
@@ -71,26 +69,16 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
 
     Raises LayoutMismatch when it describes something other than what that rank of our model would have.
     """
-    if metadata.packed_member_layouts:
-        found = metadata.packed_member_layouts
-        raise LayoutMismatch("packed_member_layouts", {}, found, "caches of this kind are not supported")
-    ours = local.layout
-    backends = (ours.attention_backend, metadata.attn_backend_name)
-    if CPU_ATTENTION in backends and len(set(backends)) > 1:
-        raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
-    groups = _groups(ours, metadata, rank, local.shapes.values())
-    _require_same_blocks(ours, groups, local.shapes.values())
-    _require_same_ranks(ours, tp_size, local.shapes.values())
-    has_rings = any(component.name == RING for shape in local.shapes.values() for component in shape.components)
-    if has_rings:
-        _require_same_pages(ours, metadata, tp_size)
+    ours, shapes = local.layout, local.shapes.values()
+    groups = _groups(ours, metadata, rank, shapes)
+    require_same_form(ours, metadata, groups, shapes, tp_size)
     peer = _Peer(
         metadata=metadata,
         tp_rank=rank.tp_rank,
         tp_size=tp_size,
         groups=groups,
         shapes=local.shapes,
-        has_rings=has_rings,
+        has_rings=has_ring_buffers(shapes),
     )
     try:
         regions = _regions(ours, peer)
@@ -111,14 +99,7 @@ def understand(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: Lo
         device_id=metadata.device_id,
         groups=groups,
     )
-    _require_rows(metadata)
-    expected = ssm_sizes(theirs)
-    if metadata.ssm_sizes != expected:
-        raise LayoutMismatch(f"ssm_sizes of {tp_size} ranks", expected, metadata.ssm_sizes, _SAME_MODEL)
-    whole_state = replicated_block_length(theirs)
-    if metadata.ple_block_len != whole_state:
-        raise LayoutMismatch("ple_block_len", whole_state, metadata.ple_block_len, _SAME_MODEL)
-    _require_ring_lengths(theirs)
+    require_same_sizes(metadata, theirs)
     return theirs
 
 
@@ -171,58 +152,6 @@ def _groups(
     return tuple(groups)
 
 
-def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes: Iterable[LayerShape]) -> None:
-    """Where the order of tokens in a block is not known, a block goes into one of the same size.
-
-    And a table that a window has clipped has to begin where a block of ours does.
-    """
-    for shape in shapes:
-        here, there = (groups[shape.group].positions_per_block for groups in (ours.cache_groups, theirs))
-        if shape.clipped and there % here:
-            advice = "its window needs a --block-size on P that is a multiple of D's, or D without a prefix cache"
-            raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
-        here, there = (groups[shape.group].tokens_per_kernel_block for groups in (ours.cache_groups, theirs))
-        if shape.whole_blocks and here != there:
-            advice = "start both engines with the same --block-size: where a block holds which token is not known"
-            raise LayoutMismatch(f"block size of {shape.name}", here, there, advice)
-
-
-def _require_same_ranks(ours: RankLayout, tp_size: int, shapes: Iterable[LayerShape]) -> None:
-    """Where the order of heads in a block is not known, a block goes into that of the rank of the same number."""
-    for shape in shapes:
-        if shape.whole_ranks and ours.tp_size != tp_size:
-            advice = (
-                f"start both engines with the same tensor parallel size: {shape.name} has its heads in unknown order"
-            )
-            raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
-
-
-def _require_same_pages(ours: RankLayout, metadata: AgentMetadata, tp_size: int) -> None:
-    """A ring buffer is copied as it is, and lies where the pages of other layers let it."""
-    if ours.layout_name != metadata.kv_cache_layout:
-        raise LayoutMismatch("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout, _SAME_LAYOUT)
-    if ours.tp_size != tp_size and not metadata.region_members:
-        advice = "with ring buffers the built-in connector needs an engine of the same tensor parallel size"
-        raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
-
-
-def _require_ring_lengths(theirs: RankLayout) -> None:
-    """A ring buffer's length says how many tokens it holds, which speculative decoding changes: one has to be told."""
-    missing = {region.group for region in theirs.regions if _is_ring(region)}
-    for advertised in advertised_regions(theirs):
-        told = sizing_region(advertised.members)
-        if _is_ring(told):
-            alike = [member for member in advertised.members if member.block_length_bytes == told.block_length_bytes]
-            missing -= {member.group for member in alike}
-    if missing:
-        advice = "all of them begin where other layers do, whose length is advertised: they cannot be compared"
-        raise LayoutMismatch(f"length of ring buffers of cache group {min(missing)}", "required", "unknown", advice)
-
-
-def _is_ring(region: Region) -> bool:
-    return region.pieces[0].component == RING
-
-
 def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
     held: dict[str, Region] = {piece.layer: region for region in ours.regions for piece in region.pieces}
     names = [cast(str, name) for name in peer.stated("region_names")]
@@ -238,10 +167,10 @@ def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
             members = list(in_region[name].layers) if name in in_region else [name]
         for layer in (name, *members):
             if layer not in held or not members:
-                raise LayoutMismatch(f"KV cache region {layer}", "absent", "present", _SAME_LAYOUT)
+                raise LayoutMismatch(f"KV cache region {layer}", "absent", "present", SAME_LAYOUT)
             if owners.setdefault(layer, name) != name:
                 # Pieces of both would be taken for replicas of each other.
-                raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, _SAME_LAYOUT)
+                raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, SAME_LAYOUT)
         regions.extend(_region(ours, held, peer, index, members, parts[name], total[name]))
         parts[name] += 1
     return tuple(regions)
@@ -258,7 +187,7 @@ def _region(
     expected_group = next(iter(by_group)) if len(by_group) == 1 else SHARED_GROUP
     group = peer.stated("region_group_ids")[index]
     if group != expected_group:
-        raise LayoutMismatch(f"cache group of {members[0]}", expected_group, group, _SAME_GROUPS)
+        raise LayoutMismatch(f"cache group of {members[0]}", expected_group, group, SAME_GROUPS)
     sizing = sizing_region([held[layer] for layer in members])
     regions: list[Region] = []
     for layers in by_group.values():
@@ -290,18 +219,6 @@ def _region(
     return regions
 
 
-def _require_rows(metadata: AgentMetadata) -> None:
-    """With blocks outermost, a row holds a block of every region; the built-in's strides of states may deny that."""
-    if not metadata.kv_cache_layout.startswith("B"):
-        return
-    addresses = metadata.kv_caches_base_addr
-    ends = (address + length for address, length in zip(addresses, metadata.block_lens, strict=True))
-    row_bytes = max(ends) - min(addresses)
-    if min(metadata.block_strides) < row_bytes:
-        advice = "use another VLLM_KV_CACHE_LAYOUT, such as LBHNC, on both engines"
-        raise LayoutMismatch("block_strides", f"at least {row_bytes}", min(metadata.block_strides), advice)
-
-
 def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
     """Pieces of the state of a layer, which has its blocks to itself in any layout."""
     _require_parts(layers[0], 1, parts)
@@ -327,7 +244,7 @@ def _like_ours(ours: RankLayout, known: Region, layers: Sequence[str], peer: _Pe
         (f"block stride of {known.name}", expected_stride, stride_bytes),
     ):
         if here != there:
-            raise LayoutMismatch(field, here, there, _SAME_LAYOUT)
+            raise LayoutMismatch(field, here, there, SAME_LAYOUT)
     return msgspec.structs.replace(
         known,
         base_address=metadata.kv_caches_base_addr[index],
@@ -380,7 +297,7 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
 
 def _require_parts(layer: str, expected: int, parts: int) -> None:
     if parts != expected:
-        raise LayoutMismatch(f"number of KV cache regions of {layer}", expected, parts, _SAME_LAYOUT)
+        raise LayoutMismatch(f"number of KV cache regions of {layer}", expected, parts, SAME_LAYOUT)
 
 
 def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, peer: _Peer) -> Region:
@@ -402,7 +319,7 @@ def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, pe
         fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
     if not fits:
         ranks = f"rank {peer.tp_rank} of {peer.tp_size}"
-        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, _SAME_MODEL)
+        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, SAME_MODEL)
     return region
 
 
