@@ -38,6 +38,7 @@ from connector.layout.shapes import (
 )
 from connector.wire.metadata import (
     SHARED_GROUP,
+    AdvertisedRegion,
     AgentMetadata,
     advertised_regions,
     kernel_blocks_per_state,
@@ -152,10 +153,24 @@ def _groups(
     return tuple(groups)
 
 
-def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
-    held: dict[str, Region] = {piece.layer: region for region in ours.regions for piece in region.pieces}
+class _Ours(msgspec.Struct, frozen=True, kw_only=True):
+    """Our own layout, by what a peer's is compared with."""
+
+    layout: RankLayout
+    held: Mapping[str, Region]
+    """By layer."""
+    advertised: Mapping[int, AdvertisedRegion]
+    """By address."""
+
+
+def _regions(layout: RankLayout, peer: _Peer) -> tuple[Region, ...]:
+    ours = _Ours(
+        layout=layout,
+        held={piece.layer: region for region in layout.regions for piece in region.pieces},
+        advertised={region.members[0].base_address: region for region in advertised_regions(layout)},
+    )
     names = [cast(str, name) for name in peer.stated("region_names")]
-    in_region = {region.name: region for region in advertised_regions(ours)}
+    in_region = {region.name: region for region in ours.advertised.values()}
     total = Counter(names)
     parts: Counter[str] = Counter()
     owners: dict[str, str] = {}
@@ -164,34 +179,32 @@ def _regions(ours: RankLayout, peer: _Peer) -> tuple[Region, ...]:
         members = peer.metadata.region_members[index] if peer.metadata.region_members else None
         if members is None:
             # What shares its memory with the layer of that name is the same on both sides.
-            members = list(in_region[name].layers) if name in in_region else [name]
+            members = in_region[name].layers if name in in_region else [name]
         for layer in (name, *members):
-            if layer not in held or not members:
+            if layer not in ours.held or not members:
                 raise LayoutMismatch(f"KV cache region {layer}", "absent", "present", SAME_LAYOUT)
             if owners.setdefault(layer, name) != name:
                 # Pieces of both would be taken for replicas of each other.
                 raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, SAME_LAYOUT)
-        regions.extend(_region(ours, held, peer, index, members, parts[name], total[name]))
+        regions.extend(_region(ours, peer, index, members, parts[name], total[name]))
         parts[name] += 1
     return tuple(regions)
 
 
-def _region(
-    ours: RankLayout, held: Mapping[str, Region], peer: _Peer, index: int, members: list[str], part: int, parts: int
-) -> list[Region]:
+def _region(ours: _Ours, peer: _Peer, index: int, members: Sequence[str], part: int, parts: int) -> list[Region]:
     """Region `index` of the peer, once for each cache group in it; it is number `part` of the `parts` of its name."""
     metadata = peer.metadata
     by_group: dict[int, list[str]] = {}
     for layer in members:
-        by_group.setdefault(held[layer].group, []).append(layer)
+        by_group.setdefault(ours.held[layer].group, []).append(layer)
     expected_group = next(iter(by_group)) if len(by_group) == 1 else SHARED_GROUP
     group = peer.stated("region_group_ids")[index]
     if group != expected_group:
         raise LayoutMismatch(f"cache group of {members[0]}", expected_group, group, SAME_GROUPS)
-    sizing = sizing_region([held[layer] for layer in members])
+    sizing = sizing_region([ours.held[layer] for layer in members])
     regions: list[Region] = []
     for layers in by_group.values():
-        known = held[layers[0]]
+        known = ours.held[layers[0]]
         alike = all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers)
         if alike and not peer.has_rings:
             _require_parts(layers[0], 1, parts)
@@ -215,7 +228,7 @@ def _region(
             group=known.group,
             pieces=pieces,
         )
-        regions.append(_checked(ours, sizing, known, region, peer))
+        regions.append(_checked(ours.layout, sizing, known, region, peer))
     return regions
 
 
@@ -230,16 +243,16 @@ def _is_held_alike(shape: LayerShape) -> bool:
     return [component.units for component in shape.components] == [1]
 
 
-def _like_ours(ours: RankLayout, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
+def _like_ours(ours: _Ours, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
     """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
     metadata = peer.metadata
-    (advertised,) = (each for each in advertised_regions(ours) if known in each.members)
+    advertised = ours.advertised[known.base_address]
     length_bytes, stride_bytes = metadata.block_lens[index], metadata.block_strides[index]
     # Where the length is that of other blocks at this address, the stride says how long these are.
     expected_stride = stride_bytes if known.block_length_bytes == length_bytes else advertised.block_stride_bytes
     for field, here, there in (
         (f"layers that share blocks with {known.name}", layers_in_order(known), list(layers)),
-        ("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout),
+        ("kv_cache_layout", ours.layout.layout_name, metadata.kv_cache_layout),
         (f"block length of {known.name}", advertised.block_length_bytes, length_bytes),
         (f"block stride of {known.name}", expected_stride, stride_bytes),
     ):
