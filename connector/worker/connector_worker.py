@@ -60,7 +60,6 @@ class ConnectorWorker:
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._is_copy = False
-        self._rank_number = 0
         self._trace: TraceSink | None = None
         self._cache_memory = CacheMemory(())
         self._landed_blocks = LandedBlocks({})
@@ -87,7 +86,6 @@ class ConnectorWorker:
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         layout = registration.layout
-        self._rank_number = place.number
         self._cache_memory = CacheMemory(registered.values())
         self._landed_blocks = LandedBlocks(landing_caches(layout, registration.landing, registered))
         if self._options.trace_directory is not None:
@@ -109,7 +107,9 @@ class ConnectorWorker:
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
         )
         self._thread = ActorThread(
-            "kv-transfer-actors", lambda: self._make_supervisor(registration, nixl_port), self._log_error
+            "kv-transfer-actors",
+            lambda: self._make_supervisor(registration, place.number, nixl_port),
+            self._log_error,
         )
         try:
             self._thread.start()
@@ -130,7 +130,9 @@ class ConnectorWorker:
     def handshake_metadata(self) -> HandshakeMetadata | None:
         return self._handshake_metadata
 
-    async def _make_supervisor(self, registration: Registration, nixl_port: RealNixlPort) -> Supervisor:
+    async def _make_supervisor(
+        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort
+    ) -> Supervisor:
         layout = registration.layout
         clock = self._clock
         return Supervisor(
@@ -145,10 +147,10 @@ class ConnectorWorker:
             side_channel=ZmqSideChannel(),
             clock=clock,
             recorder=Recorder(
-                engine_id=layout.engine_id, rank=self._rank_number, role="worker", clock=clock, sink=self._trace
+                engine_id=layout.engine_id, rank=rank_number, role="worker", clock=clock, sink=self._trace
             ),
             emit=self.ledger.hear,
-            log_failure=FailureLog(layout.engine_id, self._rank_number),
+            log_failure=FailureLog(layout.engine_id, rank_number),
             log_crash=log_crash,
             jitter=random.Random(layout.engine_id),
         )

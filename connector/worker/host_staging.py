@@ -27,7 +27,10 @@ from connector.worker.unsupported import UnsupportedCache
 Caches: TypeAlias = dict[str, torch.Tensor]
 """By layer: views of shape [blocks, heads, tokens, content]."""
 
-CopyBlocks: TypeAlias = Callable[[Caches, Caches, list[int], list[int], Literal["h2d", "d2h"]], None]
+Direction: TypeAlias = Literal["h2d", "d2h"]
+"""Host to device, device to host."""
+
+CopyBlocks: TypeAlias = Callable[[Caches, Caches, list[int], list[int], Direction], None]
 """vLLM's `CopyBlocksOp`: source, destination, their kernel block ids, direction."""
 
 
@@ -106,21 +109,20 @@ class HostStaging:
 
     def save(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Device to host: logical blocks of each cache group."""
-        copy = self.require_copy_operation()
-        for group, ids in zip(self._groups, block_ids, strict=True):
-            if ids:
-                kernel_ids = group.kernel_block_ids(ids)
-                with gpu_sync_allowed():
-                    copy(group.device, group.host, kernel_ids, kernel_ids, "d2h")
+        self._copy(block_ids, "d2h")
 
     def load(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Host to device: logical blocks of each cache group."""
+        self._copy(block_ids, "h2d")
+
+    def _copy(self, block_ids: Sequence[Sequence[int]], direction: Direction) -> None:
         copy = self.require_copy_operation()
         for group, ids in zip(self._groups, block_ids, strict=True):
             if ids:
+                source, target = (group.device, group.host) if direction == "d2h" else (group.host, group.device)
                 kernel_ids = group.kernel_block_ids(ids)
                 with gpu_sync_allowed():
-                    copy(group.host, group.device, kernel_ids, kernel_ids, "h2d")
+                    copy(source, target, kernel_ids, kernel_ids, direction)
 
 
 def _host_buffer(cache: torch.Tensor, layout_name: str, *, padding_bytes: int) -> torch.Tensor:
