@@ -1,8 +1,10 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
-# make test    everything that can be checked here: make check, then all tests: first those that need no whole engine,
-#              two at a time, then those that do; the models beside tests that mostly wait
-# make explore the model checker on three requests, which takes minutes
-# make simulate SEEDS=100   that many seeds of the simulator: the machines alone, then the production actors
+# make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
+#                check, test-parts (tests that need no whole engine, two at a time), simulate-fresh,
+#                test-models (engines with several models, beside tests that mostly wait), test-engines (the others)
+# make explore every state that the two cores can reach together, with faults; takes minutes
+# make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
+# make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make diagrams draws the tables and the simulated sequences again, after a change
@@ -16,7 +18,8 @@ MODELS := tests/e2e/test_families.py
 WITH_MODELS := tests/e2e/test_builtin_compatibility.py tests/e2e/test_options_at_start.py
 SEEDS ?= 100
 
-.PHONY: setup demo check test explore simulate oracle mutants diagrams clean
+.PHONY: setup demo check test parts test-parts test-models test-engines explore simulate simulate-fresh oracle mutants \
+        diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -30,18 +33,30 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict statemachine connector
 
-test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/actors tests/conformance
+# --keep-going: a part that fails hides no other, and the exit status is that of the whole.
+test: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
+
+parts: check test-parts simulate-fresh test-models test-engines
+
+test-parts: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/explore tests/simulation tests/actors tests/conformance
+
+test-models: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(MODELS) tests/integration $(WITH_MODELS)
+
+test-engines: setup
 	$(BIN)/python -m pytest tests/e2e $(patsubst %,--ignore %,$(MODELS) $(WITH_MODELS))
 
 explore: setup
-	$(BIN)/python -m statemachine.explore 3 1 1
-	$(BIN)/python -m statemachine.explore 2 2 2
+	$(BIN)/python -m tests.explore
 
 simulate: setup
 	$(BIN)/python -m tests.simulation --level 1 --seeds $(SEEDS)
 	$(BIN)/python -m tests.simulation --level 2 --seeds $(SEEDS)
+
+simulate-fresh: setup
+	$(BIN)/python -m tests.simulation.fresh --seconds 40
 
 oracle: setup
 	@$(BIN)/python -m tests.unit.layout_oracle --examples 100000
@@ -50,7 +65,7 @@ mutants: setup
 	$(BIN)/python -m tests.simulation.mutants
 
 diagrams: setup
-	$(BIN)/python -m statemachine.diagrams diagrams
+	$(BIN)/python -m diagrams.draw
 	$(BIN)/python -m tests.simulation.sequences diagrams/sequences
 
 clean:

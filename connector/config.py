@@ -61,13 +61,19 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long one attempt to reach a prefill engine may take."""
     quiesce_timeout_seconds: _Seconds = 30.0
     """How long a failed request waits for its READs in flight before its blocks are quarantined."""
+    lease_limit_seconds: _Seconds = 900.0
+    """How long P keeps the blocks of one request in all, however often D renews the lease: a D that never reads must
+    not occupy P's memory for ever. At least kv_lease_duration, which raises it where it is not set."""
     lease_margin_seconds: _SecondsOrZero = 0.05
-    """How much earlier than proven D takes a lease to end.
+    """How much earlier than P's answer lets it conclude D takes a lease to end.
 
-    The error of the clock offset is accounted for apart from this (half the round trip of the handshake). What is left
-    is drift of one clock against the other since the offset was measured: NTP slews a clock by at most 500 ppm, so two
-    clocks part by at most 30 ms over a lease of 30 s; 50 ms leaves room on top.
+    P answers for how long it keeps the blocks, and D counts that time from when it asked, so the way of the answer is
+    on the safe side. The different rates of the two clocks are accounted for apart from this (a sixth of the time). The
+    margin is a reserve for what is neither, such as a virtual machine whose clock is stepped when it is moved.
     """
+    backend_grace_seconds: _Seconds = 0.5
+    """How long a READ that failed may go on writing after its connection was torn down. NIXL reports the first part of
+    a READ that fails; the transport may be working on the others. Blocks are not used again before this has passed."""
     transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
     """How often a request whose READ failed is tried again while its lease is proven."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
@@ -106,6 +112,10 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         except msgspec.ValidationError as error:
             raise OptionError(name, f"option {name} has the value {render_untrusted(value)}: {error}") from None
     options = msgspec.convert(dict(extra_config), ConnectorOptions)
+    if "lease_limit_seconds" not in extra_config:
+        # A long lease may come from a configuration of the built-in connector, which has no such option.
+        limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
+        options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
     _check_together(options)
     for name in _WITHOUT_EFFECT:
         if name in extra_config:
@@ -126,6 +136,12 @@ def _check_together(options: ConnectorOptions) -> None:
             "backoff_max_seconds",
             f"option backoff_max_seconds ({options.backoff_max_seconds:g}) is less than backoff_initial_seconds "
             f"({options.backoff_initial_seconds:g})",
+        )
+    if options.lease_limit_seconds < options.kv_lease_duration:
+        raise OptionError(
+            "lease_limit_seconds",
+            f"option lease_limit_seconds ({options.lease_limit_seconds:g}) is less than kv_lease_duration "
+            f"({options.kv_lease_duration:g})",
         )
     if options.lease_margin_seconds >= options.kv_lease_duration:
         raise OptionError(

@@ -22,11 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from connector.clock import BootClock
 from connector.config import parse_options
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
-from connector.runtime.clock import MonotonicClock
 from connector.scheduler.connector_scheduler import ConnectorScheduler
-from connector.scheduler.metadata import StepMetadata
+from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.registration import require_supported
 
@@ -61,7 +61,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                vllm_config, kv_cache_config, options, clock=MonotonicClock(), incarnation=uuid.uuid4().hex
+                vllm_config, kv_cache_config, options, clock=BootClock(), life=uuid.uuid4().hex
             )
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config, options)

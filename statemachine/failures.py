@@ -41,6 +41,37 @@ class HandshakeTimeout(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class ConnectionRefused(PeerFailure, frozen=True, kw_only=True):
+    """Nothing listens at the peer's side channel: its process is gone, or the address is wrong."""
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer}: nothing listens at {self.address}; the engine has ended, or "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it name another address"
+        )
+
+
+class ControlLinkLost(PeerFailure, frozen=True, kw_only=True):
+    """The connection to a worker's control socket was reset: the worker died, or the network dropped it."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"the control connection to prefill engine {self.peer} was lost ({self.detail}); it is rebuilt"
+
+
+class ReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
+    """READs from this peer did not become quiescent in time; nothing more is read over that connection."""
+
+    waited_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"READs from prefill engine {self.peer} did not end within {self.waited_seconds:g} s; the connection is "
+            "given up, its blocks stay in quarantine until they do"
+        )
+
+
 class HandshakeMalformed(PeerFailure, frozen=True, kw_only=True):
     """The reply could not be decoded within the bounds of the wire format."""
 
@@ -72,20 +103,6 @@ class WrongEngine(PeerFailure, frozen=True, kw_only=True):
         return (
             f"expected prefill engine {self.peer} at {self.address}, found engine {self.found}: the engine was "
             "replaced, or two engines share an address (is VLLM_NIXL_SIDE_CHANNEL_HOST still 'localhost'?)"
-        )
-
-
-class PeerRestarted(PeerFailure, frozen=True, kw_only=True):
-    """The engine kept its id but is a new process: the blocks that the request names are gone."""
-
-    expected_incarnation: str
-    found_incarnation: str
-
-    def __str__(self) -> str:
-        return (
-            f"prefill engine {self.peer} at {self.address} restarted since it granted the blocks "
-            f"(incarnation {self.expected_incarnation} is now {self.found_incarnation}); the request must be "
-            "prefilled again"
         )
 
 
@@ -155,7 +172,7 @@ class TransferError(PeerFailure, frozen=True, kw_only=True):
     """NIXL reported an error for a READ or refused to start one.
 
     `transport_lost` is true when the error says that the connection to the peer is gone, so that every other
-    transfer to it will fail too until its agent is removed and added again (nixl.md facts 7 and 8).
+    transfer to it will fail too until its agent is removed and added again (docs/nixl.md facts 7 and 8).
     """
 
     operation: str
@@ -182,22 +199,29 @@ class BadParams(Failure, frozen=True, kw_only=True):
         )
 
 
-class LeaseNotProven(Failure, frozen=True, kw_only=True):
-    """The blocks' lease ran out, or its end cannot be shown to lie after the last READ.
+class LeaseOver(PeerFailure, frozen=True, kw_only=True):
+    """P does not keep the blocks any more. `why` is P's word for it, bounded by the wire."""
 
-    Times are seconds relative to the proven deadline; a positive `late_seconds` is how far past it we are.
-    """
-
-    peer: str
     remote_request_id: str
-    late_seconds: float
-    basis: str
+    why: str
 
     def __str__(self) -> str:
         return (
-            f"the lease of {self.remote_request_id} on prefill engine {self.peer} ended {self.late_seconds:.3f} s "
-            f"before the blocks were known to be read (basis: {self.basis}); they may hold another request's KV. "
-            "Requests wait too long before decode, or kv_lease_duration is too short"
+            f"prefill engine {self.peer} does not keep the blocks of {self.remote_request_id} any more ({self.why}); "
+            "they may hold another request's KV, so the request must be prefilled again"
+        )
+
+
+class LeaseNotProven(PeerFailure, frozen=True, kw_only=True):
+    """All bytes came, and P did not say whether it still kept the blocks by then."""
+
+    remote_request_id: str
+    waited_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} did not confirm within {self.waited_seconds:g} s that it kept the blocks of "
+            f"{self.remote_request_id} until they were read; they may hold another request's KV. Does it hang?"
         )
 
 
@@ -219,15 +243,15 @@ class AbortedByClient(Failure, frozen=True, kw_only=True):
 
 
 class Quarantined(Failure, frozen=True, kw_only=True):
-    """READs never became quiescent: the destination blocks stay out of the pool until they do."""
+    """READs did not become quiescent: the destination blocks stay out of the pool until they do."""
 
-    transfers: int
+    reads: int
     waited_seconds: float
     cause: str
 
     def __str__(self) -> str:
         return (
-            f"{self.transfers} READ(s) still in flight {self.waited_seconds:g} s after the request ended "
+            f"{self.reads} READ(s) still in flight {self.waited_seconds:g} s after the request ended "
             f"({self.cause}); its destination blocks are kept out of the block pool until they finish"
         )
 
@@ -249,6 +273,28 @@ class ConnectorStopped(Failure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"the KV connector has stopped ({self.detail}); restart this engine"
+
+
+class MessageMalformed(Failure, frozen=True, kw_only=True):
+    """A message about leases is not one: a notification, or what came on the control socket. It was ignored."""
+
+    sender: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"message from {self.sender} is malformed ({self.detail}) and was ignored; does its version differ?"
+
+
+class NotificationsDropped(Failure, frozen=True, kw_only=True):
+    """So many notifications waited that further ones were dropped. `dropped`: since the start."""
+
+    dropped: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dropped} notification(s) dropped so far because too many came at once; a lease whose release was "
+            "among them ends at its deadline"
+        )
 
 
 class ConsumerUnknown(Failure, frozen=True, kw_only=True):

@@ -1,25 +1,46 @@
-"""One request on the prefill engine: its blocks are lent until every consumer is done, or until the deadline.
+"""One lease on the prefill engine: the blocks of one request on one rank, lent until every reader is done.
 
-    computing   the prefill runs; nothing is lent yet
-    held        the prefill has finished: the blocks are kept for the decode engine until `deadline_ns`
-    done        every expected consumer has notified: the blocks are freed
-    expired     the deadline passed first: the blocks are freed, whoever reads them now reads foreign KV
-    released    the request ended without lending (aborted, failed, nothing computed): its blocks were never kept
+    computing   the prefill runs; the blocks are the request's own
+    held        the prefill has finished: the blocks are kept for readers until `deadline_ns`
+    done        every engine that held the lease has released it on all its ranks: the blocks are freed
+    expired     nobody renewed it in time: the blocks are freed
+    released    it ended without being lent (aborted, failed, nothing computed), or the engine has freed it by itself
 
-Consumers are counted per sender, not per message: a duplicated notification frees nothing early. The expected number
-comes with each notification; senders that disagree are resolved to the largest number, because holding on longer is
-safe (the deadline still ends it) and freeing early is not.
+Readers. A decode engine says that it wants the blocks by holding the lease, rank by rank, and that it is done by
+releasing it. `holders` has one entry for each engine: how many of its ranks deal with us, and which of them have
+released. Decode engines with the built-in connector do not hold; each of their ranks sends one notification when it is
+done. They count as one holder, whose ranks are the senders' agent names, because a notification does not say which
+engine it comes from. The lease is done when every holder is complete; a release counts as a hold too, so an engine that
+needs nothing (a full prefix hit) may release at once. A sender counts once, however often it repeats itself. Holders
+that disagree about the number of ranks are resolved to the largest: holding on longer is safe. A rank that holds after
+it has released wants the blocks again, and is told that they are held: an engine that has forgotten that it had them
+(it restarted under its name, or evicted us), and whose client comes again while another of its ranks still reads.
 
-A notification can overtake the grant, because the answer with the block ids may reach a fast reader before the engine's
-next step tells the worker. It is remembered in `computing` and counted right after the grant, so that every lease that
-ends has been held, and only a held lease frees blocks.
+Overtaking. The client's answer may reach a fast reader before the engine's next step tells this rank of the grant. So
+holds and releases in `computing` are remembered, and the promise that a hold was given (`deadline_ns`) is kept by the
+grant.
+
+A lease that is over never comes back. This is what makes `Held` a proof for everything before it: whoever is told
+`Held` at an instant knows that the blocks were lent at all times until then (design.md section 6).
+
+The bound. Renewals end at `latest_ns`: a reader that never reads cannot pin our memory for ever.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+
+
+class LeaseName(NamedTuple):
+    """What a lease is called between engines: the request's id on P, and a number that no other lease of this life of P
+    has. The number is 0 where the parameters carried none."""
+
+    request_id: str
+    number: int
 
 
 class State(MachineState):
@@ -30,41 +51,77 @@ class State(MachineState):
     RELEASED = "released"
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Value of the machine. `consumers` are the agents that have notified, `expected` how many must (0: not known)."""
+NOTIFIERS = ""
+"""The holder that stands for all built-in readers; no engine id is empty."""
 
-    request_id: str
+
+class Holder(msgspec.Struct, frozen=True):
+    """One decode engine as a reader of one lease.
+
+    Attributes:
+        ranks: how many of its ranks deal with this rank of ours.
+        released: those that are done, by number; agent names where the engine is a built-in one.
+    """
+
+    engine_id: str
+    ranks: int
+    released: frozenset[int | str] = frozenset()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.released) >= self.ranks
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of the machine.
+
+    Attributes:
+        deadline_ns: until when the blocks are kept; in `computing`, what holders have been promised so far.
+        latest_ns: no renewal goes beyond this; set by the grant.
+        blocks: how many are lent, for the trace.
+    """
+
+    name: LeaseName
     state: State = State.COMPUTING
-    consumers: frozenset[str] = frozenset()
-    expected: int = 0
-    deadline_ns: int | None = None
+    holders: tuple[Holder, ...] = ()
+    deadline_ns: int = 0
+    latest_ns: int = 0
+    blocks: int = 0
 
 
 class Granted(Event, frozen=True, kw_only=True):
-    """The prefill finished; the blocks are lent until `deadline_ns` (local monotonic clock)."""
+    """The prefill finished; the blocks are lent until `deadline_ns`, and with renewals until `latest_ns` at most."""
 
     deadline_ns: int
+    latest_ns: int
+    blocks: int = 0
 
 
-class ConsumerNotified(Event, frozen=True, kw_only=True):
-    """`sender` needs the blocks no more; it says that `expected` consumers will say so."""
+class Held(Event, frozen=True, kw_only=True):
+    """`rank` of an engine, of which `ranks` ranks deal with us, wants the blocks until `deadline_ns`."""
 
-    sender: str
-    expected: int
-
-
-class EarlyNotificationsCounted(Event, frozen=True, kw_only=True):
-    """Follows a grant that consumers had overtaken."""
+    engine_id: str
+    rank: int
+    ranks: int
+    deadline_ns: int
 
 
 class Renewed(Event, frozen=True, kw_only=True):
-    """A consumer still waits: hold at least until `deadline_ns`."""
+    """A built-in reader still waits: keep the blocks until `deadline_ns`."""
 
     deadline_ns: int
 
 
+class ReaderDone(Event, frozen=True, kw_only=True):
+    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so."""
+
+    engine_id: str
+    rank: int | str
+    ranks: int
+
+
 class DeadlinePassed(Event, frozen=True, kw_only=True):
-    """A timer for this lease fired at `now_ns`; a renewal may have moved the deadline since it was set."""
+    """The timer of this lease fired; a renewal may have moved the deadline since it was set."""
 
     now_ns: int
 
@@ -73,70 +130,93 @@ class Withdrawn(Event, frozen=True, kw_only=True):
     """The request ended without lending its blocks."""
 
 
+class Superseded(Event, frozen=True, kw_only=True):
+    """The engine computes another request under the same id, so it has freed this one's blocks by itself."""
+
+
 class StartLeaseTimer(Effect, frozen=True, kw_only=True):
     """Feed DeadlinePassed at `deadline_ns`."""
 
     deadline_ns: int
 
 
-class CountEarlyNotifications(Effect, frozen=True, kw_only=True):
-    """Feed EarlyNotificationsCounted."""
-
-
 class FreeBlocks(Effect, frozen=True, kw_only=True):
-    """Tell the engine that the blocks may be freed. Emitted exactly once per lease that was granted."""
+    """Tell the engine that the blocks may be freed. Exactly once for each lease that was granted."""
+
+    expired: bool
 
 
-def _is_consumed(lease: Lease) -> bool:
-    return 0 < lease.expected <= len(lease.consumers)
+def _is_read(lease: Lease) -> bool:
+    return bool(lease.holders) and all(holder.is_complete for holder in lease.holders)
+
+
+def _with_holder(
+    lease: Lease,
+    engine_id: str,
+    ranks: int,
+    *,
+    released: frozenset[int | str] = frozenset(),
+    wanted_by: frozenset[int | str] = frozenset(),
+) -> Lease:
+    others = []
+    for holder in lease.holders:
+        if holder.engine_id == engine_id:
+            ranks, released = max(ranks, holder.ranks), released | holder.released
+        else:
+            others.append(holder)
+    return msgspec.structs.replace(lease, holders=(*others, Holder(engine_id, ranks, released - wanted_by)))
+
+
+def _extended(lease: Lease, deadline_ns: int) -> Lease:
+    """Deadlines only move forward; in `computing` there is no bound yet."""
+    if lease.state is State.HELD:
+        deadline_ns = min(deadline_ns, lease.latest_ns)
+    return msgspec.structs.replace(lease, deadline_ns=max(lease.deadline_ns, deadline_ns))
 
 
 def _grant(lease: Lease, event: Granted) -> tuple[Lease, Effects]:
-    held = msgspec.structs.replace(lease, state=State.HELD, deadline_ns=event.deadline_ns)
-    early: Effects = (CountEarlyNotifications(),) if lease.consumers else NO_EFFECTS
-    return held, (StartLeaseTimer(deadline_ns=event.deadline_ns), *early)
-
-
-def _count(lease: Lease, event: ConsumerNotified) -> Lease:
-    return msgspec.structs.replace(
-        lease, consumers=lease.consumers | {event.sender}, expected=max(lease.expected, event.expected)
+    deadline_ns = max(lease.deadline_ns, event.deadline_ns)
+    latest_ns = max(deadline_ns, event.latest_ns)
+    held = msgspec.structs.replace(
+        lease, state=State.HELD, deadline_ns=deadline_ns, latest_ns=latest_ns, blocks=event.blocks
     )
+    if _is_read(held):
+        return msgspec.structs.replace(held, state=State.DONE), (FreeBlocks(expired=False),)
+    return held, (StartLeaseTimer(deadline_ns=deadline_ns),)
 
 
-def _notify_early(lease: Lease, event: ConsumerNotified) -> tuple[Lease, Effects]:
-    return _count(lease, event), NO_EFFECTS
-
-
-def _notify(lease: Lease, event: ConsumerNotified) -> tuple[Lease, Effects]:
-    return _free_if_consumed(_count(lease, event))
-
-
-def _count_early(lease: Lease, event: EarlyNotificationsCounted) -> tuple[Lease, Effects]:
-    return _free_if_consumed(lease)
-
-
-def _free_if_consumed(lease: Lease) -> tuple[Lease, Effects]:
-    if _is_consumed(lease):
-        return msgspec.structs.replace(lease, state=State.DONE), (FreeBlocks(),)
-    return lease, NO_EFFECTS
+def _hold(lease: Lease, event: Held) -> tuple[Lease, Effects]:
+    lease = _with_holder(lease, event.engine_id, event.ranks, wanted_by=frozenset({event.rank}))
+    return _extended(lease, event.deadline_ns), NO_EFFECTS
 
 
 def _renew(lease: Lease, event: Renewed) -> tuple[Lease, Effects]:
-    assert lease.deadline_ns is not None
-    if event.deadline_ns <= lease.deadline_ns:
-        return lease, NO_EFFECTS
-    lease = msgspec.structs.replace(lease, deadline_ns=event.deadline_ns)
-    return lease, (StartLeaseTimer(deadline_ns=event.deadline_ns),)
+    return _extended(lease, event.deadline_ns), NO_EFFECTS
+
+
+def _count(lease: Lease, event: ReaderDone) -> Lease:
+    return _with_holder(lease, event.engine_id, event.ranks, released=frozenset({event.rank}))
+
+
+def _remember_reader(lease: Lease, event: ReaderDone) -> tuple[Lease, Effects]:
+    return _count(lease, event), NO_EFFECTS
+
+
+def _finish_reader(lease: Lease, event: ReaderDone) -> tuple[Lease, Effects]:
+    lease = _count(lease, event)
+    if _is_read(lease):
+        return msgspec.structs.replace(lease, state=State.DONE), (FreeBlocks(expired=False),)
+    return lease, NO_EFFECTS
 
 
 def _expire(lease: Lease, event: DeadlinePassed) -> tuple[Lease, Effects]:
-    assert lease.deadline_ns is not None
+    # Renewals do not move the timer: it is set again when it fires, once a lease instead of once a renewal.
     if event.now_ns < lease.deadline_ns:
-        return lease, NO_EFFECTS
-    return msgspec.structs.replace(lease, state=State.EXPIRED), (FreeBlocks(),)
+        return lease, (StartLeaseTimer(deadline_ns=lease.deadline_ns),)
+    return msgspec.structs.replace(lease, state=State.EXPIRED), (FreeBlocks(expired=True),)
 
 
-def _withdraw(lease: Lease, event: Withdrawn) -> tuple[Lease, Effects]:
+def _end_unlent(lease: Lease, event: Withdrawn | Superseded) -> tuple[Lease, Effects]:
     return msgspec.structs.replace(lease, state=State.RELEASED), NO_EFFECTS
 
 
@@ -147,22 +227,25 @@ MACHINE: Machine[Lease] = Machine(
     states=State,
     initial=_COMPUTING,
     terminal=frozenset({State.DONE, State.EXPIRED, State.RELEASED}),
-    events=(Granted, ConsumerNotified, EarlyNotificationsCounted, Renewed, DeadlinePassed, Withdrawn),
+    events=(Granted, Held, Renewed, ReaderDone, DeadlinePassed, Withdrawn, Superseded),
     table={
-        (_COMPUTING, Granted): to(_grant, _HELD),
-        (_COMPUTING, ConsumerNotified): to(_notify_early, _COMPUTING),
-        (_COMPUTING, Withdrawn): to(_withdraw, State.RELEASED),
-        (_HELD, ConsumerNotified): to(_notify, _HELD, State.DONE),
-        (_HELD, EarlyNotificationsCounted): to(_count_early, _HELD, State.DONE),
+        (_COMPUTING, Granted): to(_grant, _HELD, State.DONE),
+        (_COMPUTING, Held): to(_hold, _COMPUTING),
+        (_COMPUTING, ReaderDone): to(_remember_reader, _COMPUTING),
+        (_COMPUTING, Withdrawn): to(_end_unlent, State.RELEASED),
+        (_COMPUTING, Superseded): to(_end_unlent, State.RELEASED),
+        (_HELD, Held): to(_hold, _HELD),
         (_HELD, Renewed): to(_renew, _HELD),
+        (_HELD, ReaderDone): to(_finish_reader, _HELD, State.DONE),
         (_HELD, DeadlinePassed): to(_expire, _HELD, State.EXPIRED),
+        (_HELD, Superseded): to(_end_unlent, State.RELEASED),
     },
     ignored={
         **pairs((_COMPUTING,), (Renewed,), "the grant starts a fresh lease in any case"),
-        **pairs((_HELD,), (Withdrawn,), "an abort after the prefill finished; consumers or the deadline end the lease"),
+        **pairs((_HELD,), (Withdrawn,), "an abort after the prefill finished; readers or the deadline end the lease"),
     },
     impossible={
-        **pairs((_COMPUTING,), (DeadlinePassed, EarlyNotificationsCounted), "nothing of this precedes the grant"),
+        **pairs((_COMPUTING,), (DeadlinePassed,), "the timer is set by the grant"),
         **pairs((_HELD,), (Granted,), "a request finishes once"),
     },
 )

@@ -1,26 +1,32 @@
-"""One remote prefill engine, as a decode rank sees it.
+"""The connection to one remote prefill engine, as a decode rank sees it.
 
-    idle           nothing is known but its address
-    handshaking    one handshake is in flight; every waiting request shares its outcome
-    ready          connected: its agent is loaded and its descriptor lists are prepared
-    draining       the connection is to be rebuilt or given up; READs in flight end first
-    backoff        the last attempt failed; requests fail at once until the delay is over
-    incompatible   it answered, and KV cannot be exchanged; like backoff, with a longer delay
-    gone           given up: replaced by another engine at its address, or evicted
+    idle            nothing is known but its address
+    handshaking     one handshake is in flight; every waiting request shares its outcome
+    ready           connected: its agents are loaded, its descriptor lists prepared, its control sockets open
+    draining        the connection is to be rebuilt or given up; READs in flight end first
+    disconnecting   no READ is in flight; the agents are being removed
+    backoff         the last attempt failed; requests fail at once until the delay is over
+    incompatible    it answered, and KV cannot be exchanged; like backoff, with a longer delay
+    gone            given up: replaced by another engine at its address, evicted, or the connector stops
 
 Why `draining` comes before rebuilding: after a transport error the same agent must be removed before it can be added
-again (nixl.md fact 7), and removing an agent while a READ is in flight hides the end of that READ. If READs do not
-end in time the connection is abandoned as it is (`AbandonConnection`): it stays loaded until they do.
+again, and removing an agent while a READ is in flight hides the end of that READ (docs/nixl.md). If READs do not end
+in time the connection is abandoned as it is: it stays loaded until they do. Why `disconnecting` has a state of its own:
+an agent that is added while it is still being removed stays broken.
+
+What makes a ready connection suspect: a READ or a notification that found the transport lost, a READ that ended with
+an error and may still be in flight in part, a request that was quarantined, and a control socket that was reset. No new
+READ is posted before the connection has been rebuilt.
 
 A failed peer fails requests at once while it backs off, so that a dead engine does not fill the decode engine's block
-pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; the shell computes it.
+pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter (`remote_engine`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from statemachine.failures import Failure, PeerRetired
+from statemachine.failures import BadParams, Failure, Incompatible, PeerRetired
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 
 
@@ -29,6 +35,7 @@ class State(MachineState):
     HANDSHAKING = "handshaking"
     READY = "ready"
     DRAINING = "draining"
+    DISCONNECTING = "disconnecting"
     BACKOFF = "backoff"
     INCOMPATIBLE = "incompatible"
     GONE = "gone"
@@ -37,20 +44,23 @@ class State(MachineState):
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the machine.
 
-    `failures` counts handshakes that failed in a row. While draining, `wanted` says that requests wait for the rebuilt
-    connection, `retiring` that there will be none. `failure` is the last one.
+    Attributes:
+        failures: attempts that failed in a row.
+        is_wanted: while a connection is being given up: somebody waits for the next one.
+        is_retiring: there will be no next one.
+        failure: the last one.
     """
 
     engine_id: str
     state: State = State.IDLE
     failures: int = 0
-    wanted: bool = False
-    retiring: bool = False
+    is_wanted: bool = False
+    is_retiring: bool = False
     failure: Failure | None = None
 
 
 class Wanted(Event, frozen=True, kw_only=True):
-    """A request needs this peer."""
+    """Somebody needs this peer."""
 
 
 class HandshakeSucceeded(Event, frozen=True, kw_only=True):
@@ -63,28 +73,26 @@ class HandshakeFailed(Event, frozen=True, kw_only=True):
     failure: Failure
 
 
-class HandshakeIncompatible(Event, frozen=True, kw_only=True):
-    """The peer answered; the two engines cannot exchange KV."""
-
-    failure: Failure
-
-
 class BackoffElapsed(Event, frozen=True, kw_only=True):
     """The delay after a failed attempt is over."""
 
 
 class ConnectionSuspect(Event, frozen=True, kw_only=True):
-    """A READ or a notification said that the connection is lost, or the engine was found to have restarted."""
+    """Nothing may be read over this connection any more; see the module's docstring."""
 
     failure: Failure
 
 
 class ReadsDrained(Event, frozen=True, kw_only=True):
-    """No READ from this peer is in flight any more."""
+    """No READ on this connection is in flight any more."""
 
 
 class QuiesceTimeout(Event, frozen=True, kw_only=True):
-    """READs from this peer do not end."""
+    """READs on this connection do not end."""
+
+
+class TornDown(Event, frozen=True, kw_only=True):
+    """The agents of the connection that was drained are removed."""
 
 
 class Retired(Event, frozen=True, kw_only=True):
@@ -96,40 +104,42 @@ class StartHandshake(Effect, frozen=True, kw_only=True):
 
 
 class AnnounceReady(Effect, frozen=True, kw_only=True):
-    """Wake every waiting request."""
+    """Whatever waits for the connection can go on."""
 
 
 class AnnounceFailed(Effect, frozen=True, kw_only=True):
-    """Fail every waiting request."""
+    """Fail whatever waits for the connection."""
 
     failure: Failure
-    incompatible: bool = False
 
 
 class StartBackoff(Effect, frozen=True, kw_only=True):
-    """Feed BackoffElapsed after a delay that grows with `failures`."""
+    """Feed BackoffElapsed after a delay that grows with `failures`; a long one if KV cannot be exchanged."""
 
     failures: int
+    is_incompatible: bool = False
 
 
 class DrainReads(Effect, frozen=True, kw_only=True):
-    """Post nothing more to this connection; feed ReadsDrained when (or if already) nothing is in flight."""
+    """Bound the wait for READs in flight."""
 
 
-class TearDownConnection(Effect, frozen=True, kw_only=True):
-    """Release its descriptor lists and remove its agent."""
+class TearDown(Effect, frozen=True, kw_only=True):
+    """Remove the agents of the connection, and say so."""
 
 
-class AbandonConnection(Effect, frozen=True, kw_only=True):
-    """READs never ended: keep the agent until they do, then tear down."""
+class Abandon(Effect, frozen=True, kw_only=True):
+    """READs did not end: keep the agents until they do, then remove them. Whoever reads is told."""
+
+    failure: Failure
 
 
-def _start(peer: Peer, event: Wanted | ReadsDrained) -> tuple[Peer, Effects]:
-    return msgspec.structs.replace(peer, state=State.HANDSHAKING, wanted=False), (StartHandshake(),)
+def _start(peer: Peer, event: Wanted | TornDown) -> tuple[Peer, Effects]:
+    return msgspec.structs.replace(peer, state=State.HANDSHAKING, is_wanted=False), (StartHandshake(),)
 
 
 def _connect(peer: Peer, event: HandshakeSucceeded) -> tuple[Peer, Effects]:
-    if peer.retiring:
+    if peer.is_retiring:
         assert peer.failure is not None
         draining = msgspec.structs.replace(peer, state=State.DRAINING, failures=0)
         return draining, (AnnounceFailed(failure=peer.failure), DrainReads())
@@ -139,24 +149,19 @@ def _connect(peer: Peer, event: HandshakeSucceeded) -> tuple[Peer, Effects]:
 def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
     failures = peer.failures + 1
     announce = AnnounceFailed(failure=event.failure)
-    if peer.retiring:
-        return msgspec.structs.replace(peer, state=State.GONE, failure=event.failure), (announce,)
-    failed = msgspec.structs.replace(peer, state=State.BACKOFF, failures=failures, failure=event.failure)
-    return failed, (announce, StartBackoff(failures=failures))
-
-
-def _refuse(peer: Peer, event: HandshakeIncompatible) -> tuple[Peer, Effects]:
-    failures = peer.failures + 1
-    announce = AnnounceFailed(failure=event.failure, incompatible=True)
-    if peer.retiring:
-        return msgspec.structs.replace(peer, state=State.GONE, failure=event.failure), (announce,)
-    refused = msgspec.structs.replace(peer, state=State.INCOMPATIBLE, failures=failures, failure=event.failure)
-    return refused, (announce, StartBackoff(failures=failures))
+    failed = msgspec.structs.replace(peer, failures=failures, failure=event.failure)
+    if peer.is_retiring:
+        return msgspec.structs.replace(failed, state=State.GONE), (announce,)
+    # BadParams: what the requests say of this engine is not true, and asking again will not make it so.
+    is_incompatible = isinstance(event.failure, Incompatible | BadParams)
+    state = State.INCOMPATIBLE if is_incompatible else State.BACKOFF
+    backoff = StartBackoff(failures=failures, is_incompatible=is_incompatible)
+    return msgspec.structs.replace(failed, state=state), (announce, backoff)
 
 
 def _reject(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
     assert peer.failure is not None
-    return peer, (AnnounceFailed(failure=peer.failure, incompatible=peer.state is State.INCOMPATIBLE),)
+    return peer, (AnnounceFailed(failure=peer.failure),)
 
 
 def _rest(peer: Peer, event: BackoffElapsed) -> tuple[Peer, Effects]:
@@ -172,50 +177,60 @@ def _suspect(peer: Peer, event: ConnectionSuspect) -> tuple[Peer, Effects]:
 
 
 def _want_later(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
-    if peer.retiring:
+    if peer.is_retiring:
         assert peer.failure is not None
         return peer, (AnnounceFailed(failure=peer.failure),)
-    return msgspec.structs.replace(peer, wanted=True), NO_EFFECTS
+    return msgspec.structs.replace(peer, is_wanted=True), NO_EFFECTS
 
 
-def _rebuild(peer: Peer, event: ReadsDrained) -> tuple[Peer, Effects]:
-    if peer.retiring:
-        return msgspec.structs.replace(peer, state=State.GONE), (TearDownConnection(),)
-    if peer.wanted:
-        peer, effects = _start(peer, event)
-        return peer, (TearDownConnection(), *effects)
-    return msgspec.structs.replace(peer, state=State.IDLE), (TearDownConnection(),)
+def _tear_down(peer: Peer, event: ReadsDrained) -> tuple[Peer, Effects]:
+    return msgspec.structs.replace(peer, state=State.DISCONNECTING), (TearDown(),)
+
+
+def _disconnect(peer: Peer, event: TornDown) -> tuple[Peer, Effects]:
+    if peer.is_retiring:
+        return msgspec.structs.replace(peer, state=State.GONE), NO_EFFECTS
+    if peer.is_wanted:
+        return _start(peer, event)
+    return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
 
 
 def _abandon(peer: Peer, event: QuiesceTimeout) -> tuple[Peer, Effects]:
     assert peer.failure is not None
-    announce = AnnounceFailed(failure=peer.failure)
-    if peer.retiring:
-        return msgspec.structs.replace(peer, state=State.GONE), (AbandonConnection(), announce)
+    effects = (Abandon(failure=peer.failure), AnnounceFailed(failure=peer.failure))
+    if peer.is_retiring:
+        return msgspec.structs.replace(peer, state=State.GONE), effects
     failures = peer.failures + 1
-    backing_off = msgspec.structs.replace(peer, state=State.BACKOFF, failures=failures, wanted=False)
-    return backing_off, (AbandonConnection(), announce, StartBackoff(failures=failures))
+    backing_off = msgspec.structs.replace(peer, state=State.BACKOFF, failures=failures, is_wanted=False)
+    return backing_off, (*effects, StartBackoff(failures=failures))
 
 
 def _retire_connected(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
     failure = PeerRetired(peer=peer.engine_id)
-    return msgspec.structs.replace(peer, state=State.DRAINING, retiring=True, failure=failure), (DrainReads(),)
+    return msgspec.structs.replace(peer, state=State.DRAINING, is_retiring=True, failure=failure), (DrainReads(),)
 
 
 def _retire_later(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
     failure = PeerRetired(peer=peer.engine_id)
-    announce: Effects = (AnnounceFailed(failure=failure),) if peer.wanted else NO_EFFECTS
-    return msgspec.structs.replace(peer, retiring=True, wanted=False, failure=failure), announce
+    announce: Effects = (AnnounceFailed(failure=failure),) if peer.is_wanted else NO_EFFECTS
+    return msgspec.structs.replace(peer, is_retiring=True, is_wanted=False, failure=failure), announce
 
 
 def _retire_now(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
-    return msgspec.structs.replace(peer, state=State.GONE), NO_EFFECTS
+    failure = PeerRetired(peer=peer.engine_id)
+    return msgspec.structs.replace(peer, state=State.GONE, failure=failure), NO_EFFECTS
 
 
 _IDLE, _HANDSHAKING, _READY, _DRAINING = State.IDLE, State.HANDSHAKING, State.READY, State.DRAINING
-_BACKOFF, _INCOMPATIBLE, _GONE = State.BACKOFF, State.INCOMPATIBLE, State.GONE
-_RESULTS = (HandshakeSucceeded, HandshakeFailed, HandshakeIncompatible)
+_DISCONNECTING, _BACKOFF, _INCOMPATIBLE, _GONE = (
+    State.DISCONNECTING,
+    State.BACKOFF,
+    State.INCOMPATIBLE,
+    State.GONE,
+)
+_RESULTS = (HandshakeSucceeded, HandshakeFailed)
 _WITHOUT_CONNECTION = (_IDLE, _HANDSHAKING, _BACKOFF, _INCOMPATIBLE)
+_GIVING_UP = (_DRAINING, _DISCONNECTING)
 
 MACHINE: Machine[Peer] = Machine(
     name="peer",
@@ -226,27 +241,29 @@ MACHINE: Machine[Peer] = Machine(
         Wanted,
         HandshakeSucceeded,
         HandshakeFailed,
-        HandshakeIncompatible,
         BackoffElapsed,
         ConnectionSuspect,
         ReadsDrained,
         QuiesceTimeout,
+        TornDown,
         Retired,
     ),
     table={
         (_IDLE, Wanted): to(_start, _HANDSHAKING),
         (_IDLE, Retired): to(_retire_now, _GONE),
         (_HANDSHAKING, HandshakeSucceeded): to(_connect, _READY, _DRAINING),
-        (_HANDSHAKING, HandshakeFailed): to(_fail, _BACKOFF, _GONE),
-        (_HANDSHAKING, HandshakeIncompatible): to(_refuse, _INCOMPATIBLE, _GONE),
+        (_HANDSHAKING, HandshakeFailed): to(_fail, _BACKOFF, _INCOMPATIBLE, _GONE),
         (_HANDSHAKING, Retired): to(_retire_later, _HANDSHAKING),
         (_READY, Wanted): to(_announce, _READY),
         (_READY, ConnectionSuspect): to(_suspect, _DRAINING),
         (_READY, Retired): to(_retire_connected, _DRAINING),
         (_DRAINING, Wanted): to(_want_later, _DRAINING),
-        (_DRAINING, ReadsDrained): to(_rebuild, _IDLE, _HANDSHAKING, _GONE),
+        (_DRAINING, ReadsDrained): to(_tear_down, _DISCONNECTING),
         (_DRAINING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
         (_DRAINING, Retired): to(_retire_later, _DRAINING),
+        (_DISCONNECTING, Wanted): to(_want_later, _DISCONNECTING),
+        (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _HANDSHAKING, _GONE),
+        (_DISCONNECTING, Retired): to(_retire_later, _DISCONNECTING),
         (_BACKOFF, Wanted): to(_reject, _BACKOFF),
         (_BACKOFF, BackoffElapsed): to(_rest, _IDLE),
         (_BACKOFF, Retired): to(_retire_now, _GONE),
@@ -255,14 +272,16 @@ MACHINE: Machine[Peer] = Machine(
         (_INCOMPATIBLE, Retired): to(_retire_now, _GONE),
     },
     ignored={
-        **pairs((_HANDSHAKING,), (Wanted,), "the attempt in flight answers this request too"),
+        **pairs((_HANDSHAKING,), (Wanted,), "the attempt in flight answers this one too"),
         **pairs(_WITHOUT_CONNECTION, (ConnectionSuspect,), "late news of a connection that is gone already"),
-        **pairs((_DRAINING,), (ConnectionSuspect,), "it is being rebuilt already"),
+        **pairs(_GIVING_UP, (ConnectionSuspect,), "it is being given up already"),
+        **pairs((_DISCONNECTING,), (QuiesceTimeout,), "the READs have ended since"),
         **pairs((*_WITHOUT_CONNECTION, _READY), (QuiesceTimeout,), "a timer of a connection that has drained since"),
-        **pairs((_IDLE, _HANDSHAKING, _READY, _DRAINING), (BackoffElapsed,), "a timer of an earlier failure"),
+        **pairs((_IDLE, _HANDSHAKING, _READY, *_GIVING_UP), (BackoffElapsed,), "a timer of an earlier failure"),
     },
     impossible={
-        **pairs((_IDLE, _READY, _DRAINING, _BACKOFF, _INCOMPATIBLE), _RESULTS, "no handshake is in flight"),
-        **pairs((*_WITHOUT_CONNECTION, _READY), (ReadsDrained,), "only a draining connection is waited for"),
+        **pairs((_IDLE, _READY, *_GIVING_UP, _BACKOFF, _INCOMPATIBLE), _RESULTS, "no handshake is in flight"),
+        **pairs((*_WITHOUT_CONNECTION, _READY, _DISCONNECTING), (ReadsDrained,), "only who drains is waited for"),
+        **pairs((*_WITHOUT_CONNECTION, _READY, _DRAINING), (TornDown,), "nothing is being torn down"),
     },
 )

@@ -20,15 +20,15 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         wall: Unix time in seconds; for people and for joining processes, never for arithmetic on durations.
         mono_ns: monotonic clock of the process, in nanoseconds.
         engine_id, rank, role: who wrote it; role is `worker` or `scheduler`.
-        machine: `request`, `lease`, `peer` or `transfer`.
-        subject: request id (request, lease), engine id (peer), `<request id>/<read>` (transfer).
+        machine: `request`, `hold`, `peer` or `lease`.
+        subject: request id (request, lease), engine id (peer), `<request id on P>/<rank of P>` (hold).
         from_state: None when the instance was created.
         event: name of the event's type.
         to_state: the state it led to, which may be the same one.
-        reason: kind of the failure that the new value carries, if any.
+        reason: kind of the failure that the new value carries, if any; of a hold that is gone, P's word for it.
         detail: the failure in words.
         peer: engine id of the other side, where there is one.
-        remote_request_id: request id on the prefill engine (machine request).
+        remote_request_id: request id on the prefill engine (machines request and hold).
         blocks, bytes, descriptors: amounts, where known.
         seconds_in_from: time spent in `from_state`.
     """

@@ -1,7 +1,17 @@
 """KV geometry: what memory a rank's KV cache occupies, and which of another rank's bytes go where.
 
-Pure arithmetic over frozen values: no NIXL, no vLLM, no I/O. `geometry` describes one rank and `shapes` derives that
-from the model; `sources` says which ranks deal with each other, `copies` which bytes go where, `blocks` pairs two block
-tables, and `plan` makes descriptors of all that. One algorithm for every model and parallel size; what tells models
-apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids are checked.
+Pure arithmetic over frozen values: no NIXL, no vLLM, no I/O. One algorithm serves every model and parallel size; what
+tells models apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids
+are checked.
+
+geometry       one rank: regions of blocks, pieces of layers in them
+shapes         what a model caches per layer, and which part of it a rank holds
+local          this rank
+advertised     what peers are told about it
+remote         what a peer's metadata means
+compatibility  what a peer must have in common with us
+sources        which ranks read from which
+copies         which bytes go where
+blocks         how the block tables of the two sides are paired
+plan           descriptors made of all that
 """

@@ -1,23 +1,18 @@
 """What one rank reads from another engine: from which ranks, and the descriptors for given blocks.
 
-`plan_engine` pairs a rank with the ranks of a remote engine that it deals with (`sources.partners`), for any two
-layouts of the same model. What cannot be read is refused with the first field that differs and both values, before any
-memory is touched. A plan is made once per handshake, and everything is checked then; during a step only block ids are.
+`plan_engine` pairs a rank with its partners (`sources.partners`) in a remote engine, for any two layouts of the same
+model. What cannot be read is refused before any memory is touched: the refusal names the first field that differs, and
+both values. A plan is made once per handshake and checked then; during a step only block ids are checked.
 
 Descriptors. For each remote rank both sides prepare one list of runs. A row of the plan is one contiguous stretch of
 each chunk: the descriptor of chunk c of kernel block b is start + b * block_step + c * chunk_step, with a start for
 each row and side. `ReadPlan.descriptor_ids` gives the indices of a request's blocks on both sides, row after row and
-with the local ids rising. That order is what lets NIXL merge: it joins two descriptors when the ids on both sides rise
-by exactly one inside a dense run, and since local ids are distinct, whatever can be joined at all is adjacent after
-sorting.
+with the local ids rising. This order lets NIXL merge: it joins two descriptors when the ids on both sides rise by
+exactly one inside a dense run. Local ids are distinct, so whatever can be joined is adjacent after sorting.
 
-Lists are prepared once per peer, not made for each request, because that is what tests/bench/bench_descriptors.py says
-of 32 to 128 regions, pools of 1,000 to 100,000 blocks and requests of 64 and 512. A prepared list is made of runs, so
-its cost follows the regions and not the pool: 10 to 57 us and 2 to 8 kB, measured with 1,000 of them; lists, agents and
-plans of 1,000 peers come to 19 to 72 MB (extrapolated from 16 agents and 20 plans). Building a request's lists anew
-takes 1.3 to 2.3 times as long where blocks are scattered, and up to 23 times where they are consecutive: there NIXL
-joins prepared neighbours, which it does not for lists made per request, and the READ itself is 5 to 8 times as fast
-over CMA.
+Lists are prepared once per peer, not made for each request. A prepared list is made of runs, so its cost follows the
+regions and not the pool, and NIXL merges neighbours only in prepared lists (docs/nixl.md facts 15 and 21; figures in
+docs/performance.md).
 """
 
 from __future__ import annotations

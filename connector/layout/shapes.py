@@ -17,6 +17,9 @@ import msgspec
 
 from connector.layout.geometry import Piece
 
+RING, REPLICATED = "ring", "replicated"
+"""Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
+
 
 class ImpossibleShard(ValueError):
     """A model that cannot be split over this many ranks. The engine itself should have refused it."""
@@ -49,9 +52,9 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """A request keeps only its last tokens, in blocks that a prefix cache gives to other requests: no block of ours may
     be filled in part, because others would take it for whole."""
     whole_blocks: bool = False
-    """Where a block holds which token is not known: it can be read into one of the same size only."""
+    """The order of tokens in a block is unknown: it can only be read into a block of the same size."""
     whole_ranks: bool = False
-    """Where a block holds which head is not known: it can be read from the rank of an engine of as many ranks only."""
+    """The order of heads in a block is unknown: it can only be read from an engine with as many ranks."""
     tokens_per_entry: int = 1
     """More than 1 in a compressed cache, where that many tokens have one entry in place of one each."""
 

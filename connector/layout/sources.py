@@ -1,10 +1,10 @@
-"""Which remote ranks a rank deals with, and from which of them it takes what.
+"""Which remote ranks are a rank's partners, and what it reads from which of them.
 
-Ranks of two engines are partners when the stretches of the model that they stand for overlap: rank r of n stands for
-r / n to (r + 1) / n. Every head, channel or replica that a rank needs is held by some partner, whatever the two sizes.
-A rank handshakes with its partners, reads from as few of them as hold all it needs, and notifies every one, because
-each remote rank keeps its blocks until all its partners have notified. So a remote rank that nobody reads (a replica)
-is released too, and no rank is read that would not wait for its reader.
+Ranks of two engines are partners when the parts of the model that they stand for overlap: rank r of n stands for r / n
+to (r + 1) / n. Whatever the two sizes are, some partner holds every head, channel or replica that a rank needs. A rank
+handshakes with all its partners, reads from as few of them as hold what it needs, and releases the blocks on every one,
+because a remote rank keeps its blocks until all its partners have released them. So a replica that nobody reads is
+released too, and no rank is read that does not wait for its reader.
 
 Where an engine splits the tokens of each block table entry over its ranks (decode context parallel), a rank's partners
 are those that hold tokens of its own. Pipeline stages hold layers of their own: a rank has its partners in every stage.
@@ -33,7 +33,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def partners(tp_rank: int, tp_size: int, other_tp_size: int, dcp_size: int = 1, other_dcp_size: int = 1) -> range:
-    """Ranks of an engine of `other_tp_size` ranks that rank `tp_rank` of `tp_size` deals with, in each stage.
+    """The partners of rank `tp_rank` of `tp_size` in an engine of `other_tp_size` ranks, in each stage.
 
     A `dcp_size` is 1 or the `tp_size`, and one of the two divides the other.
     """
@@ -44,7 +44,7 @@ def partners(tp_rank: int, tp_size: int, other_tp_size: int, dcp_size: int = 1, 
 
 
 def consumers(remote: RankLayout, local: RankLayout) -> int:
-    """How many ranks of `local`'s engine deal with the rank `remote`."""
+    """How many ranks of `local`'s engine are partners of the rank `remote`."""
     sizes = (local.tp_size, remote.tp_size, local.dcp_size, remote.dcp_size)
     return sum(remote.tp_rank in partners(tp_rank, *sizes) for tp_rank in range(local.tp_size))
 

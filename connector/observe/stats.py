@@ -18,7 +18,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from connector.runtime.messages import (
+from connector.protocol import (
     HandshakeFailureNoted,
     LateNotificationNoted,
     NotificationFailureNoted,

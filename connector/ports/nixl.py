@@ -5,18 +5,23 @@ The real agent is `nixl_agent.RealNixlPort`; the simulator has a fake. Both pass
 Contract (each line is a test of the suite)
 * All methods are called from the trio thread only. Methods declared `async` are checkpoints; the others never block.
 * Handles are plain ints made by the port. A handle is never reused in the life of a port.
-* `post_read` returns once the READ is posted. Whatever happens to it later arrives as exactly one `ReadDone` or
-  `ReadErrored` event, never both, never twice; a READ that never ends has no event. A post that NIXL refuses raises
-  `NixlCallFailed` and leaves nothing behind that could still write.
-* After `ReadDone` or `ReadErrored` nothing of that READ writes to local memory any more. Nothing else proves this:
-  in particular `release_read` of a READ in flight does not stop it (nixl.md fact 1), and the port refuses such a
-  release with `ReadInFlight`.
-* The notification given to `post_read` reaches the remote agent after the READ is done, and never when it failed.
+* `post_read` raises `NixlCallFailed` only when nothing was handed to the transport: nothing of that call can write.
+  Otherwise it returns a handle, also when NIXL reported an error while it posted, and the READ's end arrives as
+  exactly one `ReadEnded` event. A READ that never ends has no event.
+* `ReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
+* `ReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
+  failed, while the transport may still be working on the others. `quiescent` says whether that is excluded: only if
+  the READ had a single descriptor and NIXL released its handle. If it is false, bytes may land at any later time.
+  Nothing else proves a READ's end: NIXL cannot stop one, and releasing its handle does not (docs/nixl.md fact 1).
+* The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
+  agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,
   outside of any port method. The callback must not raise.
 * Cancelling an async method never loses the effect of the call: it either never started or its result is disposed of.
-* `aclose` waits for READs in flight at most `grace_seconds`, then closes anyway and returns the handles it had to
-  abandon; memory named by an abandoned READ must not be reused by the process.
+* A sender whose name cannot be decoded does not end the port. `PortCounts.notification_polls_lost` counts what it cost.
+* `aclose` waits for READs in flight at most `grace_seconds`, then closes anyway. It returns the handles of all READs
+  that may still write: those in flight and those that errored and are not known to be over. Memory named by them must
+  not be reused by the process.
 """
 
 from __future__ import annotations
@@ -56,28 +61,29 @@ class MemoryRange(msgspec.Struct, frozen=True):
     device_id: int = 0
 
 
-class ReadDone(msgspec.Struct, frozen=True):
-    """A READ completed; all its bytes are in local memory.
+class ReadEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a READ as NIXL reports it. See the module's contract for what it proves.
 
-    `completed_ns` is the shell's monotonic clock just after completion was seen. `seconds_in_transport` and
-    `seconds_to_post` are what NIXL's telemetry says (0.0 when it says nothing).
+    Attributes:
+        ended_ns: `connector.clock.BootClock` just after the end was seen.
+        error: None when all bytes have arrived.
+        transport_lost: the connection to the peer is gone; see `statemachine.failures.TransferError`.
+        quiescent: nothing of this READ writes to local memory any more. Always true without an error.
+        bytes: length of the whole READ, whether or not it has arrived.
+        descriptors: number of descriptors that the READ was posted with.
+        seconds_in_transport: from NIXL's telemetry; 0.0 when it says nothing, and after an error.
+        seconds_to_post: the same.
     """
 
     handle: ReadHandle
-    completed_ns: int
+    ended_ns: int
+    error: str | None
+    transport_lost: bool
+    quiescent: bool
     bytes: int
     descriptors: int
     seconds_in_transport: float = 0.0
     seconds_to_post: float = 0.0
-
-
-class ReadErrored(msgspec.Struct, frozen=True):
-    """A READ ended with an error; it is quiescent. `transport_lost`: see `statemachine.failures.TransferError`."""
-
-    handle: ReadHandle
-    completed_ns: int
-    error: str
-    transport_lost: bool
 
 
 class NotificationReceived(msgspec.Struct, frozen=True):
@@ -93,7 +99,7 @@ class PortBroken(msgspec.Struct, frozen=True):
     error: str
 
 
-NixlEvent: TypeAlias = ReadDone | ReadErrored | NotificationReceived | PortBroken
+NixlEvent: TypeAlias = ReadEnded | NotificationReceived | PortBroken
 
 
 class NixlCallFailed(Exception):
@@ -106,21 +112,28 @@ class NixlCallFailed(Exception):
         self.transport_lost = transport_lost
 
 
-class ReadInFlight(Exception):
-    """`release_read` of a READ whose end has not been seen: refused, because it would not stop the READ."""
-
-
 class PortClosed(Exception):
     """The port is closed or broken."""
 
 
 class PortCounts(msgspec.Struct, frozen=True):
-    """What the port holds right now; all zero (but registered_ranges) means nothing leaked."""
+    """What the port holds right now.
+
+    Attributes:
+        remote_agents: loaded peers, and those whose removal waits for a READ in flight.
+        descriptor_lists: prepared lists.
+        reads: READs that may still write: those in flight, and those that errored and whose handle is kept.
+        registered_ranges: of our own memory.
+        errored_reads: those of `reads` that have ended.
+        notification_polls_lost: how often NIXL failed to hand over what had arrived, since the port was opened.
+    """
 
     remote_agents: int
     descriptor_lists: int
     reads: int
     registered_ranges: int
+    errored_reads: int = 0
+    notification_polls_lost: int = 0
 
 
 class NixlPort(Protocol):
@@ -143,7 +156,11 @@ class NixlPort(Protocol):
         ...
 
     async def remove_remote_agent(self, name: AgentName) -> None:
-        """Forget a peer; unknown names are ignored. READs in flight to it stay in flight and still end in an event."""
+        """Forget a peer and make its descriptor lists useless; unknown names are ignored.
+
+        READs in flight to it stay in flight and still end in an event. NIXL forgets the peer once the last of them has
+        ended, and then the handles of its READs that errored are released.
+        """
         ...
 
     async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
@@ -162,13 +179,8 @@ class NixlPort(Protocol):
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
-        notification: bytes,
     ) -> ReadHandle:
-        """Start reading remote_ids[i] into local_ids[i]; `notification` is sent to the peer when all is read."""
-        ...
-
-    async def release_read(self, handle: ReadHandle) -> None:
-        """Dispose of a READ that has ended. Raises ReadInFlight otherwise; releasing twice is a no-op."""
+        """Start reading remote_ids[i] into local_ids[i]. Raises NixlCallFailed: nothing was handed to the transport."""
         ...
 
     async def send_notification(self, agent: AgentName, message: bytes) -> None:
@@ -182,5 +194,5 @@ class NixlPort(Protocol):
     def counts(self) -> PortCounts: ...
 
     async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
-        """Close; returns the READs that had to be abandoned in flight. Idempotent."""
+        """Close; returns the READs that may still write (see the contract). Idempotent."""
         ...

@@ -1,28 +1,14 @@
 """The real NIXL agent behind `ports.nixl.NixlPort`.
 
 Why a thread of its own (see `nixl_thread`)
-Measured by tests/bench/bench_nixl_calls.py: a READ of 134 MB (2048 scattered blocks of 64 KiB) between two processes
-over CMA, on a noisy machine with 2 cores, in milliseconds; "loop" is how late a task of the same trio loop came.
-
-| call | called in the trio thread: p50 / max | loop | from the agent's thread: p50 / max | loop |
-|---|---|---|---|---|
-| transfer (post_read until ReadDone) | 32 / 223 | 222 | 33 / 47 | 4.7 |
-| add_remote_agent | 1.2 / 8.0 | 7.2 | 1.5 / 6.6 | 1.9 |
-| prep_xfer_dlist | 0.07 / 0.07 | 0.4 | 0.4 / 0.8 | 1.0 |
-| make_prepped_xfer | 0.1 / 0.2 | 0.6 | (part of post_read) | |
-| check, release, notifications | < 0.1 | 0.8 | | |
-
-(223: the first READ, into memory that was not touched before.) `transfer` copies the whole READ before it returns, so a
-trio loop that made the call would stand still for it, and with it every handshake, timeout and lease of every other
-peer. It does release the GIL (a computing thread stood still for at most 2.8 ms of its 43 ms), so a thread of its own
-really takes it off the loop. Calls that are short could stay in the loop, but an agent may be called by one thread only
-(NIXL crashes within seconds otherwise), so all of them moved; a command and its answer cost 0.3 ms here, mostly the two
-wake-ups. Polling costs 0.5 % of a core while the port is idle and 5 % while it expects notifications.
+`transfer` may copy a whole READ before it returns (docs/nixl.md fact 19). A trio loop that made the call would stand
+still for it, and with it every handshake, timeout and lease of every other peer. The call releases the GIL, so a thread
+of its own really takes it off the loop. Calls that are short could stay in the loop, but an agent belongs to one thread
+(fact 17), so all of them moved. The figures stand in docs/performance.md.
 
 How a call travels
-The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a deque, as it does
-with events; `TrioToken.run_sync_soon` is called once per batch, not once per item (a flag says that a drain is due; the
-drain clears it before it looks). The two threads share nothing else.
+The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
+it does with events. The two threads share nothing else.
 
 Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
 one NIXL call takes), so a result is never lost and needs no disposal.
@@ -31,10 +17,12 @@ Events of a READ whose `post_read` has not returned yet are held back until it h
 
 What this port cannot do
 * Stop a READ; nor can NIXL.
-* Vouch that nothing lands after an error state. It was observed for UCX in error handling mode "peer" (the default).
-* Notice a short READ. Over CMA, when part of one descriptor's remote memory is not mapped any more, UCX 1.23 copies
-  what comes before the hole, and NIXL calls it done and notifies the peer. It takes a peer that unmaps part of a
-  registered range while it serves, which no engine does; a descriptor that is gone as a whole is an error.
+* Vouch that nothing lands after the error of a READ with several descriptors, not even once its agent was removed.
+* Keep the notifications of a poll that also brings the first one from a sender whose name is not UTF-8. Those of later
+  polls are kept; see `nixl_thread`.
+* Notice every short READ. Over CMA, when part of one descriptor's remote memory is not mapped any more, UCX 1.23 copies
+  what comes before the hole, and NIXL calls it done. It takes a peer that unmaps part of a registered range while it
+  serves, which no engine does; a descriptor that is gone as a whole is an error.
 """
 
 from __future__ import annotations
@@ -58,10 +46,8 @@ from connector.ports.nixl import (
     PortBroken,
     PortClosed,
     PortCounts,
-    ReadDone,
-    ReadErrored,
+    ReadEnded,
     ReadHandle,
-    ReadInFlight,
 )
 from connector.ports.nixl_thread import (
     AgentCore,
@@ -72,6 +58,7 @@ from connector.ports.nixl_thread import (
     Outgoing,
     ThreadEnded,
 )
+from connector.thread_mailbox import ThreadMailbox
 
 OPEN_SECONDS_MAX = 60.0
 """Creating an agent and registering memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer."""
@@ -91,13 +78,11 @@ class RealNixlPort:
     def __init__(self, agent_name: AgentName) -> None:
         self._agent_name = agent_name
         self._handles = itertools.count(1)
-        self._outbox: deque[Outgoing] = deque()
-        self._drain_is_due = False
+        self._mailbox: ThreadMailbox[Outgoing] = ThreadMailbox(self._take, self._note_error)
         self._token: trio.lowlevel.TrioToken | None = None
         self._on_event: Callable[[NixlEvent], None] | None = None
         self._events: deque[NixlEvent] = deque()
         self._posting: set[ReadHandle] = set()
-        self._reads_ended: dict[ReadHandle, bool] = {}
         self._parked: dict[Command, trio.lowlevel.Task] = {}
         self._closing = False
         self._ended: ThreadEnded | None = None
@@ -119,8 +104,9 @@ class RealNixlPort:
     ) -> RealNixlPort:
         """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
 
-        `num_threads` is UCX's (0: none). `prepare_thread` runs on the agent's thread first: for VRAM it must make
-        the device current, or UCX finds no CUDA context and does without NVLink. Raises NixlCallFailed.
+        `num_threads` is UCX's (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's
+        thread first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
+        Raises NixlCallFailed.
         """
         port = cls(agent_name)
 
@@ -147,7 +133,7 @@ class RealNixlPort:
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
         self._attach()
         self._on_event = on_event
-        self._request_drain()
+        self._announce_soon()
 
     async def add_remote_agent(self, metadata: bytes) -> AgentName:
         name: AgentName = await self._call("add_remote_agent", lambda core: core.add_remote_agent(metadata))
@@ -176,29 +162,16 @@ class RealNixlPort:
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
-        notification: bytes,
     ) -> ReadHandle:
         handle = next(self._handles)
         self._posting.add(handle)
         try:
-            await self._call(
-                "post_read",
-                lambda core: core.post_read(handle, local, local_ids, remote, remote_ids, notification),
-            )
-            self._reads_ended[handle] = False
+            await self._call("post_read", lambda core: core.post_read(handle, local, local_ids, remote, remote_ids))
         finally:
             self._posting.discard(handle)
             if self._events:  # perhaps held back for this READ
-                self._request_drain()
+                self._announce_soon()
         return handle
-
-    async def release_read(self, handle: ReadHandle) -> None:
-        """The thread has released the READ already when its end was seen, so only the books change here."""
-        self._refuse_if_closed()
-        if self._reads_ended.get(handle) is False:
-            raise ReadInFlight(f"READ {handle} has not ended")
-        await trio.lowlevel.checkpoint()
-        self._reads_ended.pop(handle, None)
 
     async def send_notification(self, agent: AgentName, message: bytes) -> None:
         await self._call("send_notification", lambda core: core.send_notification(agent, message))
@@ -210,8 +183,10 @@ class RealNixlPort:
         return PortCounts(
             remote_agents=len(self._core.agents),
             descriptor_lists=len(self._core.lists),
-            reads=len(self._reads_ended),
+            reads=len(self._core.reads) + len(self._core.errored),
             registered_ranges=self._core.registered_ranges,
+            errored_reads=len(self._core.errored),
+            notification_polls_lost=self._core.notification_polls_lost,
         )
 
     async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
@@ -247,8 +222,10 @@ class RealNixlPort:
         return self._abandoned()
 
     def _abandoned(self) -> list[ReadHandle]:
-        """READs left in flight; those of a thread that does not end, too."""
-        return list(self._thread.abandoned if self._thread.ended else self._core.reads)
+        """READs that may still write; those of a thread that does not end, too."""
+        if self._thread.ended:
+            return list(self._thread.abandoned)
+        return [*self._core.reads, *self._core.errored]
 
     async def _call(self, operation: str, call: Callable[[AgentCore], Any]) -> Any:
         """Run `call` on the agent's thread. Raises NixlCallFailed or PortClosed; see "Cancellation" above."""
@@ -281,53 +258,55 @@ class RealNixlPort:
     def _attach(self) -> None:
         if self._token is None:
             self._token = trio.lowlevel.current_trio_token()
-            self._request_drain()
+            self._wake_trio()
 
-    # From here on, the way back: `_deliver` and `_backlog` run on the agent's thread, `_drain` and the rest in trio.
+    # From here on, the way back: `_deliver`, `_backlog` and `_wake_trio` run on the agent's thread, the rest in trio.
 
     def _deliver(self, items: Sequence[Outgoing]) -> None:
         """Hand items to the trio thread."""
-        self._outbox.extend(items)
-        self._request_drain()
+        for item in items:
+            self._mailbox.append(item)
+        self._wake_trio()
 
     def _backlog(self) -> int:
         """How many items wait in the trio thread."""
-        return len(self._outbox) + len(self._events)
+        return len(self._mailbox) + len(self._events)
 
-    def _request_drain(self) -> None:
-        if self._drain_is_due or self._token is None:
+    def _wake_trio(self) -> None:
+        if self._token is None:
             return
-        self._drain_is_due = True
         try:
-            self._token.run_sync_soon(self._drain)
+            self._mailbox.flush(self._token)
         except trio.RunFinishedError:
             self._thread.close(0.0)  # nobody will ask for anything any more
 
-    def _drain(self) -> None:
-        self._drain_is_due = False  # before looking: an item that comes now asks for another drain
-        while self._outbox:
-            item = self._outbox.popleft()
-            if isinstance(item, Command):
-                task = self._parked.pop(item, None)
-                if task is not None:
-                    trio.lowlevel.reschedule(task)
-            elif isinstance(item, ThreadEnded):
-                self._ended = item
-                if self._ended_event is not None:
-                    self._ended_event.set()
-            else:
-                self._events.append(item)
-        self._announce()
+    def _take(self, item: Outgoing) -> None:
+        if isinstance(item, Command):
+            task = self._parked.pop(item, None)
+            if task is not None:
+                trio.lowlevel.reschedule(task)
+        elif isinstance(item, ThreadEnded):
+            self._ended = item
+            if self._ended_event is not None:
+                self._ended_event.set()
+        else:
+            self._events.append(item)
+            self._announce()
+
+    def _note_error(self, error: BaseException) -> None:
+        logger.error("NIXL port %s failed to pass something on", self._agent_name, exc_info=error)
+
+    def _announce_soon(self) -> None:
+        """Events are announced outside of any method of the port."""
+        trio.lowlevel.current_trio_token().run_sync_soon(self._announce, idempotent=True)
 
     def _announce(self) -> None:
         """Call the callback with every event in order, up to one that has to wait for its `post_read`."""
         while self._events and self._on_event is not None:
             event = self._events[0]
-            if isinstance(event, ReadDone | ReadErrored):
-                if event.handle in self._posting:
-                    return
-                self._reads_ended[event.handle] = True
-            elif isinstance(event, PortBroken):
+            if isinstance(event, ReadEnded) and event.handle in self._posting:
+                return
+            if isinstance(event, PortBroken):
                 self._closing = True
             self._events.popleft()
             try:

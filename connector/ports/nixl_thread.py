@@ -11,6 +11,15 @@ Rules
 * A remote agent is removed only when no READ from it is in flight: NIXL would forget how to ask for the READ's state
   while its data keeps landing, and then nobody could say when the memory is free. The removal waits; new lists and
   READs for the agent are refused at once.
+* NIXL (1.5, UCX) makes a request of every descriptor and keeps only the last one, followed by a flush; nobody looks at
+  the status of the others. Two rules follow:
+  - A READ of several descriptors that ended with an error may have requests in flight as long as its connection exists.
+    There is nothing to wait for, so the removal of the agent, which takes the connection down, does not wait. The
+    READ's handle is released after that.
+  - A READ of several descriptors that NIXL calls done may lack some. (Over CMA it did: one descriptor in the middle
+    could not be read, and the state was "DONE".) UCX does mark the connection as failed then, at its next progress, and
+    NIXL refuses to post over it from then on. So before such a READ counts as done, its last descriptor is read a
+    second time, to the same place. If that is refused or fails, the READ has failed.
 * Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
   the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
   to a ceiling that depends on what it waits for. A command ends a pause at once.
@@ -19,18 +28,22 @@ Rules
 from __future__ import annotations
 
 import atexit
+import codecs
+import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from connector.clock import BootClock
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -40,8 +53,7 @@ from connector.ports.nixl import (
     NixlEvent,
     NotificationReceived,
     PortBroken,
-    ReadDone,
-    ReadErrored,
+    ReadEnded,
     ReadHandle,
 )
 
@@ -71,6 +83,11 @@ EXIT_SECONDS_MAX = 2.0
 
 UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""
+
+
+CLOCK = BootClock()
+
+logger = logging.getLogger(__name__)
 
 
 class CallRefused(Exception):
@@ -104,7 +121,7 @@ class Command:
 
 
 class ThreadEnded(msgspec.Struct, frozen=True):
-    """The last thing the thread says. `abandoned`: READs left in flight, whose memory must not be reused."""
+    """The last thing the thread says. `abandoned`: READs that may still write, so their memory must not be reused."""
 
     abandoned: tuple[ReadHandle, ...]
 
@@ -133,15 +150,25 @@ class _List:
 
 
 class _Read:
-    """A READ in flight from `agent`."""
+    """A READ from `agent`.
 
-    __slots__ = ("agent", "bytes", "descriptors", "transfer")
+    Attributes:
+        transfer: its handle.
+        probe: handle of the second reading of its last descriptor; None when there is only one. See the module's rules.
+        is_probing: the probe was posted, so its state counts.
+        post_error: what posting raised: (text, transport_lost).
+    """
 
-    def __init__(self, agent: AgentName, transfer: Any, length_bytes: int, descriptors: int) -> None:
+    __slots__ = ("agent", "bytes", "descriptors", "is_probing", "post_error", "probe", "transfer")
+
+    def __init__(self, agent: AgentName, transfer: Any, probe: Any | None, length_bytes: int, descriptors: int) -> None:
         self.agent = agent
         self.transfer = transfer
+        self.probe = probe
+        self.is_probing = False
         self.bytes = length_bytes
         self.descriptors = descriptors
+        self.post_error: tuple[str, bool] | None = None
 
 
 class AgentCore:
@@ -159,12 +186,15 @@ class AgentCore:
         num_threads: int,
     ) -> None:
         self._nixl = _import_nixl()
+        self._name = agent_name
         self._memory_type = memory_type
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,
             num_threads=num_threads,
             backends=list(backends),
+            # The backend's threads use the agent too, and NIXL guards nothing by default (docs/nixl.md fact 20).
+            sync_mode=self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW if num_threads > 0 else None,
         )
         self._agent = self._nixl.nixl_agent(agent_name, config)
         missing = [backend for backend in backends if backend not in self._agent.backends]
@@ -179,18 +209,27 @@ class AgentCore:
         self.agents: set[AgentName] = set()
         self.lists: dict[DescriptorListHandle, _List] = {}
         self.reads: dict[ReadHandle, _Read] = {}
+        """READs in flight."""
+        self.errored: dict[ReadHandle, _Read] = {}
+        """READs that ended with an error and may still write; their handles are kept."""
+        self.notification_polls_lost = 0
         self._leaving: set[AgentName] = set()
-        self._unreleasable: list[Any] = []
+        self._unreleasable: list[_Read] = []
+        self._received: list[NixlEvent] = []
 
     def add_remote_agent(self, metadata: bytes) -> AgentName:
         """Load a peer, or keep it if its removal is still waiting for a READ."""
-        name = _text(self._agent.add_remote_agent(metadata))
+        loaded: bytes | str = self._agent.add_remote_agent(metadata)
+        name = _text(loaded)
+        if isinstance(loaded, bytes) and name.encode() != loaded:
+            self._agent.remove_remote_agent(loaded)
+            raise CallRefused(f"the agent's name is not UTF-8: {name}")
         self.agents.add(name)
         self._leaving.discard(name)
         return name
 
     def remove_remote_agent(self, name: AgentName) -> None:
-        """Forget a peer, now or when its last READ has ended; its lists are of no use from now on."""
+        """Forget a peer, now or when no READ from it is in flight; its lists are of no use from now on."""
         if name not in self.agents:
             return
         for prepared in self.lists.values():
@@ -201,10 +240,14 @@ class AgentCore:
         self._finish_removal(name)
 
     def _finish_removal(self, name: AgentName) -> None:
-        if name in self._leaving and not any(read.agent == name for read in self.reads.values()):
-            self._leaving.discard(name)
-            self.agents.discard(name)
-            self._agent.remove_remote_agent(name)
+        if name not in self._leaving or any(read.agent == name for read in self.reads.values()):
+            return
+        self._leaving.discard(name)
+        self.agents.discard(name)
+        self._agent.remove_remote_agent(name)
+        for handle in [handle for handle, read in self.errored.items() if read.agent == name]:
+            if self._release(self.errored[handle]):
+                del self.errored[handle]
 
     def prepare(self, handle: DescriptorListHandle, agent: AgentName | None, runs: Sequence[MemoryRun]) -> None:
         """Prepare a list under the port's `handle`; `agent` is None for local memory."""
@@ -232,40 +275,41 @@ class AgentCore:
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
-        notification: bytes,
-    ) -> ReadDone | None:
-        """Post a READ under the port's `handle`; returns its end if it is over already."""
+    ) -> ReadEnded | None:
+        """Post a READ under the port's `handle`; returns its end if that is known already.
+
+        Raises only when nothing was handed to the back end.
+        """
         local_list, remote_list = self._usable(local), self._usable(remote)
         if local_list.agent is not None or remote_list.agent is None:
             raise CallRefused("a READ goes from a remote list to a local one")
         for ids in (local_ids, remote_ids):
             if ids.dtype != np.int32 or ids.ndim != 1:  # NIXL truncates floats without a word
                 raise CallRefused(f"descriptor ids must be int32 in one dimension, not {ids.dtype} in {ids.ndim}")
-        transfer = self._agent.make_prepped_xfer(
+        transfer = self._make_read(local_list, local_ids, remote_list, remote_ids)
+        probe = None
+        if len(local_ids) > 1:
+            probe = self._make_read(local_list, local_ids[-1:], remote_list, remote_ids[-1:])
+        length_bytes = local_list.length_bytes(local_ids)
+        read = self.reads[handle] = _Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
+        try:
+            state = self._agent.transfer(transfer)
+        except Exception as error:
+            # Some of its requests may be on their way, so it counts as posted.
+            read.post_error = self.describe(error)
+            return self._look_at(handle, read)
+        return self._take_state(handle, read, state)
+
+    def _make_read(
+        self, local_list: _List, local_ids: DescriptorIds, remote_list: _List, remote_ids: DescriptorIds
+    ) -> Any:
+        return self._agent.make_prepped_xfer(
             "READ",
             local_list.prepared,
             np.ascontiguousarray(local_ids),
             remote_list.prepared,
             np.ascontiguousarray(remote_ids),
-            notification,
         )
-        read = _Read(remote_list.agent, transfer, local_list.length_bytes(local_ids), len(local_ids))
-        try:
-            state = self._agent.transfer(transfer)
-        except Exception:
-            if not self._still_running(transfer):
-                self._release(transfer)
-                raise
-            state = "PROC"
-        self.reads[handle] = read
-        return self._end_done(handle, read) if state == "DONE" else None
-
-    def _still_running(self, transfer: Any) -> bool:
-        """Whether a READ whose post raised is in flight all the same (it would have to be waited for)."""
-        try:
-            return bool(self._agent.check_xfer_state(transfer) == "PROC")
-        except Exception:
-            return False
 
     def _usable(self, handle: DescriptorListHandle) -> _List:
         prepared = self.lists.get(handle)
@@ -280,24 +324,61 @@ class AgentCore:
 
     def poll_reads(self) -> list[NixlEvent]:
         """Ask for the state of every READ in flight; this also makes them progress and sends their notifications."""
-        ended: list[NixlEvent] = []
-        for handle, read in list(self.reads.items()):
-            try:
-                state = self._agent.check_xfer_state(read.transfer)
-            except Exception as error:
-                text, lost = self.describe(error)
-                ended.append(ReadErrored(handle, time.perf_counter_ns(), text, lost))
-                self._forget(handle, read)
-                continue
-            if state == "DONE":
-                ended.append(self._end_done(handle, read))
-        return ended
+        ended = [self._look_at(handle, read) for handle, read in list(self.reads.items())]
+        return [event for event in ended if event is not None]
 
-    def _end_done(self, handle: ReadHandle, read: _Read) -> ReadDone:
-        completed_ns = time.perf_counter_ns()
-        transport_seconds, post_seconds = self._durations_seconds(read.transfer)
-        self._forget(handle, read)
-        return ReadDone(handle, completed_ns, read.bytes, read.descriptors, transport_seconds, post_seconds)
+    def _look_at(self, handle: ReadHandle, read: _Read) -> ReadEnded | None:
+        """The end of a READ, if it has one by now."""
+        try:
+            state = self._agent.check_xfer_state(read.probe if read.is_probing else read.transfer)
+        except Exception as error:
+            return self._end(handle, read, read.post_error or self.describe(error))
+        return self._take_state(handle, read, state)
+
+    def _take_state(self, handle: ReadHandle, read: _Read, state: str) -> ReadEnded | None:
+        """What NIXL's state means for a READ: its end, or None while it is in flight."""
+        if state != "DONE":
+            return None
+        if read.post_error is None and read.probe is not None and not read.is_probing:
+            try:
+                # This makes UCX progress: it may have a failed request to deal with.
+                self._received += self._take_notifications()
+                read.is_probing = True
+                state = self._agent.transfer(read.probe)
+            except Exception as error:
+                return self._end(handle, read, self.describe(error))
+            if state != "DONE":
+                return None
+        # Of a READ whose post raised, some descriptors may never have been handed over: then "DONE" means less.
+        return self._end(handle, read, read.post_error)
+
+    def _end(self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None) -> ReadEnded:
+        """Take a READ out of flight and release what may be released."""
+        ended_ns = CLOCK.now_ns()
+        durations_seconds = (0.0, 0.0)
+        quiescent = failure is None
+        del self.reads[handle]
+        if failure is None:
+            durations_seconds = self._durations_seconds(read.transfer)
+            if not self._release(read):
+                self._unreleasable.append(read)
+        elif read.descriptors == 1 and self._release(read):
+            quiescent = True  # its only request is the one that failed
+        else:
+            self.errored[handle] = read
+        self._finish_removal(read.agent)
+        error, transport_lost = failure or (None, False)
+        return ReadEnded(
+            handle=handle,
+            ended_ns=ended_ns,
+            error=error,
+            transport_lost=transport_lost,
+            quiescent=quiescent,
+            bytes=read.bytes,
+            descriptors=read.descriptors,
+            seconds_in_transport=durations_seconds[0],
+            seconds_to_post=durations_seconds[1],
+        )
 
     def _durations_seconds(self, transfer: Any) -> tuple[float, float]:
         """What telemetry says of a READ that is done (before that it says garbage)."""
@@ -307,20 +388,33 @@ class AgentCore:
         except Exception:
             return 0.0, 0.0
 
-    def _forget(self, handle: ReadHandle, read: _Read) -> None:
-        del self.reads[handle]
-        self._release(read.transfer)
-        self._finish_removal(read.agent)
-
-    def _release(self, transfer: Any) -> None:
-        """Release a READ that is over. What NIXL will not release waits for the end of the agent."""
+    def _release(self, read: _Read) -> bool:
+        """Release a READ. False when NIXL refuses; then somebody has to keep it until the agent's end."""
         try:
-            self._agent.release_xfer_handle(transfer)
+            for transfer in (read.transfer, read.probe):
+                if transfer is not None:
+                    self._agent.release_xfer_handle(transfer)
         except Exception:
-            self._unreleasable.append(transfer)
+            return False
+        return True
 
     def poll_notifications(self) -> list[NixlEvent]:
-        received: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        """What has arrived since the last call."""
+        received, self._received = self._received + self._take_notifications(), []
+        return received
+
+    def _take_notifications(self) -> list[NixlEvent]:
+        """Take notifications out of NIXL. A poll that fails for a sender's name is counted; what it got is lost."""
+        try:
+            with _lenient_decoding(self.notification_polls_lost > 0):
+                received: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        except UnicodeDecodeError as error:
+            self.notification_polls_lost += 1
+            if self.notification_polls_lost == 1:
+                logger.warning(
+                    "NIXL agent %s lost notifications: the name of a sender, %r, is not UTF-8", self._name, error.object
+                )
+            return []
         return [
             NotificationReceived(_text(sender), bytes(message))
             for sender, messages in received.items()
@@ -335,7 +429,7 @@ class AgentCore:
         return f"{type(error).__name__}: {error}", lost
 
     def destroy(self) -> None:
-        """Give everything back; only without READs in flight. NIXL's objects die here, on this thread."""
+        """Give everything back; only without READs that may still write. NIXL's objects die here, on this thread."""
         for handle in list(self.lists):
             self.release_list(handle)
         for name in list(self.agents):
@@ -349,7 +443,7 @@ class AgentCore:
         del self._agent
 
     def leak(self) -> None:
-        """Keep everything alive for the life of the process, on purpose: a READ in flight may still write.
+        """Keep everything alive for the life of the process, on purpose: a READ may still write.
 
         Releasing it would not stop it, and taking the agent apart under it is worse. One more reference than the
         interpreter can drop keeps the destructors from running even when the process ends.
@@ -444,7 +538,7 @@ class AgentThread:
             self._serve(core)
         except Exception as error:
             failure = f"{_kind(error)}: {error}"
-        self.abandoned = tuple(core.reads)
+        self.abandoned = (*core.reads, *core.errored)
         if self.abandoned or failure is not None:
             core.leak()
         else:
@@ -522,7 +616,7 @@ class AgentThread:
             text, lost = core.describe(error)
             command.failure = CallRefused(text, transport_lost=lost)
         outgoing: list[Outgoing] = [command]
-        if isinstance(command.result, ReadDone):
+        if isinstance(command.result, ReadEnded):
             outgoing.append(command.result)
         self._deliver(outgoing)
 
@@ -535,6 +629,34 @@ def _import_nixl() -> Any:
     """
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     return importlib.import_module("nixl._api")
+
+
+_thread_state = threading.local()
+
+
+@contextlib.contextmanager
+def _lenient_decoding(wanted: bool) -> Iterator[None]:
+    """Let a call of NIXL, on this thread, replace bytes that are not UTF-8 instead of raising.
+
+    `getNotifs` takes all notifications out of the agent, and then decodes the names of their senders. If one name is
+    not UTF-8, the exception takes the notifications of all senders with it, and no call of the binding gets around
+    that: each returns the same map. What it does honour is Python's registry of codec error handlers, where "strict"
+    can be replaced. The replacement acts as before for every other call and thread. Still it is process-wide, so it is
+    made only in a process that such a sender has reached.
+    """
+    if wanted:
+        codecs.register_error("strict", _strict_but_here)
+    _thread_state.is_lenient = wanted
+    try:
+        yield
+    finally:
+        _thread_state.is_lenient = False
+
+
+def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeDecodeError) and getattr(_thread_state, "is_lenient", False):
+        return codecs.backslashreplace_errors(error)
+    return codecs.strict_errors(error)
 
 
 def _text(name: str | bytes) -> AgentName:

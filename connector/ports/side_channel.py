@@ -8,14 +8,26 @@ Contract
 * A `Requester` serves one exchange: `ask` sends the frames once and returns the frames of the first reply. There is
   no way to send again: after a timeout or a cancellation the requester is closed and a fresh one is made, because the
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
+* `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
+  way to the host. A host that does not answer at all is a matter of the caller's timeout.
 * `ask` raises SideChannelError when the host name does not resolve, and when what comes back first is not a delimited
   reply within the implementation's bounds: waiting on would not help.
-* Timeouts are the caller's (trio cancel scopes). A cancelled `ask` loses nothing but its own exchange.
+* A `Link` is one connection to a listener, for any number of messages in both directions. It never reconnects: a new
+  connection may lead to another process. `open_link` resolves the host name and begins to connect; frames sent before
+  the connection stands wait for it. Messages arrive in the order in which they were sent.
+* `Link.receive` raises `LinkLost` as soon as the connection was refused, reset or closed by the peer (also when the
+  peer's process died), after it has returned what arrived before. So it does when the peer sends what is not a
+  delimited message within the implementation's bounds. From then on `send` returns False and every `receive` raises
+  `LinkLost` again. What was sent shortly before may be lost without a word: only an answer proves arrival. A peer that
+  hangs, or a machine that vanished, is a matter of the caller's timeout.
+* Timeouts are the caller's (trio cancel scopes). A cancelled `ask` loses nothing but its own exchange; a cancelled
+  `receive`, of a link or a listener, loses nothing.
 * A `Listener` hands out each incoming request once, as (reply address, frames), in order of arrival, at most
   `frames_max` frames of `frame_bytes_max` bytes; anything larger is dropped and counted, as is a message without the
   delimiter or with nothing after it (`frames_untrusted` is never empty). `reply` never blocks: what
-  cannot be queued for a slow or vanished requester is dropped and counted.
-* Closing is immediate (no linger) and idempotent.
+  cannot be queued for a slow or vanished requester is dropped and counted. Messages of one link carry the same reply
+  address for as long as the link lives, and each may be answered any number of times, at any time.
+* Closing is immediate (no linger) and idempotent. It wakes who waits with trio.ClosedResourceError.
 """
 
 from __future__ import annotations
@@ -53,9 +65,37 @@ class SideChannelError(Exception):
         self.error = error
 
 
+class ConnectionRefused(SideChannelError):
+    """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
+
+
+class LinkLost(SideChannelError):
+    """The connection of a link was refused or has ended. `error` says how."""
+
+
 class Requester(Protocol):
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
         """Send one request and wait for its reply (frames after the delimiter). At most once per requester."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Link(Protocol):
+    """One connection to a listener; see the contract."""
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Queue one message. Never blocks. False when it was not taken: the queue is full, or the link is lost.
+
+        Raises trio.ClosedResourceError after `close`.
+        """
+        ...
+
+    async def receive(self) -> tuple[bytes, ...]:
+        """The next message from the peer (frames after the delimiter). One task at a time.
+
+        Raises LinkLost, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
+        """
         ...
 
     def close(self) -> None: ...
@@ -79,6 +119,13 @@ class Listener(Protocol):
 class SideChannel(Protocol):
     def connect(self, host: str, port: int) -> Requester:
         """Raises SideChannelError for a host name or port that cannot be used."""
+        ...
+
+    async def open_link(self, host: str, port: int) -> Link:
+        """Resolve the host and begin to connect; does not wait for the connection.
+
+        Raises SideChannelError for an address that cannot be used or a name that does not resolve.
+        """
         ...
 
     def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> Listener:

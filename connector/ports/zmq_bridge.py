@@ -7,6 +7,11 @@ Design
   socket read EVENTS, and wake the parked task if there is something to receive. A listener receives in one task and
   replies from any, so `reply` follows rule 2 by cancelling the scope that `receive` parks in.
 * A message is taken in one go, without a checkpoint, so a cancelled receive takes nothing.
+* What becomes of a connection is known to libzmq only. It tells through a monitor: a second socket, on which it sends
+  an event for each change. A requester and a link watch the descriptors of both. A failed attempt to connect is the
+  event CLOSED, the end of a connection is DISCONNECTED; neither says why.
+* A link's socket would try to connect again after the end of its connection. It is set to do so after a long time, and
+  closed long before. (libzmq can also be told never to try again, but then it throws away what has arrived.)
 * A requester is a DEALER that behaves like a REQ (empty delimiter frame first) for one exchange and is then closed. A
   REQ would keep a late reply out too, but cannot be abandoned half way and waits for ever if the peer was restarted.
 * Host names are looked up here (in trio's worker thread) and not by libzmq: its I/O thread would stop for all peers
@@ -18,26 +23,48 @@ Design
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import itertools
 import re
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
 import trio
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from connector.ports.side_channel import ListenerCounts, ReplyAddress, Request, SideChannelError
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    LinkLost,
+    ListenerCounts,
+    ReplyAddress,
+    Request,
+    SideChannelError,
+)
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
-SOCKETS_MAX = 8192
-"""Sockets at once (libzmq's own default is 1023): every peer may be shaking hands at the same time."""
+SOCKETS_MAX = 3 * 8192
+"""Sockets at once (libzmq's own default is 1023): every peer may be shaking hands at the same time, and each requester
+or link has three (its own, and the two ends of its monitor)."""
 
 REPLY_FRAME_BYTES_MAX = 64 * 1024 * 1024
 REPLY_FRAMES_MAX = 16
 """What a requester takes. 64 MiB is the metadata of some 300,000 regions."""
+
+LINK_FRAME_BYTES_MAX = 4 * 1024 * 1024
+LINK_FRAMES_MAX = 16
+"""What a link takes."""
+
+LINK_QUEUED_MAX = 1000
+"""Messages that wait in a link for a connection, or for a peer that does not read."""
+
+LINK_RECONNECT_SECONDS = 24 * 3600
+"""See the module's text."""
 
 OVERSIZE_FACTOR = 16
 """A listener reads frames up to this many times its limit, to drop and count them; larger ones end the connection."""
@@ -47,6 +74,8 @@ REPLIES_QUEUED_MAX = 1000
 
 KEEPALIVE_IDLE_SECONDS = 60
 """A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
+
+REFUSED = "the connection was refused, or there is no way to the host"
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
@@ -59,12 +88,13 @@ class ZmqRequester:
         self._host = host
         self._port = port
         self._socket: Socket | None = None
+        self._monitor: Monitor | None = None
         self._asked = False
         self._closed = False
         self._asking: trio.CancelScope | None = None
 
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Raises SideChannelError when the name does not resolve or the reply is not a reply; see `Requester`."""
+        """Raises ConnectionRefused, and SideChannelError when the name does not resolve or the reply is not a reply."""
         if self._closed:
             raise trio.ClosedResourceError("this requester is closed")
         if self._asked:
@@ -82,6 +112,7 @@ class ZmqRequester:
         try:
             dealer = self._socket = self._channel.make_socket(zmq.DEALER, ipv6=":" in address)
             dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_FRAME_BYTES_MAX)
+            monitor = self._monitor = self._channel.monitor(dealer)
             dealer.connect(_endpoint(address, self._port))
             dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -90,11 +121,14 @@ class ZmqRequester:
             reply = _receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
             if reply is not None:
                 break
-            await trio.lowlevel.wait_readable(dealer.FD)
-            if self._closed:  # after the descriptor became readable, before this task ran
+            monitor.catch_up()
+            if monitor.connection_failed:
+                raise ConnectionRefused(self._host, self._port, REFUSED)
+            await _until_news(lambda: self._closed, dealer, monitor.socket)
+            if self._closed:
                 raise trio.ClosedResourceError("this requester was closed while it waited")
         await trio.lowlevel.cancel_shielded_checkpoint()
-        if reply.oversized or len(reply.frames) < 2 or reply.frames[0] != b"":
+        if not reply.is_delimited:
             raise SideChannelError(self._host, self._port, "what came back is not a delimited reply within bounds")
         return reply.frames[1:]
 
@@ -102,10 +136,114 @@ class ZmqRequester:
         if not self._closed:
             self._closed = True
             self._channel.forget(self)
+            if self._monitor is not None:
+                self._monitor.close()
             if self._socket is not None:
                 _close_socket(self._socket)
             if self._asking is not None:
                 self._asking.cancel()  # it may be waiting for a name server instead
+
+
+class ZmqLink:
+    """One connection to a listener. Made by `ZmqSideChannel.open_link`. Implements `Link`."""
+
+    def __init__(self, channel: ZmqSideChannel, host: str, port: int, dealer: Socket, monitor: Monitor) -> None:
+        self._channel = channel
+        self._host = host
+        self._port = port
+        self._dealer = dealer
+        self._monitor = monitor
+        self._arrived: deque[tuple[bytes, ...]] = deque()
+        """What had arrived when the link was lost."""
+        self._lost: str | None = None
+        """Why the link is lost; its sockets are closed then."""
+        self._closed = False
+        self._receiving = False
+        self._parked: trio.CancelScope | None = None
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        if self._closed:
+            raise trio.ClosedResourceError("this link is closed")
+        self._look_at_connection()
+        if self._lost is not None:
+            return False
+        try:
+            self._dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
+            sent = True
+        except zmq.Again:
+            sent = False
+        if self._parked is not None and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._parked.cancel()
+        return sent
+
+    async def receive(self) -> tuple[bytes, ...]:
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving from this link")
+        self._receiving = True
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            frames = self._take()
+            if frames is not None:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return frames
+            while frames is None:
+                with trio.CancelScope() as self._parked:
+                    await _until_news(
+                        lambda: self._closed or self._lost is not None, self._dealer, self._monitor.socket
+                    )
+                self._parked = None
+                frames = self._take()
+            return frames
+        finally:
+            self._receiving = False
+            self._parked = None
+
+    def _take(self) -> tuple[bytes, ...] | None:
+        """The next message, without waiting; None when there is none now."""
+        if self._closed:
+            raise trio.ClosedResourceError("this link is closed")
+        self._look_at_connection()
+        if self._lost is None:
+            message = _receive_bounded(self._dealer, LINK_FRAMES_MAX, LINK_FRAME_BYTES_MAX)
+            if message is None:
+                return None
+            if message.is_delimited:
+                return message.frames[1:]
+            self._lose("what the peer sent is not a delimited message within bounds")
+        if self._arrived:
+            return self._arrived.popleft()
+        raise LinkLost(self._host, self._port, self._lost or "")
+
+    def _look_at_connection(self) -> None:
+        """Notice the end of the connection."""
+        if self._lost is not None:
+            return
+        self._monitor.catch_up()
+        if self._monitor.connection_failed:
+            self._lose(REFUSED)
+        elif self._monitor.disconnected:
+            # libzmq has told of all that arrived before it told of the end.
+            while message := _receive_bounded(self._dealer, LINK_FRAMES_MAX, LINK_FRAME_BYTES_MAX):
+                if not message.is_delimited:
+                    break
+                self._arrived.append(message.frames[1:])
+            self._lose("the peer has closed the connection")
+
+    def _lose(self, error: str) -> None:
+        self._lost = error
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        """Also wakes the task that is parked on them."""
+        self._channel.forget(self)
+        self._monitor.close()
+        _close_socket(self._dealer)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._lost is None:
+                self._close_sockets()
 
 
 class ZmqListener:
@@ -193,7 +331,8 @@ class ZmqSideChannel:
     def __init__(self) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
-        self._open: set[ZmqRequester | ZmqListener] = set()
+        self._monitors = itertools.count()
+        self._open: set[ZmqRequester | ZmqListener | ZmqLink] = set()
         self._closed = False
 
     def connect(self, host: str, port: int) -> ZmqRequester:
@@ -203,6 +342,34 @@ class ZmqSideChannel:
         requester = ZmqRequester(self, host, port)
         self._open.add(requester)
         return requester
+
+    async def open_link(self, host: str, port: int) -> ZmqLink:
+        """Resolve the host and begin to connect. Raises SideChannelError."""
+        self._refuse_if_closed()
+        _check_address(host, port, port_min=1)
+        address = await _numeric_address(host, port)
+        self._refuse_if_closed()
+        try:
+            dealer = self.make_socket(zmq.DEALER, ipv6=":" in address)
+        except zmq.ZMQError as error:
+            raise SideChannelError(host, port, str(error)) from error
+        try:
+            dealer.setsockopt(zmq.MAXMSGSIZE, LINK_FRAME_BYTES_MAX)
+            dealer.setsockopt(zmq.SNDHWM, LINK_QUEUED_MAX)
+            dealer.setsockopt(zmq.RECONNECT_IVL, LINK_RECONNECT_SECONDS * 1000)
+            monitor = self.monitor(dealer)
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise SideChannelError(host, port, str(error)) from error
+        try:
+            dealer.connect(_endpoint(address, port))
+        except zmq.ZMQError as error:
+            monitor.close()
+            dealer.close()
+            raise SideChannelError(host, port, str(error)) from error
+        link = ZmqLink(self, host, port, dealer, monitor)
+        self._open.add(link)
+        return link
 
     def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> ZmqListener:
         """Bind (host, port); port 0 takes a free one. Host: an address of this machine, an interface name, or "*"."""
@@ -241,7 +408,11 @@ class ZmqSideChannel:
         made.setsockopt(zmq.IPV6, int(ipv6))
         return made
 
-    def forget(self, closed: ZmqRequester | ZmqListener) -> None:
+    def monitor(self, watched: Socket) -> Monitor:
+        """Watch the connections of a socket that has none yet. Raises zmq.ZMQError."""
+        return Monitor(watched, self.make_socket(zmq.PAIR, ipv6=False), f"inproc://monitor-{next(self._monitors)}")
+
+    def forget(self, closed: ZmqRequester | ZmqListener | ZmqLink) -> None:
         """For `closed` to say that it is."""
         self._open.discard(closed)
 
@@ -250,11 +421,68 @@ class ZmqSideChannel:
             raise trio.ClosedResourceError("this side channel is closed")
 
 
+class Monitor:
+    """What libzmq says of the connections of one socket, which connects to one address."""
+
+    def __init__(self, watched: Socket, events: Socket, address: str) -> None:
+        self._watched = watched
+        self.socket = events
+        self.connection_failed = False
+        """An attempt to connect has failed."""
+        self.disconnected = False
+        """A connection has ended."""
+        try:
+            watched.monitor(address, zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+            events.connect(address)
+        except zmq.ZMQError:
+            events.close()
+            raise
+
+    def catch_up(self) -> None:
+        """Take in all events up to now. Look at both attributes afterwards: the events are used up."""
+        while True:
+            try:
+                message = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(message)["event"]
+            self.connection_failed |= event == zmq.EVENT_CLOSED
+            self.disconnected |= event == zmq.EVENT_DISCONNECTED
+
+    def close(self) -> None:
+        """Before the watched socket is closed."""
+        self._watched.disable_monitor()
+        _close_socket(self.socket)
+
+
 class _Message(msgspec.Struct, frozen=True):
     """A whole ZMQ message, cut to its bounds; `oversized` says that something was cut."""
 
     frames: tuple[bytes, ...]
     oversized: bool
+
+    @property
+    def is_delimited(self) -> bool:
+        """It is within bounds, and something follows an empty frame."""
+        return not self.oversized and len(self.frames) >= 2 and self.frames[0] == b""
+
+
+async def _until_news(is_over: Callable[[], bool], *sockets: Socket) -> None:
+    """Wait until there may be something to look at in one of the sockets, or they are closed.
+
+    `is_over`: whether they are closed already. A task starts a moment after it was asked to, and must not wait for a
+    descriptor that belongs to somebody else by then.
+    """
+    async with trio.open_nursery() as nursery:
+
+        async def watch(descriptor: int) -> None:
+            if not is_over():
+                with contextlib.suppress(trio.ClosedResourceError):
+                    await trio.lowlevel.wait_readable(descriptor)
+            nursery.cancel_scope.cancel()
+
+        for each in sockets:
+            nursery.start_soon(watch, each.FD)
 
 
 def _receive_bounded(open_socket: Socket, frames_max: int, frame_bytes_max: int) -> _Message | None:

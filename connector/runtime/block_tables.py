@@ -15,7 +15,7 @@ from connector.layout.blocks import GroupBlocks, GroupPair
 from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
 from connector.ports.nixl import DescriptorIds
-from connector.runtime.messages import GroupPull, Landed, Memory, StartPull
+from connector.protocol import GroupPull, Landed, Memory, StartPull
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):

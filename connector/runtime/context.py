@@ -1,35 +1,22 @@
 """What every actor of one worker process shares: who we are, the doors to the outside, and the way back.
 
-Nothing in here is mutable state of the protocol; that belongs to the actors.
+Nothing in here is mutable state of the protocol; that belongs to the cores.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
-from connector.layout.geometry import RankLayout
-from connector.layout.shapes import LayerShape
+from connector.layout.local import LocalRank
 from connector.ports.side_channel import SideChannel
-from connector.runtime.clock import Clock
-from connector.runtime.messages import Outcome
-from connector.runtime.nixl_owner import NixlOwner
-from connector.runtime.tracked import Recorder
+from connector.protocol import Outcome
+from connector.runtime.reads import Reads
+from connector.runtime.recorder import Recorder
 from statemachine.failures import Failure
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalRank:
-    """This rank: its memory, and what a peer must match."""
-
-    layout: RankLayout
-    shapes: Mapping[str, LayerShape]
-    """What each layer caches in the whole model; all ranks of all engines alike."""
-    compatibility_hash: str
-    landing: RankLayout | None = None
-    """Our memory with heads and tokens in the other order, for READs from a peer that has that; None: not wanted."""
+from statemachine.remote_engine import EngineLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +26,30 @@ class ActorContext:
     Attributes:
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure.
-        jitter: source of randomness for back-off delays; seeded in the simulator.
+        log_crash: writes a line with a traceback: what raised it, what it raised.
     """
 
     options: ConnectorOptions
     local: LocalRank
-    nixl: NixlOwner
+    reads: Reads
     side_channel: SideChannel
     clock: Clock
     recorder: Recorder
     emit: Callable[[Outcome], None]
     log_failure: Callable[[str, Failure], None]
-    jitter: random.Random
+    log_crash: Callable[[str, BaseException], None]
+
+
+def engine_limits(options: ConnectorOptions) -> EngineLimits:
+    """What a decode rank's cores are given of the options."""
+    return EngineLimits(
+        lease_ns=to_ns(options.kv_lease_duration),
+        margin_ns=to_ns(options.lease_margin_seconds),
+        request_ns=to_ns(options.request_timeout_seconds),
+        quiesce_ns=to_ns(options.quiesce_timeout_seconds),
+        grace_ns=to_ns(options.backend_grace_seconds),
+        backoff_first_ns=to_ns(options.backoff_initial_seconds),
+        backoff_max_ns=to_ns(options.backoff_max_seconds),
+        incompatible_ns=to_ns(options.incompatible_backoff_seconds),
+        retries=options.transfer_retries,
+    )

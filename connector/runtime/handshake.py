@@ -1,10 +1,14 @@
 """One handshake with one remote engine, as a transaction.
 
-A rank deals with those ranks of the engine that `partners` names, in each pipeline stage. `exchange` asks the side
-channel what one of them looks like, and measures the engine's clock on the way. `connect` does that for all of them at
-once, plans the reads, loads the agents and prepares the descriptors. Everything is validated before anything is loaded;
-whatever was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a
-`Connection` to all of these ranks, or without a trace.
+A rank deals with those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the side
+channel about all of them, plans the reads, loads the agents, prepares the descriptors, and opens a link to each rank's
+control socket, over which an empty hold has to be answered. Everything is validated before anything is loaded; whatever
+was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to
+all of these ranks, or without a trace.
+
+Sizes are facts of the engine. Rank (0, 0), which every engine has, is asked first: an engine with this connector says
+there how many ranks it has, and a request that says otherwise is refused. Of a built-in engine only the client says it;
+what can be verified from the lengths of blocks is (`layout`), and connections are kept for each set of sizes apart.
 
 Every question opens a socket of its own. The built-in listener has no room for a request id, so a reply that comes
 after its timeout must have no socket to arrive at.
@@ -12,22 +16,27 @@ after its timeout must have no socket to arrive at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import TypeVar
 
 import msgspec
 import trio
 
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
+from connector.layout.local import LocalRank
 from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
+from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
-from connector.ports.side_channel import Requester, SideChannelError
-from connector.runtime.clock import ClockSample, to_ns
-from connector.runtime.context import ActorContext, LocalRank
-from connector.runtime.messages import PeerAddress
-from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply, encode_request
-from connector.wire.peer_layout import understand
-from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
+from connector.ports.side_channel import ConnectionRefused, Link, Requester, SideChannelError
+from connector.protocol import PeerAddress
+from connector.runtime.context import ActorContext
+from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
+from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply
+from connector.wire.handshake import encode_request as encode_metadata_request
+from statemachine import failures
+from statemachine.failures import BadParams, ControlLinkLost, HandshakeRefused, HandshakeTimeout, Incompatible
 
 ASKED_AT_ONCE = 16
 """Questions that are open to one engine at a time: how many ranks it has is what a request says."""
@@ -35,13 +44,22 @@ ASKED_AT_ONCE = 16
 RANKS_MAX = 1024
 """Ranks of one engine that a rank deals with."""
 
+FIRST_RANK = RankId(0, 0)
+
+T = TypeVar("T")
+
 
 class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank of the peer that keeps blocks for us, and has to be told when we are done with them."""
+    """A rank of the peer that keeps blocks for us, and has to be told when we are done with them.
+
+    Attributes:
+        consumers: how many ranks of our engine it deals with.
+        link: to its control socket; None where it is a built-in one.
+    """
 
     agent: AgentName
     consumers: int
-    """How many ranks of our engine it waits for."""
+    link: Link | None = None
 
 
 class ReadSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,49 +70,63 @@ class ReadSource(msgspec.Struct, frozen=True, kw_only=True):
     remote_list: DescriptorListHandle
 
 
-class Connection(msgspec.Struct, kw_only=True):
-    """A loaded peer. `open_reads` counts READ orders on it that have not ended; the actor that owns it keeps it."""
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded peer. `sources` are in the order of `plan.reads`; `owner` is who its agents are loaded for; `life` names
+    its processes: agents of a restarted one have other names."""
 
     plan: EnginePlan
     ranks: tuple[RemoteRank, ...]
     sources: tuple[ReadSource, ...]
-    """In the order of `plan.reads`."""
-    clock_sample: ClockSample
-    incarnation: str | None
-    open_reads: int = 0
+    is_builtin: bool
+    life: str
+    owner: Hashable
 
 
-class Exchanged(msgspec.Struct, frozen=True, kw_only=True):
-    """What the peer's side channel said."""
+async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> Connection:
+    """The whole handshake. Raises HandshakeError, and then nothing of the attempt is left."""
+    first = await _exchange(context, peer, FIRST_RANK)
+    _require_true_sizes(peer, first.actor)
+    ranks = _partners(context, peer)
+    answers = {FIRST_RANK: first}
 
-    reply: HandshakeReply
-    clock_sample: ClockSample
+    async def ask(rank: RankId) -> None:
+        answers[rank] = await _exchange(context, peer, rank)
 
-    @property
-    def incarnation(self) -> str | None:
-        return self.reply.actor.incarnation if self.reply.actor is not None else None
+    await _for_each(ask, [rank for rank in ranks if rank != FIRST_RANK])
+    _require_one_life(peer, list(answers.values()))
+    replies = [answers[rank] for rank in ranks]
+    plan = _plan(context, peer, ranks, replies)
+    try:
+        return await _load(context, peer, owner, ranks, replies, plan)
+    except (NixlCallFailed, PortClosed) as error:
+        raise _refused(peer, f"NIXL refused its metadata: {error}") from error
 
 
-async def exchange(context: ActorContext, peer: PeerAddress, rank: RankId | None = None) -> Exchanged:
-    """One question about one rank (None: any that we deal with) and its answer.
+async def disconnect(context: ActorContext, connection: Connection) -> None:
+    """Take back what `connect` loaded. No READ may be in flight on it."""
+    lists = [source.remote_list for source in connection.sources]
+    await _unload(context, connection.owner, [rank.agent for rank in connection.ranks], lists)
+    for rank in connection.ranks:
+        if rank.link is not None:
+            rank.link.close()
 
-    Raises HandshakeError; bounded by the option handshake_timeout_seconds.
-    """
-    if rank is None:
-        rank = _partners(context, peer)[0]
+
+# --- questions ------------------------------------------------------------------------------------------------------
+
+
+async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> HandshakeReply:
+    """One question about one rank. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
     timeout_seconds = context.options.handshake_timeout_seconds
-    sent_ns = context.clock.now_ns()
     with trio.move_on_after(timeout_seconds) as scope:
         frames_untrusted = await _ask(context, peer, rank)
-    received_ns = context.clock.now_ns()
     if scope.cancelled_caught:
         raise HandshakeError(HandshakeTimeout(peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds))
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
     reply = decode_reply(frames_untrusted, peer=peer.engine_id, address=str(peer), expected_hash=expected_hash)
-    sample = ClockSample.from_round_trip(
-        sent_ns=sent_ns, received_ns=received_ns, remote_ns=to_ns(reply.listener_clock_seconds)
-    )
-    return Exchanged(reply=reply, clock_sample=sample)
+    if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:
+        found = f"it answered about rank {(reply.actor.pp_rank, reply.actor.tp_rank)} when asked about {tuple(rank)}"
+        raise _refused(peer, found)
+    return reply
 
 
 async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[bytes, ...]:
@@ -102,12 +134,53 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
     requester: Requester | None = None
     try:
         requester = context.side_channel.connect(peer.host, peer.port)
-        return await requester.ask([encode_request(*rank)])
+        return await requester.ask([encode_metadata_request(*rank)])
+    except ConnectionRefused as error:
+        raise HandshakeError(failures.ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
     except SideChannelError as error:
         raise _refused(peer, f"its address cannot be used: {error.error}") from error
     finally:
         if requester is not None:
             requester.close()
+
+
+async def _for_each(ask: Callable[[RankId], Awaitable[None]], ranks: Sequence[RankId]) -> None:
+    """Ask about all ranks, some at a time. Raises the first rank's HandshakeError when any fails."""
+    errors: dict[RankId, HandshakeError] = {}
+    turns = trio.CapacityLimiter(ASKED_AT_ONCE)
+
+    async def ask_one(rank: RankId, nursery: trio.Nursery) -> None:
+        try:
+            async with turns:
+                await ask(rank)
+        except HandshakeError as error:
+            errors[rank] = error
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for rank in ranks:
+            nursery.start_soon(ask_one, rank, nursery)
+    if errors:
+        raise errors[min(errors)]
+
+
+# --- what the answers must be ---------------------------------------------------------------------------------------
+
+
+def _require_true_sizes(peer: PeerAddress, facts: ActorExtension | None) -> None:
+    """The sizes in kv_transfer_params come from the client; those in the handshake are the engine's own."""
+    if facts is None:
+        return
+    for field in ("tp_size", "dcp_size", "pp_size"):
+        expected, found = getattr(facts, field), getattr(peer, field)
+        if expected != found:
+            said = f"{expected}, as engine {peer.engine_id} says itself"
+            raise HandshakeError(BadParams(field=field, expected=said, found=str(found)))
+
+
+def _require_one_life(peer: PeerAddress, replies: Sequence[HandshakeReply]) -> None:
+    if len({reply.actor.life if reply.actor is not None else None for reply in replies}) > 1:
+        raise _refused(peer, "it restarted while its ranks were asked")
 
 
 def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
@@ -121,57 +194,14 @@ def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
     return [RankId(stage, tp_rank) for stage in range(peer.pp_size) for tp_rank in in_stage]
 
 
-async def connect(context: ActorContext, peer: PeerAddress) -> Connection:
-    """The whole handshake. Raises HandshakeError, and then nothing of the attempt is left."""
-    ranks = _partners(context, peer)
-    answers = await _exchange_all(context, peer, ranks)
-    incarnations = {answer.incarnation for answer in answers}
-    if len(incarnations) > 1:
-        raise _refused(peer, "it restarted while its ranks were asked")
-    plan = _plan(context, peer, ranks, answers)
-    try:
-        remote_ranks, sources = await _load(context, peer, ranks, answers, plan)
-    except (NixlCallFailed, PortClosed) as error:
-        raise _refused(peer, f"NIXL refused its metadata: {error}") from error
-    return Connection(
-        plan=plan,
-        ranks=remote_ranks,
-        sources=sources,
-        clock_sample=min((answer.clock_sample for answer in answers), key=lambda sample: sample.error_ns),
-        incarnation=answers[0].incarnation,
-    )
-
-
-async def _exchange_all(context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId]) -> list[Exchanged]:
-    """The answers about all ranks, in their order. Raises the first rank's HandshakeError when any fails."""
-    answers: dict[RankId, Exchanged] = {}
-    errors: dict[RankId, HandshakeError] = {}
-    turns = trio.CapacityLimiter(ASKED_AT_ONCE)
-
-    async def ask(rank: RankId, nursery: trio.Nursery) -> None:
-        try:
-            async with turns:
-                answers[rank] = await exchange(context, peer, rank)
-        except HandshakeError as error:
-            errors[rank] = error
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for rank in ranks:
-            nursery.start_soon(ask, rank, nursery)
-    if errors:
-        raise errors[min(errors)]
-    return [answers[rank] for rank in ranks]
-
-
 def _plan(
-    context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], answers: Sequence[Exchanged]
+    context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], replies: Sequence[HandshakeReply]
 ) -> EnginePlan:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
     try:
         remotes: list[RankLayout] = []
-        for rank, answer in zip(ranks, answers, strict=True):
-            remote = understand(answer.reply.metadata, rank=rank, tp_size=peer.tp_size, local=context.local)
+        for rank, reply in zip(ranks, replies, strict=True):
+            remote = layout_from_metadata(reply.metadata, rank=rank, tp_size=peer.tp_size, local=context.local)
             if remote.dcp_size != peer.dcp_size:
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
                 raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
@@ -189,52 +219,91 @@ def _landing(local: LocalRank, remotes: Sequence[RankLayout]) -> RankLayout | No
     return None
 
 
-async def disconnect(context: ActorContext, connection: Connection) -> None:
-    """Take back what `connect` loaded. No READ may be in flight on it."""
-    await _unload(context, [rank.agent for rank in connection.ranks], [each.remote_list for each in connection.sources])
+# --- what is loaded -------------------------------------------------------------------------------------------------
 
 
 async def _load(
-    context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], answers: Sequence[Exchanged], plan: EnginePlan
-) -> tuple[tuple[RemoteRank, ...], tuple[ReadSource, ...]]:
-    nixl = context.nixl
+    context: ActorContext,
+    peer: PeerAddress,
+    owner: Hashable,
+    ranks: Sequence[RankId],
+    replies: Sequence[HandshakeReply],
+    plan: EnginePlan,
+) -> Connection:
+    reads = context.reads
     consumers = {read.remote_rank: read.consumers for read in plan.reads}
     consumers |= {notified.remote_rank: notified.consumers for notified in plan.notify_only}
-    local_lists = [await nixl.local_list(read.local_runs) for read in plan.reads]
+    local_lists = [await reads.local_list(read.local_runs) for read in plan.reads]
     agents: dict[RankId, AgentName] = {}
     remote_lists: list[DescriptorListHandle] = []
+    links: dict[RankId, Link] = {}
+    facts = {rank: reply.actor for rank, reply in zip(ranks, replies, strict=True) if reply.actor is not None}
+
+    async def open_link(rank: RankId) -> None:
+        links[rank] = await _open_link(context, peer, facts[rank], consumers[rank])
+
     try:
-        for rank, answer in zip(ranks, answers, strict=True):
-            agent = await nixl.load_agent(answer.reply.metadata.agent_metadata)
+        for rank, reply in zip(ranks, replies, strict=True):
+            agent = await reads.load_agent(reply.metadata.agent_metadata, owner)
             if agent is None:
                 raise _refused(peer, "READs of the previous connection to it have not ended")
             agents[rank] = agent
         for read in plan.reads:
-            remote_list = await nixl.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
+            remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
+        await _for_each(open_link, list(facts))
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
+        for link in links.values():
+            link.close()
         with trio.CancelScope(shield=True):
-            await _unload(context, list(agents.values()), remote_lists)
+            await _unload(context, owner, list(agents.values()), remote_lists)
         raise
     sources = zip(plan.reads, local_lists, remote_lists, strict=True)
-    return (
-        tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank]) for rank in ranks),
-        tuple(ReadSource(plan=read, local_list=local, remote_list=remote) for read, local, remote in sources),
+    return Connection(
+        plan=plan,
+        ranks=tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank], link=links.get(rank)) for rank in ranks),
+        sources=tuple(ReadSource(plan=read, local_list=local, remote_list=remote) for read, local, remote in sources),
+        is_builtin=not facts,
+        life=" ".join(sorted(agents.values())),
+        owner=owner,
     )
 
 
+async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExtension, consumers: int) -> Link:
+    """Connect to a rank's control socket, and see an empty hold answered: a firewall is found here, not later."""
+    timeout_seconds = context.options.handshake_timeout_seconds
+    host, port = facts.control_host, facts.control_port
+    link: Link | None = None
+    local = context.local.layout
+    probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
+    try:
+        with trio.fail_after(timeout_seconds):
+            link = await context.side_channel.open_link(host, port)
+            link.send(encode_request(probe))
+            if not isinstance(decode_answer(await link.receive()), HoldAnswer):
+                raise BadFrame("not the answer to a hold")
+    except BaseException as error:
+        if link is not None:
+            link.close()
+        if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
+            detail = f"its control socket at {host}:{port} did not answer: {error or 'timeout'}"
+            raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
+        raise
+    return link
+
+
 async def _unload(
-    context: ActorContext, agents: Sequence[AgentName], remote_lists: Sequence[DescriptorListHandle]
+    context: ActorContext, owner: Hashable, agents: Sequence[AgentName], remote_lists: Sequence[DescriptorListHandle]
 ) -> None:
     try:
         for remote_list in remote_lists:
-            await context.nixl.port.release_descriptor_list(remote_list)
+            await context.reads.port.release_descriptor_list(remote_list)
     except (NixlCallFailed, PortClosed):
         pass  # The port is gone or has forgotten the peer by itself, and its lists with it.
     for agent in agents:
         try:
-            await context.nixl.unload_agent(agent)
+            await context.reads.unload_agent(agent, owner)
         except (NixlCallFailed, PortClosed):
             continue  # Likewise; there is nothing left to take back.
 

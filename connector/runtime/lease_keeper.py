@@ -1,22 +1,35 @@
-"""The lease keeper: the blocks that this engine lends, one lease machine per request.
+"""The lease keeper: carries out what the `Lending` core of this rank says (`statemachine/lending.py`).
 
-Grants come from the scheduler through the engine thread; releases and heartbeats come as NIXL notifications, from
-agents that this engine never added and must not trust. A notification that is malformed, or names a request that is
-not lent here, is counted and logged, and changes nothing.
+    engine's scheduler   --commands-->              deliver ---\
+    built-in decoders    --NIXL notifications-->    notify -----> inbox --> core --> effects
+    decoders like us     --control socket-->        a task ----/
+    the clock            --next_deadline-->         the loop --> core --> effects
 
-Expiry is the lease keeper's own timer, not a scan that runs when the engine happens to step. The blocks themselves are
-freed by the scheduler, which learns of it in the next step's results.
+No rule stands here. Events are translated on the way in, effects are carried out on the way out. Everything arrives
+through one inbox, so the core sees it in the order in which it came.
+
+Bounds. Commands are never refused: a grant that was lost would be blocks that never come back. Notifications come from
+whoever knows our agent, so only so many may wait; one that does not fit is dropped, and costs at most a lease that
+lasts to its deadline. The task of the control socket takes one message each time the loop comes round, so ZMQ's own
+bound holds for those who send more.
+
+A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
+import trio
+
+from connector.clock import NS_PER_SECOND, Clock, to_ns
+from connector.config import ConnectorOptions
 from connector.ports.nixl import NotificationReceived
-from connector.runtime.clock import to_ns
-from connector.runtime.mailbox import Mailbox
-from connector.runtime.messages import (
+from connector.ports.side_channel import Listener
+from connector.protocol import (
     LateNotificationNoted,
     LeaseComputing,
     LeaseGranted,
@@ -24,118 +37,216 @@ from connector.runtime.messages import (
     Outcome,
     SendEnded,
 )
-from connector.runtime.timers import TimerQueue
-from connector.runtime.tracked import Recorder, Tracked
-from connector.wire.notifications import Heartbeat, Malformed, Release, parse_notification
-from statemachine import lease
-from statemachine.failures import ActorCrashed, ConsumerUnknown, Failure
-from statemachine.kernel import Event, ProtocolError
+from connector.runtime.mailbox import Mailbox
+from connector.runtime.restarts import keep_running
+from connector.wire import control as wire
+from connector.wire import notifications
+from connector.wire.bounded import BadFrame, DecodeFailed
+from statemachine import lending
+from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.kernel import Effect, Event
+from statemachine.lending import Lending, LendingLimits, Observer, ReplyAddress
 
-LeaseMessage: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn | NotificationReceived
+LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 
-INBOX_LIMIT = 1 << 16
-"""Messages that may wait. Beyond it notifications are dropped; their leases end at the deadline."""
+RENEWAL_FRACTION = 2 / 3
+"""A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
+NOTIFICATIONS_WAITING_MAX = 1 << 16
+MESSAGES_PER_TURN_MAX = 256
+"""Messages that are handled before other tasks, and deadlines, have their turn."""
+
+
+def lending_limits(options: ConnectorOptions) -> LendingLimits:
+    """What the options say about leases, in the core's terms."""
+    return LendingLimits(
+        lease_ns=to_ns(options.kv_lease_duration),
+        heartbeat_ns=to_ns(options.kv_lease_duration * RENEWAL_FRACTION),
+        total_ns=to_ns(options.lease_limit_seconds),
+    )
 
 
 class LeaseKeeper:
-    """See the module's docstring.
+    """See the module's docstring. All methods are called in the trio thread.
 
     Args:
-        renewal_seconds: how long a heartbeat extends a lease from now.
-        expect_notifications: tells the port whether anybody may be reading from us.
+        observe: told of every step of a lease, for the trace; None: nobody wants to know.
+        emit: hands an outcome to the engine thread.
+        log_failure: writes one line for people: subject, failure. It limits how many it writes.
+        log_crash: writes a line with a traceback: which task, what it raised.
+        watch_notifications: tells the NIXL port whether anybody may be reading from us.
+        control: this worker's control socket; whoever made it closes it. None: it serves built-in readers only.
     """
 
     def __init__(
         self,
         *,
-        renewal_seconds: float,
-        recorder: Recorder,
+        limits: LendingLimits,
+        clock: Clock,
+        observe: Observer | None,
         emit: Callable[[Outcome], None],
         log_failure: Callable[[str, Failure], None],
-        expect_notifications: Callable[[bool], None],
+        log_crash: Callable[[str, BaseException], None],
+        watch_notifications: Callable[[bool], None],
+        control: Listener | None,
     ) -> None:
-        self._renewal_ns = to_ns(renewal_seconds)
-        self._recorder = recorder
-        self._clock = recorder.clock
+        self._core = Lending(limits, observe)
+        self._clock = clock
         self._emit = emit
         self._log_failure = log_failure
-        self._expect_notifications = expect_notifications
-        self.inbox: Mailbox[LeaseMessage] = Mailbox(INBOX_LIMIT)
-        self._timers: TimerQueue[str] = TimerQueue()
-        self._leases: dict[str, Tracked[lease.Lease]] = {}
+        self._log_crash = log_crash
+        self._watch_notifications = watch_notifications
+        self._control = control
+        self._inbox: Mailbox[Event | NotificationReceived] = Mailbox()
+        # How many of those in the inbox are notifications.
+        self._notifications_waiting = 0
+        self.notifications_dropped = 0
 
     @property
     def open_leases(self) -> int:
-        return len(self._leases)
+        return self._core.open_leases
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def deliver(self, command: LeaseCommand) -> None:
+        """Take a command of the engine's scheduler. Never refused."""
+        self._inbox.put(_command_event(command))
+
+    def notify(self, sender: str, message_untrusted: bytes) -> None:
+        """Take a notification that the agent `sender` has sent through NIXL, unless too many wait already."""
+        if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX:
+            self._drop_notification()
+            return
+        self._notifications_waiting += 1
+        self._inbox.put(NotificationReceived(sender, message_untrusted))
 
     async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            if self._control is not None:
+                serve = partial(self._serve_control, self._control)
+                nursery.start_soon(keep_running, "control socket", serve, self._log_crash)
+            while True:
+                await self._inbox.wait(self._seconds_to_deadline())
+                for _ in range(MESSAGES_PER_TURN_MAX):
+                    if (message := self._inbox.take_one()) is None:
+                        break
+                    self._step(partial(self._take_in, message))
+                self._step(self._core.advance)
+
+    async def _serve_control(self, control: Listener) -> None:
         while True:
-            await self.inbox.wait(self._timers.seconds_to_next(self._clock.now_ns()))
-            while (message := self.inbox.take_one()) is not None:
-                self._handle(message)
-            for request_id in self._timers.pop_due(self._clock.now_ns()):
-                self._apply(self._leases[request_id], lease.DeadlinePassed(now_ns=self._clock.now_ns()))
+            asked = await control.receive()
+            try:
+                message = wire.decode_request(asked.frames_untrusted)
+            except (BadFrame, DecodeFailed) as error:
+                # No answer: there is none that such a sender would understand.
+                self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
+                continue
+            self._inbox.put(_control_event(message, asked.reply_address))
 
-    def _handle(self, message: LeaseMessage) -> None:
-        match message:
-            case LeaseComputing(request_id=request_id):
-                self._lease(request_id)
-            case LeaseGranted():
-                granted = self._lease(message.request_id)
-                granted.blocks = message.blocks
-                self._apply(granted, lease.Granted(deadline_ns=self._clock.now_ns() + to_ns(message.lease_seconds)))
-            case LeaseWithdrawn(request_id=request_id):
-                if (withdrawn := self._leases.get(request_id)) is not None:
-                    self._apply(withdrawn, lease.Withdrawn())
-            case NotificationReceived():
-                self._read_notification(message)
+    def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
+        if not isinstance(message, NotificationReceived):
+            return self._core.handle(message, now_ns)
+        self._notifications_waiting -= 1
+        parsed = notifications.parse_notification(message.message_untrusted)
+        if isinstance(parsed, notifications.Malformed):
+            detail = f"{parsed.reason}: {parsed.found}"
+            self._log_failure("notification", MessageMalformed(sender=message.sender, detail=detail))
+            return []
+        return self._core.handle(_notification_event(message.sender, parsed), now_ns)
 
-    def _lease(self, request_id: str) -> Tracked[lease.Lease]:
-        """The lease of a request; a request is announced again when it is scheduled again after a preemption."""
-        known = self._leases.get(request_id)
-        if known is None:
-            known = Tracked(lease.MACHINE, lease.Lease(request_id=request_id), self._recorder, subject=request_id)
-            self._leases[request_id] = known
-            if len(self._leases) == 1:
-                self._expect_notifications(True)
-        return known
+    def _drop_notification(self) -> None:
+        self.notifications_dropped += 1
+        dropped = self.notifications_dropped
+        # A line for each power of two: whoever floods us must not fill the log as well.
+        if dropped & (dropped - 1) == 0:
+            self._log_failure("notification", NotificationsDropped(dropped=dropped))
 
-    def _read_notification(self, message: NotificationReceived) -> None:
-        match parse_notification(message.message_untrusted):
-            case Release(request_id=request_id, consumers=consumers):
-                if (lent := self._leases.get(request_id)) is not None:
-                    self._apply(lent, lease.ConsumerNotified(sender=message.sender, expected=consumers))
-                    return
-                self._emit(LateNotificationNoted())
-                self._log_failure(
-                    f"lease of {request_id}", ConsumerUnknown(sender=message.sender, request_id=request_id)
-                )
-            case Heartbeat(request_ids=request_ids):
-                deadline_ns = self._clock.now_ns() + self._renewal_ns
-                for request_id in request_ids:
-                    if (lent := self._leases.get(request_id)) is not None:
-                        self._apply(lent, lease.Renewed(deadline_ns=deadline_ns))
-            case Malformed(found=found):
-                self._log_failure("notification", ConsumerUnknown(sender=message.sender, request_id=found))
+    # --- out --------------------------------------------------------------------------------------------------------
 
-    def _apply(self, lent: Tracked[lease.Lease], event: Event) -> None:
+    def _seconds_to_deadline(self) -> float:
+        deadline_ns = self._core.next_deadline()
+        return math.inf if deadline_ns is None else max(0, deadline_ns - self._clock.now_ns()) / NS_PER_SECOND
+
+    def _step(self, step: Callable[[int], list[Effect]]) -> None:
+        """Run the core once, and carry out what it says. What raises is logged, and only that is lost."""
         try:
-            effects = lent.apply(event)
-        except ProtocolError as error:
-            # A bug elsewhere costs this one lease its event; its deadline still ends it.
-            self._log_failure(f"lease of {lent.subject}", ActorCrashed(actor="lease machine", error=str(error)))
+            effects = step(self._clock.now_ns())
+        except Exception as error:
+            self._log_crash("lease keeper", error)
             return
         for effect in effects:
-            match effect:
-                case lease.StartLeaseTimer(deadline_ns=deadline_ns):
-                    self._timers.set(lent.subject, deadline_ns)
-                case lease.CountEarlyNotifications():
-                    self._apply(lent, lease.EarlyNotificationsCounted())
-                case lease.FreeBlocks():
-                    expired = lent.value.state is lease.State.EXPIRED
-                    self._emit(SendEnded(request_id=lent.subject, expired=expired))
-        if lent.is_terminal and lent.subject in self._leases:
-            self._timers.cancel(lent.subject)
-            del self._leases[lent.subject]
-            if not self._leases:
-                self._expect_notifications(False)
+            try:
+                self._execute(effect)
+            except Exception as error:
+                self._log_crash("lease keeper", error)
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case lending.AnswerHold(reply_to=reply_to):
+                held = tuple(wire.HeldLease(*lease, remaining_ns) for lease, remaining_ns in effect.held)
+                gone = tuple(wire.gone_lease(lease, why) for lease, why in effect.gone)
+                self._answer(reply_to, wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone))
+            case lending.AnswerRelease(reply_to=reply_to, leases=leases):
+                self._answer(reply_to, wire.Released(leases=leases))
+            case lending.FreeBlocks(lease=lease, expired=expired):
+                self._emit(SendEnded(request_id=lease.request_id, expired=expired))
+            case lending.WatchNotifications(is_expected=is_expected):
+                self._watch_notifications(is_expected)
+            case lending.NoteLateRelease(sender=sender, request_id=request_id):
+                self._emit(LateNotificationNoted())
+                self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
+            case _:
+                raise TypeError(f"{type(effect).__name__} is not an effect of this core")
+
+    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer) -> None:
+        assert self._control is not None
+        assert isinstance(reply_to, bytes)
+        self._control.reply(reply_to, wire.encode_answer(answer))
+
+
+# --- translation ----------------------------------------------------------------------------------------------------
+
+
+def _command_event(command: LeaseCommand) -> Event:
+    match command:
+        case LeaseComputing(lease=lease):
+            return lending.Computing(lease=lease)
+        case LeaseGranted(lease=lease, blocks=blocks):
+            return lending.Granted(lease=lease, blocks=blocks)
+        case LeaseWithdrawn(lease=lease):
+            return lending.Withdrawn(lease=lease)
+
+
+def _control_event(message: wire.ControlRequest, reply_to: ReplyAddress) -> Event:
+    match message:
+        case wire.Hold():
+            return lending.HoldAsked(
+                reply_to=reply_to,
+                engine_id=message.engine_id,
+                rank=message.rank,
+                ranks=message.ranks,
+                sent_ns=message.sent_ns,
+                leases=message.leases,
+            )
+        case wire.Release():
+            return lending.ReleaseAsked(
+                reply_to=reply_to,
+                engine_id=message.engine_id,
+                rank=message.rank,
+                ranks=message.ranks,
+                leases=message.leases,
+            )
+
+
+def _notification_event(sender: str, parsed: notifications.Release | notifications.Heartbeat) -> Event:
+    match parsed:
+        case notifications.Release():
+            return _release_event(sender, parsed)
+        case notifications.Heartbeat(request_ids=request_ids, or_release=release):
+            other = None if release is None else _release_event(sender, release)
+            return lending.HeartbeatNotified(sender=sender, request_ids=request_ids, or_release=other)
+
+
+def _release_event(sender: str, release: notifications.Release) -> lending.ReleaseNotified:
+    return lending.ReleaseNotified(sender=sender, request_id=release.request_id, ranks=release.consumers)

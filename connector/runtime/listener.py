@@ -1,8 +1,11 @@
 """The listener: answers handshakes in the scheduler process of a prefill engine.
 
 One task, one socket. A request is decoded by `wire.handshake` within bounds; one that is malformed, or names a rank
-that does not exist, costs its sender an error reply and nothing else. The reply carries this process's monotonic clock,
-read as late as possible: it is the clock that stamps lease deadlines.
+that does not exist, costs its sender an error reply and nothing else. A bug costs the request that it occurs with: it
+is logged, and the task goes on.
+
+Once the engine's workers cannot serve any more, every request is answered with the reason, so that decode engines give
+up at once.
 """
 
 from __future__ import annotations
@@ -12,15 +15,22 @@ from collections.abc import Callable, Mapping
 import trio
 
 from connector.ports.side_channel import Listener, SideChannel
-from connector.runtime.clock import NS_PER_SECOND, Clock
-from connector.wire.handshake import BadFrame, encode_error, encode_reply, parse_request
+from connector.runtime.restarts import keep_running
+from connector.wire.bounded import BadFrame
+from connector.wire.handshake import encode_error, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
 
 
 class HandshakeListener:
-    """Serves `payloads` (by pipeline and tensor parallel rank) at a bound socket."""
+    """Serves `payloads` (by pipeline and tensor parallel rank) at a bound socket.
+
+    Args:
+        perf_counter: seconds, for the replies; see `encode_reply`.
+        log_bad_frame: told why a request was refused.
+        log_crash: writes a line with a traceback: which task, what it raised.
+    """
 
     def __init__(
         self,
@@ -29,16 +39,19 @@ class HandshakeListener:
         host: str,
         port: int,
         payloads: Mapping[tuple[int, int], bytes],
-        clock: Clock,
+        perf_counter: Callable[[], float],
         log_bad_frame: Callable[[str], None],
+        log_crash: Callable[[str, BaseException], None],
     ) -> None:
         self._side_channel = side_channel
         self._listener: Listener = side_channel.listen(
             host, port, frames_max=REQUEST_FRAMES_MAX, frame_bytes_max=REQUEST_FRAME_BYTES_MAX
         )
         self._payloads = dict(payloads)
-        self._clock = clock
+        self._refusal: bytes | None = None  # the reply to everything, once the engine has stopped serving
+        self._perf_counter = perf_counter
         self._log_bad_frame = log_bad_frame
+        self._log_crash = log_crash
         self._stop_requested = trio.Event()
 
     @property
@@ -49,7 +62,7 @@ class HandshakeListener:
         """Until `stop`."""
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._serve)
+                nursery.start_soon(keep_running, "handshake listener", self._serve, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 nursery.cancel_scope.cancel()
@@ -59,15 +72,19 @@ class HandshakeListener:
     def stop(self) -> None:
         self._stop_requested.set()
 
-    def deliver(self, command: None) -> None:
-        """The listener takes no commands."""
+    def stop_serving(self, reason: str) -> None:
+        """From now on answer every request with an error that says why."""
+        self._refusal = encode_error(reason)
+
+    def deliver(self, reason: str) -> None:
+        """The one command that comes from the scheduler's thread: `stop_serving`."""
+        self.stop_serving(reason)
 
     async def _serve(self) -> None:
         while True:
             asked = await self._listener.receive()
-            payload = self._answer(asked.frames_untrusted)
-            seconds = self._clock.now_ns() / NS_PER_SECOND
-            self._listener.reply(asked.reply_address, encode_reply(payload, seconds))
+            payload = self._refusal or self._answer(asked.frames_untrusted)
+            self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
 
     def _answer(self, frames_untrusted: tuple[bytes, ...]) -> bytes:
         try:

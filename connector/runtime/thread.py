@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import trio
 
-from connector.runtime.mailbox import EngineMailbox
+from connector.thread_mailbox import ThreadMailbox
 
 C = TypeVar("C")
 
@@ -47,7 +47,7 @@ class ActorThread(Generic[C]):
     Args:
         name: of the thread.
         make_main: called in the thread, inside the trio run; makes the main and the doors it uses.
-        on_error: called in the thread for an exception of `deliver`.
+        on_error: called in the thread for an exception of `deliver`, and for the one that the thread dies of.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class ActorThread(Generic[C]):
     ) -> None:
         self._name = name
         self._make_main = make_main
-        self._mailbox: EngineMailbox[C] = EngineMailbox(self._deliver, on_error)
+        self._mailbox: ThreadMailbox[C] = ThreadMailbox(self._deliver, on_error)
+        self._on_error = on_error
         self._thread: threading.Thread | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._main: ActorMain[C] | None = None
@@ -119,6 +120,8 @@ class ActorThread(Generic[C]):
         except BaseException as error:
             # Nothing above this frame could handle it; the engine thread reads `death`.
             self.death = error
+            if self._started.is_set():  # otherwise `start` raises
+                self._on_error(error)
         else:
             if not self._ended:
                 self.death = RuntimeError("the actors ended without being asked to")

@@ -1,19 +1,10 @@
 """Which blocks of a request travel, one KV cache group at a time. Pure: block tables in, block tables out.
 
-vLLM keeps one block table per group. Each is positional: block i stands for the same stretch of the request's tokens,
-and the null block stands in for what nobody needs any more. What a table still holds after n tokens differs:
-
-    everything        full attention, MLA
-    the last tokens   sliding window: the w-1 that the token after the n-th looks back on;
-                      chunked local attention: those of the chunk that this token belongs to
-    one state         Mamba and its like: the block of the n-th token. Blocks after it are scratch space of speculative
-                      decoding, blocks before it hold older states, if anything. A ring buffer is the only block of its
-                      table; what it holds after more than n tokens has overwritten what was there after n.
-
-vLLM clips both sides' tables by these rules, at n = the tokens computed on P and at n = the tokens to load on D. So
-neither side has a block for a token that only the n-th token itself would have looked back on. D computes that one
-anew after it has loaded a whole prompt: without the token at the far end of its window when a block ends there, and
-without its chunk when the chunk ends with it. vLLM loads such prompts in this way whatever the connector.
+What a table still has after n tokens depends on the kind of cache (`families.Keeps`). vLLM clips both sides' tables by
+these rules: on P after the tokens that it has computed, on D after the tokens to load. So neither side has a block for
+a token that only the n-th token itself would have looked back on. D computes the n-th token again after it has loaded a
+whole prompt: without the token at the far end of its window when a block ends there, and without its chunk when the
+chunk ends with it. vLLM loads such prompts in this way whatever the connector.
 """
 
 from __future__ import annotations
@@ -24,15 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    KVCacheConfig,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.runtime.messages import GroupPull
+from connector.families import Keeps, keeps
+from connector.protocol import GroupPull
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -45,28 +31,23 @@ NULL_BLOCK_ID = 0
 
 @dataclass(frozen=True, kw_only=True)
 class TransferGroup:
-    """A cache group that takes part in transfers. At most one of the last three is set; none: it keeps everything.
+    """A cache group that takes part in transfers.
 
     Attributes:
         group_id: its place in block tables of the engine.
         block_size: tokens of a block.
-        window: tokens that a token's attention sees, itself included.
-        retained: tokens before the window that vLLM keeps too, for draft modules that look further back.
-        chunk: tokens of a chunk of local attention.
-        is_state: a block is the state of everything before it, or a ring buffer.
+        keeps: which blocks its tables still have.
     """
 
     group_id: int
     block_size: int
-    window: int | None = None
-    retained: int = 0
-    chunk: int | None = None
-    is_state: bool = False
+    keeps: Keeps
 
     def pull(self, blocks: Sequence[KVCacheBlock], remote_block_ids: Sequence[int], num_tokens: int) -> GroupPull:
         """D: what has to be read so that the first `num_tokens` of a request are there.
 
-        A prefix hit or a window may have filled or emptied the front of `blocks`: what lacks is the tail without hash.
+        A prefix hit or a window may have filled or emptied the front of `blocks`: the blocks still to be loaded are the
+        trailing ones that have no hash.
         """
         table = self._last_state(blocks[: self._blocks_of(num_tokens)])
         tail = list(itertools.takewhile(_is_to_be_filled, reversed(table)))
@@ -83,8 +64,8 @@ class TransferGroup:
         A built-in D pairs from the end and takes windows to be clipped to this number of blocks, or to fewer.
         """
         table = self._last_state(block_ids[: self._blocks_of(num_tokens)])
-        if self.window is not None:
-            table = table[-(self._blocks_of(self.window + self.retained) + 1) :]
+        if self.keeps.window is not None:
+            table = table[-(self._blocks_of(self.keeps.window + self.keeps.retained) + 1) :]
         return self._without_placeholders(table)
 
     def written(self, block_ids: Sequence[int], first: int, stop: int) -> list[int]:
@@ -96,37 +77,31 @@ class TransferGroup:
         return -(-num_tokens // self.block_size)
 
     def _last_state(self, table: Sequence[_Block]) -> Sequence[_Block]:
-        return table[-1:] if self.is_state else table
+        return table[-1:] if self.keeps.is_state else table
 
     def _tokens_kept(self, num_tokens: int) -> int | None:
         """How many of the last of `num_tokens` tokens a table holds for certain; None: all."""
-        if self.window is not None:
-            return self.window - 1 + self.retained
-        return num_tokens % self.chunk if self.chunk is not None else None
+        if self.keeps.window is not None:
+            return self.keeps.window - 1 + self.keeps.retained
+        return num_tokens % self.keeps.chunk if self.keeps.chunk is not None else None
 
     def _without_placeholders(self, block_ids: Sequence[int]) -> list[int]:
         """A table that keeps everything has none, and its first entry counts as the request's first block."""
-        if self.window is None and self.chunk is None and not self.is_state:
+        if self.keeps == Keeps():
             return list(block_ids)
         return list(itertools.dropwhile(lambda block_id: block_id == NULL_BLOCK_ID, block_ids))
 
 
 def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size: int) -> tuple[TransferGroup, ...]:
     """The groups that take part in transfers, in the order in which both sides list them."""
-    groups = []
-    for group_id, group in zip(kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True):
-        spec = group.kv_cache_spec
-        groups.append(
-            TransferGroup(
-                group_id=group_id,
-                block_size=resolve_dcp_kv_block_size(spec, decode_context_parallel_size),
-                window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-                retained=spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else 0,
-                chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
-                is_state=isinstance(spec, (MambaSpec, CircularBufferSpec)),
-            )
+    return tuple(
+        TransferGroup(
+            group_id=group_id,
+            block_size=resolve_dcp_kv_block_size(group.kv_cache_spec, decode_context_parallel_size),
+            keeps=keeps(group.kv_cache_spec),
         )
-    return tuple(groups)
+        for group_id, group in zip(kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True)
+    )
 
 
 def _is_to_be_filled(block: KVCacheBlock) -> bool:

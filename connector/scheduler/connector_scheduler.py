@@ -3,15 +3,15 @@
 Everything here runs on the engine's scheduler thread between two forward passes, so it only looks things up and
 appends commands. It makes no call to NIXL or ZMQ; the listener has a thread of its own (`listener_thread`).
 
-Decode side. A request that names a prefill engine is a `Pull`:
+Decode side. A request that names a prefill engine is in one of two collections, and then in none:
 
-    waiting    known, not scheduled yet; its lease is kept alive by heartbeats
-    loading    its blocks are allocated and the worker reads into them; vLLM has parked it
-    settled    loaded, failed, or nothing had to be read; from here on it is an ordinary request
+    _waiting   known, not scheduled yet; the worker keeps its lease alive
+    _loading   its blocks are allocated and the worker reads into them; vLLM has parked it
+    neither    loaded, failed, or nothing had to be read; from here on it is an ordinary request
 
-kv_transfer_params comes from outside. What cannot be decoded still parks the request like any other, and the worker
-fails it: that is the one path that ends in an error for the client under the policy `fail`, and in a recomputation
-under `recompute`.
+kv_transfer_params comes from outside. A request whose parameters cannot be decoded is parked like any other, and the
+worker fails it: only on that path the client gets an error under the policy `fail`, and a recomputation under
+`recompute`.
 
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
@@ -21,8 +21,10 @@ Some models make D compute the last tokens of every prompt itself: a state (Mamb
 that samples, and draft modules that look several tokens ahead must not see drafts. P then leaves these tokens out of
 the prompt, because a state of one token more is another state.
 
-Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are,
-until when, and by which incarnation of this engine.
+Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are
+and what the lease on them is called. A client may repeat a request's id; the number of the lease is not repeated, by
+this process or by one that is started in its place. Once a worker says that it serves no more, nothing is lent: the
+answer names no blocks, so the decode engine computes the prompt itself, and the listener refuses handshakes.
 
 Quarantine. A block that a READ may still write into must not be given to anybody. The worker reports it in the same
 step in which it reports the request as failed; taking a reference of our own on the block keeps it out of the free
@@ -31,7 +33,7 @@ list when vLLM frees the request, until the worker reports that the READ has end
 
 from __future__ import annotations
 
-import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,10 +43,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
-from connector.runtime.clock import NS_PER_SECOND, Clock
-from connector.runtime.messages import (
+from connector.protocol import (
     AbortPull,
     Command,
     GroupPull,
@@ -59,8 +61,8 @@ from connector.runtime.messages import (
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
-from connector.scheduler.metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.staging import is_staged
+from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.params import (
     ParamsError,
     ParamsKind,
@@ -70,6 +72,7 @@ from connector.wire.params import (
     parse_remote_prefill,
 )
 from statemachine.failures import BadParams
+from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,20 +85,17 @@ if TYPE_CHECKING:
 _log = get_logger()
 
 
-class PullPhase(enum.Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    SETTLED = "settled"
+@dataclass(frozen=True, slots=True)
+class WaitingPull:
+    """A request of the decode side that is not scheduled yet.
 
+    Attributes:
+        remote: what its kv_transfer_params say, or why they make no sense.
+        heard_ns: when this engine first heard of it.
+    """
 
-@dataclass
-class Pull:
-    """One request of the decode side. `remote` is None when kv_transfer_params was rejected, for `rejection`."""
-
-    remote: RemotePrefill | None
-    rejection: BadParams | None
+    remote: RemotePrefill | BadParams
     heard_ns: int
-    phase: PullPhase = PullPhase.WAITING
 
 
 class ConnectorScheduler:
@@ -103,7 +103,7 @@ class ConnectorScheduler:
 
     Args:
         clock: of this process.
-        incarnation: a fresh name for this life of the engine.
+        life: a fresh random name for this run of the engine: 32 hex digits, as of a version 4 UUID.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ConnectorScheduler:
         options: ConnectorOptions,
         *,
         clock: Clock,
-        incarnation: str,
+        life: str,
     ) -> None:
         parallel = vllm_config.parallel_config
         self._options = options
@@ -129,9 +129,17 @@ class ConnectorScheduler:
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._clock = clock
-        self._incarnation = incarnation
-        self._pulls: dict[str, Pull] = {}
-        self._computing: set[str] = set()
+        self._life = life
+        # Decode side; see the module's docstring. No request id is in both.
+        self._waiting: dict[str, WaitingPull] = {}
+        self._loading: set[str] = set()
+        # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
+        # still ask for leases of this one. 48 bits leave room up to the 63 of the wire.
+        self._lease_numbers = itertools.count(1 + int(life[:12], 16))
+        # Leases of the requests that run and will be lent, by request id.
+        self._computing: dict[str, LeaseName] = {}
+        # Why this engine lends nothing any more; None: it does.
+        self._stopped: str | None = None
         self._commands: list[Command] = []
         self._listener: ListenerThread | None = None
         self._block_pool: BlockPool | None = None
@@ -140,25 +148,25 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on."""
-        pull = self._read_params(request)
-        if pull is None:
+        remote = self._read_params(request)
+        if remote is None:
             if _wants_remote_decode(request):
                 self._leave_tokens_to_decode(request)
             return
-        self._pulls[request.request_id] = pull
-        if pull.remote is not None:
+        pull = self._waiting[request.request_id] = WaitingPull(remote, self._clock.now_ns())
+        if isinstance(remote, RemotePrefill):
             self._commands.append(
                 TrackLease(
                     request_id=request.request_id,
-                    peer=_address(pull.remote),
-                    remote_request_id=pull.remote.request_id,
+                    lease=_lease(remote),
+                    peer=_address(remote),
+                    age_seconds=self._age_seconds(pull),
                 )
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached."""
-        pull = self._pulls.get(request.request_id)
-        if pull is None or pull.phase is not PullPhase.WAITING:
+        if request.request_id not in self._waiting:
             return 0, False
         count = self._tokens_to_load(request) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
@@ -166,39 +174,39 @@ class ConnectorScheduler:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: start the pull, or tell the prefill engine that none is needed."""
         request_id = request.request_id
-        pull = self._pulls.get(request_id)
-        if pull is not None and pull.phase is PullPhase.WAITING:
+        pull = self._waiting.pop(request_id, None)
+        if pull is not None:
             if num_external_tokens > 0:
-                pull.phase = PullPhase.LOADING
+                self._loading.add(request_id)
                 self._commands.append(self._load(request, pull, blocks))
             else:
-                self._settle_without_loading(request_id, pull)
-        elif _wants_remote_decode(request) and request_id not in self._computing:
-            self._computing.add(request_id)
-            self._commands.append(LeaseComputing(request_id=request_id))
+                self._skip_load(request_id, pull)
+        elif self._stopped is None and _wants_remote_decode(request) and request_id not in self._computing:
+            lease = self._computing[request_id] = self._new_lease(request_id)
+            self._commands.append(LeaseComputing(lease=lease))
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
         request_id = request.request_id
-        pull = self._pulls.pop(request_id, None)
+        pull = self._waiting.pop(request_id, None)
         if pull is not None:
-            if pull.phase is PullPhase.WAITING:
-                self._settle_without_loading(request_id, pull)
-            elif pull.phase is PullPhase.LOADING:
-                self._commands.append(AbortPull(request_id=request_id))
+            self._skip_load(request_id, pull)
+            return False, None
+        if request_id in self._loading:
+            self._loading.remove(request_id)
+            self._commands.append(AbortPull(request_id=request_id))
             return False, None
         if not _wants_remote_decode(request):
             return False, None
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not completed or not any(block_ids):
-            if request_id in self._computing:
-                self._computing.discard(request_id)
-                self._commands.append(LeaseWithdrawn(request_id=request_id))
+        lease = self._computing.pop(request_id, None)
+        if not completed or not any(block_ids) or self._stopped is not None:
+            if lease is not None:
+                self._commands.append(LeaseWithdrawn(lease=lease))
             return False, None
-        self._computing.discard(request_id)
-        return True, self._grant(request, block_ids)
+        return True, self._grant(request, lease or self._new_lease(request_id), block_ids)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -213,13 +221,12 @@ class ConnectorScheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The worker's results, before vLLM frees anything because of them."""
-        for request_id in output.finished_recving or ():
-            pull = self._pulls.get(request_id)
-            if pull is not None:
-                pull.phase = PullPhase.SETTLED
+        self._loading.difference_update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._keep_quarantined(report)
+            if report.stopped is not None and self._stopped is None:
+                self._stop_lending(report.stopped)
 
     # --- side channel -------------------------------------------------------------------------------------------
 
@@ -231,7 +238,7 @@ class ConnectorScheduler:
                 raise TypeError(f"rank {rank} sent {type(payload).__name__}, expected HandshakeMetadata")
             ranks[rank] = payload
         if self._listener is None:
-            self._listener = ListenerThread(self._host, self._port, ranks, self._incarnation)
+            self._listener = ListenerThread(self._host, self._port, ranks, self._life)
             self._listener.start()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -244,7 +251,19 @@ class ConnectorScheduler:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _read_params(self, request: Request) -> Pull | None:
+    def _stop_lending(self, reason: str) -> None:
+        """A worker cannot serve its KV any more. What is lent already is given back by the workers, as it ends."""
+        self._stopped = reason
+        _log.critical(
+            "a worker serves no KV any more (%s): prefills are answered without kv_transfer_params from now on, so "
+            "decode engines compute the prompts themselves; restart this engine",
+            reason,
+        )
+        if self._listener is not None:
+            self._listener.stop_serving(reason)
+
+    def _read_params(self, request: Request) -> RemotePrefill | BadParams | None:
+        """Where the request's KV is, or what is wrong with what it says; None: it is not to be read from anywhere."""
         params_untrusted = request.kv_transfer_params
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
@@ -252,20 +271,27 @@ class ConnectorScheduler:
             remote = parse_remote_prefill(params_untrusted)
             self._check_fit(remote, request)
         except ParamsError as error:
-            return Pull(remote=None, rejection=error.failure, heard_ns=self._clock.now_ns())
-        return Pull(remote=remote, rejection=None, heard_ns=self._clock.now_ns())
+            return error.failure
+        return remote
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for what no READ could make sense of."""
+        """Raise ParamsError for parameters that no READ of this request can satisfy."""
         ours, theirs = len(self._groups), len(remote.block_ids)
         if ours != theirs:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
-        tokens = self._tokens_to_load(request)
-        has_states = any(group.is_state for group in self._groups)
-        if has_states and tokens and not request.skip_reading_prefix_cache and remote.num_tokens not in (None, tokens):
+        tokens, found = self._tokens_to_load(request), remote.num_tokens
+        # A request that must not read cached KV (prompt logprobs) loads nothing.
+        if found is None or not tokens or request.skip_reading_prefix_cache:
+            return
+        has_states = any(group.keeps.is_state for group in self._groups)
+        if has_states and found != tokens:
             expected = f"{tokens}, the state after exactly so many tokens"
-            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(remote.num_tokens)))
+            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
+        if found < tokens:
+            # A prefix hit covers the front: if anything is loaded, the last of these tokens is.
+            expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
+            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
 
     def _tokens_to_load(self, request: Request) -> int:
         """Counted from the start of the request, prefix hits included."""
@@ -286,31 +312,31 @@ class ConnectorScheduler:
         request.num_prompt_tokens -= count
         request.max_tokens = 1
 
-    def _load(self, request: Request, pull: Pull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+    def _load(self, request: Request, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
         request_id, remote, tokens = request.request_id, pull.remote, self._tokens_to_load(request)
-        tables: Sequence[Sequence[int]] = remote.block_ids if remote is not None else [()] * len(self._groups)
+        tables: Sequence[Sequence[int]] = (
+            [()] * len(self._groups) if isinstance(remote, BadParams) else remote.block_ids
+        )
         groups = tuple(
             group.pull(blocks.blocks[group.group_id], table, tokens)
             for group, table in zip(self._groups, tables, strict=True)
         )
-        if remote is None:
-            assert pull.rejection is not None
+        if isinstance(remote, BadParams):
             local = [block_id for group in groups for block_id in group.local_block_ids]
-            return RejectPull(request_id=request_id, local_block_ids=local, failure=pull.rejection)
+            return RejectPull(request_id=request_id, local_block_ids=local, failure=remote)
         return self._start_pull(request_id, pull, remote, groups, tokens, awaited=True)
 
-    def _settle_without_loading(self, request_id: str, pull: Pull) -> None:
+    def _skip_load(self, request_id: str, pull: WaitingPull) -> None:
         """Nothing is read: the prefill engine may free its blocks now."""
-        pull.phase = PullPhase.SETTLED
-        if pull.remote is not None:
+        if isinstance(pull.remote, RemotePrefill):
             self._commands.append(self._start_pull(request_id, pull, pull.remote, (), None, awaited=False))
-        elif pull.rejection is not None:
-            _log.warning("request %s: %s", request_id, pull.rejection)
+        else:
+            _log.warning("request %s: %s", request_id, pull.remote)
 
     def _start_pull(
         self,
         request_id: str,
-        pull: Pull,
+        pull: WaitingPull,
         remote: RemotePrefill,
         groups: tuple[GroupPull, ...],
         num_tokens: int | None,
@@ -319,28 +345,29 @@ class ConnectorScheduler:
     ) -> StartPull:
         return StartPull(
             request_id=request_id,
+            lease=_lease(remote),
             peer=_address(remote),
-            remote_request_id=remote.request_id,
             groups=groups,
             num_tokens=num_tokens,
             remote_num_tokens=remote.num_tokens,
             awaited=awaited,
-            age_seconds=(self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND,
-            lease_expires_at=remote.lease_expires_at,
-            incarnation=remote.incarnation,
+            age_seconds=self._age_seconds(pull),
         )
 
-    def _grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
+    def _age_seconds(self, pull: WaitingPull) -> float:
+        return (self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND
+
+    def _new_lease(self, request_id: str) -> LeaseName:
+        return LeaseName(request_id, next(self._lease_numbers))
+
+    def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         lease_seconds = self._options.kv_lease_duration
         tokens = request.num_computed_tokens
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
-        self._commands.append(
-            LeaseGranted(request_id=request.request_id, lease_seconds=lease_seconds, blocks=sum(map(len, lent)))
-        )
-        # The worker starts its timer when it hears of the grant, which is later: what D is told is the earlier end.
+        self._commands.append(LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=sum(map(len, lent))))
         return build_remote_prefill(
             engine_id=self._engine_id,
-            request_id=request.request_id,
+            request_id=lease.request_id,
             host=self._host,
             port=self._port,
             block_ids=lent,
@@ -348,8 +375,7 @@ class ConnectorScheduler:
             dcp_size=self._dcp_size,
             pp_size=self._pp_size,
             num_tokens=tokens,
-            lease_expires_at=self._clock.now_ns() / NS_PER_SECOND + lease_seconds,
-            incarnation=self._incarnation,
+            lease_number=lease.number,
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:
@@ -365,7 +391,7 @@ class ConnectorScheduler:
 
 
 def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many tokens at the end of a prompt D computes itself; the built-in connector counts in the same way."""
+    """How many tokens at the end of a prompt D computes itself; the built-in connector uses the same number."""
     replays = any(group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups)
     for_state = 1 if kv_cache_config.has_mamba_layers or replays else 0
     count: int = max(for_state, vllm_config.num_prefill_lookahead_tokens - 1)
@@ -377,6 +403,10 @@ def _wants_remote_decode(request: Request) -> bool:
         return classify(request.kv_transfer_params) is ParamsKind.REMOTE_DECODE
     except ParamsError:
         return False
+
+
+def _lease(remote: RemotePrefill) -> LeaseName:
+    return LeaseName(remote.request_id, remote.lease_number or 0)
 
 
 def _address(remote: RemotePrefill) -> PeerAddress:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from connector.observe.log import get_logger
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.runtime.clock import MonotonicClock
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
-from connector.scheduler.metadata import HandshakeMetadata
+from connector.step_metadata import HandshakeMetadata
 from connector.wire.handshake import encode_payload
 
 STOP_TIMEOUT_SECONDS = 5.0
@@ -21,21 +21,24 @@ _log = get_logger()
 class ListenerThread:
     """Serves the handshake payloads of all ranks of this engine at (host, port)."""
 
-    def __init__(
-        self, host: str, port: int, ranks: Mapping[tuple[int, int], HandshakeMetadata], incarnation: str
-    ) -> None:
+    def __init__(self, host: str, port: int, ranks: Mapping[tuple[int, int], HandshakeMetadata], life: str) -> None:
         self._host = host
         self._port = port
         self._payloads = {
-            rank: encode_payload(metadata.compatibility_hash, metadata.agent_metadata, incarnation)
+            rank: encode_payload(metadata.compatibility_hash, metadata.agent_metadata, metadata.extension(life))
             for rank, metadata in ranks.items()
         }
         self._bad_frames = 0
-        self._thread: ActorThread[None] = ActorThread("kv-handshake-listener", self._make, self._log_error)
+        self._thread: ActorThread[str] = ActorThread("kv-handshake-listener", self._make, self._log_error)
 
     def start(self) -> None:
         """Bind and serve. Raises ThreadStartError when the address cannot be used."""
         self._thread.start()
+
+    def stop_serving(self, reason: str) -> None:
+        """From now on every handshake is refused, with this reason."""
+        self._thread.post(reason)
+        self._thread.flush()
 
     def stop(self) -> None:
         if not self._thread.stop(STOP_TIMEOUT_SECONDS):
@@ -47,8 +50,9 @@ class ListenerThread:
             host=self._host,
             port=self._port,
             payloads=self._payloads,
-            clock=MonotonicClock(),
+            perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
+            log_crash=log_actor_crash,
         )
 
     def _log_bad_frame(self, detail: str) -> None:
@@ -58,4 +62,4 @@ class ListenerThread:
             _log.warning("side channel: refused a bad request (number %d): %s", self._bad_frames, detail)
 
     def _log_error(self, error: BaseException) -> None:
-        log_actor_crash("handshake listener", error)
+        log_actor_crash("handshake listener's thread", error)

@@ -7,7 +7,7 @@ the two can serve each other; what this connector adds travels in extra keys tha
 bounded        decoding that fails with one exception type, and bounded text made from untrusted values
 params         `kv_transfer_params` of a request
 handshake      frames of the side channel
+control        messages about leases between a D rank and a P worker
 metadata       what one rank says about its KV cache in the handshake
 notifications  texts sent through NIXL
-compatibility  the hash that both engines compare before they look at anything else
 """

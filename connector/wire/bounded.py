@@ -19,6 +19,10 @@ RENDERED_LENGTH_MAX = 80
 IDENTIFIER_PATTERN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z"
 """Engine, request and layer names: at least one character, no control characters, encodable as UTF-8."""
 
+HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"
+"""Host names, IPv4 and IPv6 addresses. Anything else could change the meaning of a ZMQ endpoint."""
+HOST_LENGTH_MAX = 255
+
 _SAMPLED_ELEMENTS = 3
 _NESTING_RENDERED = 2
 _INTEGER_BITS_RENDERED = 96
@@ -28,6 +32,14 @@ _Decoded = TypeVar("_Decoded")
 
 class DecodeFailed(Exception):
     """Bytes from outside are not what the wire format says. `detail` is bounded and fit for a log line."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class BadFrame(Exception):
+    """A message that is not one of ours. `detail` is bounded and fit for an error reply."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail)

@@ -2,15 +2,17 @@
 
     request   one frame, message pack of (b"get_meta_msg", pp rank, tp rank); older engines leave the pp rank out
     reply     two frames: payload, and P's `time.perf_counter` in seconds when it answered
-    payload   {"compatibility_hash": text, "agent_metadata_bytes": bytes, "actor": {"version": 1, "incarnation": hex}}
+    payload   {"compatibility_hash": text, "agent_metadata_bytes": bytes, "actor": {"version": 2, "life": hex, ...}}
               or {"error": text}
 
 The payload is decoded in two phases, so that engines of different versions get a clear answer instead of a decoding
 error: first the outer map, then the hash is compared, and only when it is equal the metadata inside. `actor` is this
-connector's own addition; the built-in decoder ignores it, and its absence tells us that the peer is a built-in engine.
-A built-in D reads the error payload as a malformed one, which fails its handshake just as well.
+connector's own addition: facts about P that no client is believed on, and where P's control socket is. The built-in
+decoder ignores it, and its absence tells us that the peer is a built-in engine. A built-in D reads the error payload as
+a malformed one, which fails its handshake just as well.
 
-The listener's clock gives D the offset between the two processes' clocks, good to half the round trip.
+The listener's clock is for built-in peers, which measure the offset between the two clocks with it. We ignore it:
+nothing of ours compares the clocks of two processes.
 """
 
 from __future__ import annotations
@@ -21,22 +23,30 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack, render_untrusted, shorten
+from connector.wire.bounded import (
+    HOST_LENGTH_MAX,
+    HOST_PATTERN,
+    IDENTIFIER_PATTERN,
+    BadFrame,
+    DecodeFailed,
+    decode_msgpack,
+    render_untrusted,
+    shorten,
+)
 from connector.wire.metadata import METADATA_BYTES_MAX, AgentMetadata, decode_agent_metadata
-from connector.wire.params import INCARNATION_PATTERN
-from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, PeerFailure, WrongEngine
+from statemachine.failures import Failure, HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
 
 GET_METADATA = b"get_meta_msg"
 REQUEST_BYTES_MAX = 64
+LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
+EXTENSION_VERSION = 2
 RANK_MAX = 1023
 PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + (1 << 20)
-_CLOCK_BYTES_MAX = 16
 ERROR_LENGTH_MAX = 500
 """Longest error text sent or quoted, in characters."""
 
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, le=RANK_MAX)]
-_Clock: TypeAlias = Annotated[float, Meta(ge=0, lt=1e12)]
-"""Seconds. The bounds leave out infinity and, because it compares false with everything, not-a-number."""
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANK_MAX + 1)]
 
 
 class MetadataRequest(msgspec.Struct, frozen=True):
@@ -46,28 +56,38 @@ class MetadataRequest(msgspec.Struct, frozen=True):
     tp_rank: int
 
 
-class BadFrame(Exception):
-    """A request that is not one. `detail` is bounded and fit for an error reply."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
-        self.detail = detail
-
-
 class HandshakeError(Exception):
     """A handshake that failed; `failure` is the typed reason."""
 
-    def __init__(self, failure: PeerFailure) -> None:
+    def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
 
 
 class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
-    """What this connector adds to the payload."""
+    """What this connector adds to the payload: facts about P and this rank of it.
 
-    version: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
-    incarnation: Annotated[str, Meta(pattern=INCARNATION_PATTERN)]
-    """Identity of the sender's scheduler process, the same as in `kv_transfer_params`."""
+    Sizes and ranks are those of transfers, as in `kv_transfer_params` and `RankLayout`.
+    """
+
+    version: Annotated[int, Meta(ge=EXTENSION_VERSION, le=1 << 16)] = EXTENSION_VERSION
+    life: Annotated[str, Meta(pattern=LIFE_PATTERN)]
+    """Names this run of P's scheduler process: an engine that was restarted has another one."""
+    tp_size: _Size
+    dcp_size: _Size
+    pp_size: _Size
+    tp_rank: _Rank
+    pp_rank: _Rank
+    control_host: Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
+    control_port: Annotated[int, Meta(ge=1, le=65535)]
+    """Where this rank's worker takes the messages of `connector.wire.control`."""
+
+    def __post_init__(self) -> None:
+        # Holds where we make one, and msgspec turns it into a failed decode where a peer did.
+        if self.tp_rank >= self.tp_size or self.pp_rank >= self.pp_size:
+            raise ValueError(
+                f"rank {self.pp_rank}, {self.tp_rank} is outside of {self.pp_size} stages of {self.tp_size} ranks"
+            )
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +96,6 @@ class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True):
     metadata: AgentMetadata
     actor: ActorExtension | None
     """None: the peer runs the built-in connector."""
-    listener_clock_seconds: float
 
 
 class _Payload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,7 +111,6 @@ _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(tuple[bytes, _Rank, _Rank])
 _older_request_decoder = msgspec.msgpack.Decoder(tuple[bytes, _Rank])
 _payload_decoder = msgspec.msgpack.Decoder(_Payload)
-_clock_decoder = msgspec.msgpack.Decoder(_Clock)
 
 
 def encode_request(pp_rank: int, tp_rank: int) -> bytes:
@@ -125,13 +143,13 @@ def _decode_request(frame: bytes) -> tuple[bytes, int, int]:
         return message, 0, tp_rank
 
 
-def encode_payload(compatibility_hash: str, agent_metadata: bytes, incarnation: str) -> bytes:
+def encode_payload(compatibility_hash: str, agent_metadata: bytes, extension: ActorExtension) -> bytes:
     """The payload of one rank; `agent_metadata` is what `encode_agent_metadata` made."""
     return _encoder.encode(
         _Payload(
             compatibility_hash=compatibility_hash,
             agent_metadata_bytes=agent_metadata,
-            actor=ActorExtension(incarnation=incarnation),
+            actor=extension,
         )
     )
 
@@ -142,7 +160,7 @@ def encode_error(detail: str) -> bytes:
 
 
 def encode_reply(payload: bytes, clock_seconds: float) -> tuple[bytes, bytes]:
-    """The two frames of a reply. `clock_seconds` is `time.perf_counter()` of the process that stamps leases, now."""
+    """The two frames of a reply. `clock_seconds` is `time.perf_counter()` of the listener's process, now."""
     return payload, _encoder.encode(clock_seconds)
 
 
@@ -177,11 +195,10 @@ def decode_reply(
         raise malformed("agent_metadata", error.detail) from None
     if metadata.engine_id != peer:
         raise HandshakeError(WrongEngine(peer=peer, address=address, found=metadata.engine_id))
-    try:
-        clock = decode_msgpack(_clock_decoder, frames_untrusted[1], bytes_max=_CLOCK_BYTES_MAX)
-    except DecodeFailed as error:
-        raise malformed("clock", error.detail) from None
-    return HandshakeReply(metadata=metadata, actor=payload.actor, listener_clock_seconds=clock)
+    if payload.actor is not None and payload.actor.dcp_size != metadata.dcp_size:
+        detail = f"dcp_size is {metadata.dcp_size} in the metadata and {payload.actor.dcp_size} in the extension"
+        raise malformed("actor", detail)
+    return HandshakeReply(metadata=metadata, actor=payload.actor)
 
 
 def _hash_mismatch(peer: str, address: str, local: str, remote: str) -> Incompatible:

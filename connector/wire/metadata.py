@@ -2,19 +2,16 @@
 
 `AgentMetadata` is the map that the built-in connector of the same version sends and expects: same keys, same types. Its
 numbers become addresses that NIXL reads from, so `decode_agent_metadata` bounds all of them and checks that they fit
-together. `describe` makes it from a `RankLayout`, which is what the rest of the code uses; the other way is that of
-`peer_layout.understand`.
+together. What they mean belongs to layout: `advertised` makes the map from a `RankLayout`, `remote` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from connector.layout.geometry import RankLayout, Region
 from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack
 
 REGIONS_MAX = 100_000
@@ -24,9 +21,6 @@ AGENT_BYTES_MAX = 16 << 20
 
 SHARED_GROUP = -1
 """Group id of a region in which several cache groups have their blocks."""
-
-RING, REPLICATED = "ring", "replicated"
-"""Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
 
 _ADDRESS_MAX = 2**63 - 1
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
@@ -102,112 +96,6 @@ def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
         if kind not in ("DRAM", "VRAM"):
             raise DecodeFailed("region_mem_types names an unknown kind of memory")
     return metadata
-
-
-class AdvertisedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """The regions of one address, of different cache groups, as the one region that peers are told about.
-
-    Sizes are of kernel blocks also where a block is a state, which is not split.
-    """
-
-    members: tuple[Region, ...]
-    name: str
-    block_length_bytes: int
-    block_stride_bytes: int
-    num_blocks: int
-    group: int
-
-    @property
-    def layers(self) -> list[str]:
-        """The layers that have memory here, group by group."""
-        return [layer for member in self.members for layer in layers_in_order(member)]
-
-
-def layers_in_order(region: Region) -> list[str]:
-    """The layers of a region in the order in which they lie in a block."""
-    return list(dict.fromkeys(piece.layer for piece in sorted(region.pieces, key=lambda piece: piece.offset_bytes)))
-
-
-def sizing_region(members: Sequence[Region]) -> Region:
-    """Of regions at one address, that whose blocks' length is advertised."""
-    # The built-in connector lets the last latent cache decide, and without any the first cache. Where one stands for
-    # a layer within it, a whole row comes last, because the other layers that begin with the row are the first ones.
-    latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
-    rows = [region for region in latent if region.block_length_bytes == region.block_stride_bytes]
-    return (rows or latent or members[:1])[-1]
-
-
-def advertised_regions(layout: RankLayout) -> list[AdvertisedRegion]:
-    """The regions as peers see them, in the order of `layout`."""
-    by_address: dict[int, list[Region]] = {}
-    for region in layout.regions:
-        by_address.setdefault(region.base_address, []).append(region)
-    return [_advertised(tuple(members), layout) for members in by_address.values()]
-
-
-def kernel_blocks_per_state(region: Region, layout: RankLayout) -> int:
-    """How many of the kernel blocks that are advertised make one block of `region`: 1 unless it holds states."""
-    is_state = not layout.cache_groups[region.group].tokens_per_kernel_block
-    return layout.kernel_blocks_per_block if is_state else 1
-
-
-def _advertised(members: tuple[Region, ...], layout: RankLayout) -> AdvertisedRegion:
-    sizes = sizing_region(members)
-    parts = kernel_blocks_per_state(sizes, layout)
-    groups = {region.group for region in members}
-    return AdvertisedRegion(
-        members=members,
-        name=members[0].name,
-        block_length_bytes=sizes.block_length_bytes // parts,
-        block_stride_bytes=sizes.block_stride_bytes // parts,
-        num_blocks=sizes.num_blocks * parts,
-        group=groups.pop() if len(groups) == 1 else SHARED_GROUP,
-    )
-
-
-def ssm_sizes(layout: RankLayout) -> tuple[int, int]:
-    """Bytes of the convolution's part and of the SSM's part of a state; zeros where no state is split over ranks."""
-    for region in layout.regions:
-        *_, last = region.pieces
-        if last.component == "ssm":
-            return last.offset_bytes, (last.stop - last.start) * last.bytes_per_unit
-    return 0, 0
-
-
-def replicated_block_length(layout: RankLayout) -> int | None:
-    """Bytes of a block of the states that all ranks hold alike, as advertised; None where there are none."""
-    for region in layout.regions:
-        if region.pieces[0].component == REPLICATED:
-            return region.block_length_bytes // kernel_blocks_per_state(region, layout)
-    return None
-
-
-def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
-    """The metadata that tells a peer about `layout`; `nixl_metadata` is the agent's own part."""
-    regions = advertised_regions(layout)
-    return AgentMetadata(
-        engine_id=layout.engine_id,
-        agent_metadata=nixl_metadata,
-        kv_caches_base_addr=[region.members[0].base_address for region in regions],
-        device_id=layout.device_id,
-        num_blocks=min(region.num_blocks for region in regions),
-        block_lens=[region.block_length_bytes for region in regions],
-        block_strides=[region.block_stride_bytes for region in regions],
-        kv_cache_layout=layout.layout_name,
-        block_size=layout.kernel_block_size_tokens,
-        ssm_sizes=ssm_sizes(layout),
-        attn_backend_name=layout.attention_backend,
-        physical_blocks_per_logical_kv_block=layout.kernel_blocks_per_block,
-        region_num_blocks=[region.num_blocks for region in regions],
-        region_group_ids=[region.group for region in regions],
-        region_names=[region.name for region in regions],
-        region_mem_types=[region.members[0].memory_kind for region in regions],
-        dcp_size=layout.dcp_size,
-        pcp_size=layout.pcp_size,
-        ple_block_len=replicated_block_length(layout),
-        region_members=[region.layers for region in regions],
-        packed_member_layouts={},
-    )
 
 
 def _require_length(metadata: AgentMetadata, field: str, regions: int) -> None:

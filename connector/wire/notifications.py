@@ -1,12 +1,13 @@
-"""The texts that D sends to P through NIXL: releases and heartbeats.
+"""The texts that D sends to a P through NIXL where one of the two is a built-in engine: releases and heartbeats.
 
     release    <request id on P>:<number of consumers>    "I hold these blocks now; that many ranks will say so"
     heartbeat  HB:<request id>,<request id>,...           "I still want these blocks; extend their leases"
 
 NIXL delivers bytes from any agent that can reach ours, also from ones we never added, so `parse_notification` never
-raises: what is not one of the two becomes `Malformed`. Two consequences of the format, shared with the built-in
-connector: a request id may contain colons (the last one separates), and a message that starts with `HB:` is a
-heartbeat even when a request id begins that way. An id that contains a comma cannot be named in a heartbeat.
+raises: what is not one of the two becomes `Malformed`. A request id may contain colons (the last one separates), and
+an id that contains a comma cannot be named in a heartbeat. A text that starts with `HB:` is a heartbeat, but could
+also be the release of a request whose id begins that way: `Heartbeat.or_release` says how it reads then, and who knows
+which leases there are decides.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """The sender still waits for these requests. Order and repetitions are the sender's."""
 
     request_ids: tuple[str, ...]
+    or_release: Release | None = None
+    """The same text read as a release; None: it cannot be one."""
 
 
 class Malformed(msgspec.Struct, frozen=True):
@@ -88,12 +91,17 @@ def parse_notification(message_untrusted: bytes) -> Notification:
         text = message_untrusted.decode()
     except UnicodeDecodeError:
         return _malformed("not UTF-8", message_untrusted)
-    if text.startswith(HEARTBEAT_PREFIX):
-        return _parse_heartbeat(text, message_untrusted)
-    return _parse_release(text, message_untrusted)
+    release = _parse_release(text, message_untrusted)
+    if not text.startswith(HEARTBEAT_PREFIX):
+        return release
+    or_release = release if isinstance(release, Release) else None
+    heartbeat = _parse_heartbeat(text, message_untrusted)
+    if isinstance(heartbeat, Heartbeat):
+        return msgspec.structs.replace(heartbeat, or_release=or_release)
+    return or_release or heartbeat
 
 
-def _parse_heartbeat(text: str, message: bytes) -> Notification:
+def _parse_heartbeat(text: str, message: bytes) -> Heartbeat | Malformed:
     listed = text[len(HEARTBEAT_PREFIX) :]
     if listed.count(",") >= REQUEST_IDS_MAX:
         return _malformed(f"more than {REQUEST_IDS_MAX} request ids", message)
@@ -103,7 +111,7 @@ def _parse_heartbeat(text: str, message: bytes) -> Notification:
     return Heartbeat(request_ids)
 
 
-def _parse_release(text: str, message: bytes) -> Notification:
+def _parse_release(text: str, message: bytes) -> Release | Malformed:
     request_id, separator, consumers = text.rpartition(":")
     if not separator or not request_id:
         return _malformed("no request id and consumer count", message)

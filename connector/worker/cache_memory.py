@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from connector.runtime.messages import Memory
+from connector.protocol import Memory
 
 
 class CacheMemory:

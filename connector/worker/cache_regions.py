@@ -22,7 +22,7 @@ import torch
 
 from connector.layout.geometry import MemoryKind, Piece, Region
 from connector.layout.shapes import LayerShape, PageStrides, moved, of_unit, paged_pieces, shard, state_pieces
-from connector.worker.unsupported import UnsupportedCache
+from connector.unsupported import UnsupportedCache
 
 
 def paged_regions(

@@ -9,27 +9,29 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip
 
+from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe.log import FailureLog, get_logger, log_crash
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.runtime.clock import MonotonicClock
-from connector.runtime.context import LocalRank
-from connector.runtime.messages import Command, LeaseGranted, SendEnded
+from connector.protocol import Command, LeaseGranted, SendEnded
+from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
-from connector.runtime.tracked import Recorder
-from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
 from connector.staging import advertised_layout_name, is_staged
+from connector.step_metadata import HandshakeMetadata, StepMetadata
+from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.host_staging import HostStaging, make_host_buffers
@@ -64,7 +66,7 @@ class ConnectorWorker:
         self._cache_memory = CacheMemory(())
         self._landed_blocks = LandedBlocks({})
         self._staging: HostStaging | None = None
-        self._clock = MonotonicClock()
+        self._clock = BootClock()
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
 
     # --- once ---------------------------------------------------------------------------------------------------
@@ -102,10 +104,6 @@ class ConnectorWorker:
             if registration.memory_kind == "VRAM"
             else None,
         )
-        self._handshake_metadata = HandshakeMetadata(
-            compatibility_hash=registration.compatibility_hash,
-            agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
-        )
         self._thread = ActorThread(
             "kv-transfer-actors",
             lambda: self._make_supervisor(registration, place.number, nixl_port),
@@ -135,24 +133,32 @@ class ConnectorWorker:
     ) -> Supervisor:
         layout = registration.layout
         clock = self._clock
+        side_channel = ZmqSideChannel()
+        control_host, control = _open_control_socket(side_channel)
+        self._handshake_metadata = HandshakeMetadata(
+            compatibility_hash=registration.compatibility_hash,
+            agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
+            tp_size=layout.tp_size,
+            dcp_size=layout.dcp_size,
+            pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            control_host=control_host,
+            control_port=control.port,
+        )
         return Supervisor(
             options=self._options,
-            local=LocalRank(
-                layout=layout,
-                shapes=registration.shapes,
-                compatibility_hash=registration.compatibility_hash,
-                landing=registration.landing,
-            ),
+            local=registration,
             nixl_port=nixl_port,
-            side_channel=ZmqSideChannel(),
+            side_channel=side_channel,
+            control=control,
             clock=clock,
             recorder=Recorder(
                 engine_id=layout.engine_id, rank=rank_number, role="worker", clock=clock, sink=self._trace
             ),
-            emit=self.ledger.hear,
+            emit=self.ledger.record,
             log_failure=FailureLog(layout.engine_id, rank_number),
             log_crash=log_crash,
-            jitter=random.Random(layout.engine_id),
         )
 
     def _log_error(self, error: BaseException) -> None:
@@ -191,7 +197,7 @@ class ConnectorWorker:
         for command in commands:
             if isinstance(command, LeaseGranted):
                 self.ledger.enter(command)
-                self.ledger.hear(SendEnded(request_id=command.request_id, expired=False))
+                self.ledger.record(SendEnded(request_id=command.lease.request_id, expired=False))
 
     def save(self, metadata: StepMetadata) -> None:
         """After the step's forward pass: copy to the host what it has written for requests that will be lent."""
@@ -211,6 +217,17 @@ class ConnectorWorker:
             if self._staging is not None:
                 self._staging.load(each.block_ids)
         return results
+
+
+def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:
+    """Where this worker's control socket listens, as peers are told, and the socket. Raises SideChannelError."""
+    host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+    try:
+        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+    except SideChannelError:
+        # The variable is the scheduler process's; a worker on another node has no such address.
+        host = get_ip()
+        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
 
 
 def _make_device_current(device_id: int) -> None:

@@ -21,8 +21,8 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from connector.layout.compatibility import CPU_ATTENTION
 from connector.layout.shapes import LayerShape
-from connector.wire.peer_requirements import CPU_ATTENTION
 
 _LANES: Mapping[str, tuple[int | None, int | None]] = {"vec": (1, None), "vec16": (1, None), "amx": (None, 16)}
 """Elements in a lane of K and of V, by instruction set; None: all of them."""

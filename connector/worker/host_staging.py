@@ -18,11 +18,11 @@ from typing import Literal, TypeAlias
 import msgspec
 import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.families import Holds, family_of, layer_specs
 from connector.layout.shapes import page_strides
-from connector.worker.layer_shapes import layer_specs
-from connector.worker.unsupported import UnsupportedCache
+from connector.unsupported import UnsupportedCache
 
 Caches: TypeAlias = dict[str, torch.Tensor]
 """By layer: views of shape [blocks, heads, tokens, content]."""
@@ -63,7 +63,7 @@ def make_host_buffers(
             raise UnsupportedCache(f"KV cache of {layer} with shape", tuple(cache.shape), "four axes")
         spec = specs[layer]
         # Peers count with the page of a state, which may be padded to that of attention; pages of tokens need nothing.
-        page_bytes = spec.page_size_bytes if isinstance(spec, MambaSpec) else cache[0].nbytes
+        page_bytes = spec.page_size_bytes if family_of(spec).holds is Holds.STATE else cache[0].nbytes
         buffers[layer] = _host_buffer(cache, layout_name, padding_bytes=page_bytes - cache[0].nbytes)
     return buffers
 

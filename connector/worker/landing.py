@@ -1,16 +1,14 @@
 """Blocks that READs leave in the peer's order of heads and tokens, and that are then put in ours.
 
-Where one engine has the heads of a block before its tokens (LBHNC) and the other the tokens before the heads (LBNHC),
-what lies together on both sides is one head of one token: a few hundred bytes, and a descriptor for each. With vLLM's
+If one engine has the heads of a block before its tokens (LBHNC) and the other the tokens before the heads (LBNHC),
+only one head of one token is contiguous on both sides: a few hundred bytes, and a descriptor for each. With vLLM's
 option `enable_permute_local_kv` such a peer is read into a landing layout instead: our memory, in which each block
-holds its heads and tokens in the peer's order. It takes as many bytes, so it fits, and what lies together is a block,
-or our heads of it. When all READs of a request have ended, its blocks are put in order on the device.
+holds its heads and tokens in the peer's order. It takes as many bytes, so it fits, and a whole block (or our heads of
+it) is contiguous. When all READs of a request have ended, its blocks are permuted on the device.
 
-Whether that pays is what tests/bench/bench_landing.py says of a request of 134 MB, between two processes over CMA: 16
-to 512 times fewer descriptors, and 7 to 18 times as fast, the permutation included, which there takes as long as the
-READ that it follows (40 to 55 ms on one core; it is the engine thread that waits, so it stays an option). Both orders
-can be the peer's: the other way round there is less to gain where D has more ranks than P, as the heads of one rank of
-D then lie together for one token only.
+The engine thread waits for the permutation, which takes about as long as the READ before it, so this is an option.
+Figures: docs/performance.md. Either order can be the peer's. Where the peer has tokens before heads there is less to
+gain if D has more ranks than P, because the heads of one rank of D then lie together for one token only.
 
 Layers whose blocks have no two heads or no two tokens, or are not dense (latents, states, heads outside of blocks,
 the lanes of CPU attention) land where they stay.
@@ -26,7 +24,7 @@ import numpy as np
 import torch
 
 from connector.layout.geometry import Piece, RankLayout
-from connector.runtime.messages import Landed
+from connector.protocol import Landed
 
 _MOVED_AT_ONCE_BYTES = 64 << 20
 """Of one layer: device memory that is taken for a moment, of which vLLM leaves little."""

@@ -1,12 +1,13 @@
 """What vLLM waits for, and what it is told: the engine thread's book of open transfers.
 
-Commands pass through on their way to the actors (`enter`), outcomes on their way back (`hear`, called in the trio
+Commands pass through on their way to the actors (`enter`), outcomes on their way back (`record`, called in the trio
 thread; `take_results`, on the engine thread). In between the ledger remembers only what must be given back when the
 actors are gone: the requests that wait for KV and the leases that vLLM holds blocks for.
 
 If the actors die, everything fails closed (`fail_closed`). Waiting requests are reported as failed with their blocks
-quarantined, because nobody watches their READs any more; leases are given back once they could have been renewed no
-longer; new requests are refused.
+quarantined, because nobody watches their READs any more; leases are given back when no reader can believe in them any
+more; new requests are refused. The scheduler process is told, as it is when the actors themselves say that they have
+stopped (`WorkerStopped`), so that it lends nothing more.
 
 A load fails as a whole: requests are reported, not blocks. vLLM takes single blocks only from an engine with one cache
 group, and makes nothing of them for a request that is reported as failed: the request ends, or starts again from its
@@ -20,10 +21,10 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from connector.clock import Clock, to_ns
 from connector.observe.log import get_logger
 from connector.observe.stats import ConnectorStats
-from connector.runtime.clock import Clock, to_ns
-from connector.runtime.messages import (
+from connector.protocol import (
     Command,
     Landed,
     LeaseGranted,
@@ -34,10 +35,14 @@ from connector.runtime.messages import (
     RejectPull,
     SendEnded,
     StartPull,
+    WorkerStopped,
 )
-from connector.runtime.supervisor import RENEWAL_FRACTION
-from connector.scheduler.metadata import WorkerReport
+from connector.step_metadata import WorkerReport
+from connector.wire.bounded import shorten
 from statemachine.failures import ConnectorStopped
+
+REASON_LENGTH_MAX = 300
+"""Of why this worker has stopped, in characters."""
 
 _log = get_logger()
 
@@ -58,16 +63,17 @@ class TransferLedger:
 
     Args:
         clock: of this process.
-        lease_seconds: how long a lease lasts; a renewal extends it by a part of that.
+        lease_seconds: how long a lease lasts after it was granted or renewed.
     """
 
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
         self._clock = clock
-        self._longest_renewal_ns = to_ns(lease_seconds * RENEWAL_FRACTION)
+        self._lease_ns = to_ns(lease_seconds)
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
         self._report = WorkerReport()
         self._loaded: list[Loaded] = []
+        # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
         self._dead_since_ns: int | None = None
@@ -91,8 +97,8 @@ class TransferLedger:
                 self._open_receives[command.request_id] = tuple(group.local_block_ids for group in groups)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
-            case LeaseGranted(request_id=request_id, lease_seconds=lease_seconds):
-                self._open_sends[request_id] = self._clock.now_ns() + to_ns(lease_seconds)
+            case LeaseGranted(lease=lease, lease_seconds=lease_seconds):
+                self._open_sends[lease.request_id] = self._clock.now_ns() + to_ns(lease_seconds)
             case _:
                 pass
 
@@ -114,8 +120,8 @@ class TransferLedger:
 
     # --- on the way back ----------------------------------------------------------------------------------------
 
-    def hear(self, outcome: Outcome) -> None:
-        """Any thread: something has ended."""
+    def record(self, outcome: Outcome) -> None:
+        """Any thread: something has ended. It is told with the next `take_results`."""
         self._outcomes.append(outcome)
 
     def take_results(self) -> KVConnectorTransferResults:
@@ -134,6 +140,8 @@ class TransferLedger:
                     results.finished_sending.add(request_id)
                 case QuarantineLifted(local_block_ids=block_ids):
                     self._report.lifted.append(block_ids)
+                case WorkerStopped(reason=reason):
+                    self._note_stop(reason)
                 case _:
                     pass
         return results
@@ -144,8 +152,8 @@ class TransferLedger:
         return loaded
 
     def take_report(self) -> WorkerReport | None:
-        """News about quarantined blocks for the scheduler process, if there are any."""
-        if not self._report.quarantined and not self._report.lifted:
+        """News for the scheduler process, if there are any. Each is told once, with the first report after it."""
+        if self._report == WorkerReport():
             return None
         report, self._report = self._report, WorkerReport()
         return report
@@ -159,6 +167,7 @@ class TransferLedger:
         now_ns = self._clock.now_ns()
         if self._dead_since_ns is None:
             self._dead_since_ns = now_ns
+            self._note_stop(f"its actors died: {death!r}")
             _log.critical(
                 "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
             )
@@ -168,13 +177,17 @@ class TransferLedger:
             self._outcomes.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
-        # A consumer may have renewed a lease up to the moment of death; after this nobody can believe in it.
-        renewed_until_ns = self._dead_since_ns + self._longest_renewal_ns
-        for request_id, deadline_ns in self._open_sends.items():
-            if now_ns >= max(deadline_ns, renewed_until_ns):
+        # A reader may have renewed its lease at the moment of death; nobody could since.
+        renewed_until_ns = self._dead_since_ns + self._lease_ns
+        for request_id, granted_until_ns in self._open_sends.items():
+            if now_ns >= max(granted_until_ns, renewed_until_ns):
                 self._outcomes.append(SendEnded(request_id=request_id, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _note_stop(self, reason: str) -> None:
+        if self._report.stopped is None:
+            self._report.stopped = shorten(reason, REASON_LENGTH_MAX)
 
     def _is_repeated(self, outcome: Outcome) -> bool:
         """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""

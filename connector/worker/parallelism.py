@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import (
 )
 
 from connector.layout.geometry import RankId
-from connector.worker.unsupported import UnsupportedCache
+from connector.unsupported import UnsupportedCache
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

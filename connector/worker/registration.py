@@ -2,7 +2,7 @@
 
 `register_kv_caches` hands us one tensor view per layer; usually all of them share one allocation. From them and the
 engine's configuration `derive_registration` makes four things: what each layer caches in the whole model
-(`layer_shapes`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
+(`families`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
 what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and the compatibility
 hash. A built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their
 names and the granularity follow the built-in connector of the same vLLM version:
@@ -21,7 +21,6 @@ import math
 import re
 from collections.abc import Mapping
 
-import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import (
@@ -29,43 +28,32 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_current_attn_backends_and_specs,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.utils import select_common_block_size
 
+from connector.families import Holds, family_of, layer_shapes, layer_specs, require_known_spec
+from connector.layout.advertised import describe
 from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
+from connector.layout.local import LocalRank
+from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange
 from connector.staging import advertised_layout_name, is_staged
-from connector.wire.compatibility import compatibility_hash
-from connector.wire.metadata import AgentMetadata, describe
-from connector.wire.peer_layout import understand
+from connector.unsupported import UnsupportedCache
+from connector.wire.metadata import AgentMetadata
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
+from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored
 from connector.worker.landing import landing_layout
-from connector.worker.layer_shapes import layer_shapes, layer_specs, require_known_spec
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
-from connector.worker.unsupported import UnsupportedCache
 
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
+class Registration(LocalRank, frozen=True, kw_only=True):
     """What a worker registers and advertises."""
 
-    layout: RankLayout
-    shapes: Mapping[str, LayerShape]
-    """By layer; the same on all ranks."""
     ranges: tuple[MemoryRange, ...]
     """Whole allocations that hold the regions, each once."""
     memory_kind: MemoryKind
-    compatibility_hash: str
-    landing: RankLayout | None = None
-    """Where READs from a peer with heads and tokens in the other order are to land; None: where the KV is to stay."""
 
     def agent_metadata(self, nixl_metadata: bytes) -> AgentMetadata:
         """What peers are told; `nixl_metadata` is the agent's own part, made after registering `ranges`."""
@@ -80,7 +68,7 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             raise UnsupportedCache("KV cache group", "that is kept on the host or not transferable", "an ordinary one")
     for layer, spec in layer_specs(kv_cache_config).items():
         require_known_spec(layer, spec)
-        if isinstance(spec, CircularBufferSpec) and is_staged(vllm_config):
+        if family_of(spec).holds is Holds.RING and is_staged(vllm_config):
             raise UnsupportedCache("kv_buffer_device cpu with", f"the ring buffer {layer}", "the device's own memory")
     buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer_device != current_platform.device_type and not is_staged(vllm_config):
@@ -108,7 +96,7 @@ def derive_registration(
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)
     ratio = block_size_tokens // kernel_block_size_tokens
-    has_rings = any(_is_of(CircularBufferSpec, group) for group in kv_cache_config.kv_cache_groups)
+    has_rings = any(_holds(group) is Holds.RING for group in kv_cache_config.kv_cache_groups)
     in_order = kv_caches if has_rings else sorted(kv_caches, key=_natural_order)
     layers = [layer for layer in in_order if layer in specs]
     missing = specs.keys() - set(layers)
@@ -160,15 +148,15 @@ def derive_registration(
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
         landing=landing_layout(layout) if permutes else None,
     )
-    _require_understandable(registration)
+    _require_complete_metadata(registration)
     return registration
 
 
-def _require_understandable(registration: Registration) -> None:
-    """What we advertise has to say all about our memory: a peer derives the rest from the layout's name."""
+def _require_complete_metadata(registration: Registration) -> None:
+    """A peer must be able to derive our whole layout from what we advertise and the layout's name."""
     ours = registration.layout
     try:
-        derived = understand(describe(ours, b""), rank=ours.rank, tp_size=ours.tp_size, local=registration)
+        derived = layout_from_metadata(describe(ours, b""), rank=ours.rank, tp_size=ours.tp_size, local=registration)
     except LayoutMismatch as mismatch:
         raise UnsupportedCache(mismatch.field, mismatch.local, mismatch.remote) from mismatch
     for region, as_seen in zip(ours.regions, derived.regions, strict=True):
@@ -179,16 +167,13 @@ def _require_understandable(registration: Registration) -> None:
 def _block_size_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """The block size that is advertised: one for all groups of tokens."""
     sizes = [
-        group.kv_cache_spec.block_size
-        for group in kv_cache_config.kv_cache_groups
-        if not _is_of((MambaSpec, CircularBufferSpec), group)
+        group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups if _holds(group) is Holds.TOKENS
     ]
     return math.lcm(*sizes) if sizes else vllm_config.cache_config.block_size
 
 
-def _is_of(kinds: type[KVCacheSpec] | tuple[type[KVCacheSpec], ...], group: KVCacheGroupSpec) -> bool:
-    """Whether a group caches what one of these specs describes; it has one kind of layers."""
-    return any(isinstance(spec, kinds) for spec in iter_layer_specs(group.kv_cache_spec))
+def _holds(group: KVCacheGroupSpec) -> Holds:
+    return family_of(group.kv_cache_spec).holds
 
 
 def _cache_groups(
@@ -203,8 +188,8 @@ def _cache_groups(
     groups: list[CacheGroup] = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        if _is_of((MambaSpec, CircularBufferSpec), group):
-            if _is_of(CircularBufferSpec, group) and spec.dcp_sharded and place.dcp_size > 1:
+        if _holds(group) is not Holds.TOKENS:
+            if _holds(group) is Holds.RING and spec.dcp_sharded and place.dcp_size > 1:
                 field = f"decode_context_parallel_size with ring buffers of {group.layer_names}"
                 raise UnsupportedCache(field, place.dcp_size, "1, or ring buffers that are not split")
             groups.append(CacheGroup(tokens_per_kernel_block=0))

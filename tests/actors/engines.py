@@ -6,27 +6,29 @@ live in one process and one trio run; NIXL moves the bytes between their buffers
 
 from __future__ import annotations
 
-import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import trio
 
+from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions
+from connector.layout.advertised import describe
 from connector.layout.geometry import RankId
+from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
-from connector.ports.nixl import MemoryRange, PortCounts
+from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.side_channel import Listener
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.runtime.clock import NS_PER_SECOND, MonotonicClock
-from connector.runtime.context import LocalRank
-from connector.runtime.listener import HandshakeListener
-from connector.runtime.messages import (
+from connector.protocol import (
     GroupPull,
     LeaseComputing,
     LeaseGranted,
@@ -35,13 +37,17 @@ from connector.runtime.messages import (
     ReceiveEnded,
     SendEnded,
     StartPull,
+    TrackLease,
 )
+from connector.runtime.listener import HandshakeListener
+from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
-from connector.runtime.tracked import Recorder
-from connector.wire.handshake import encode_payload
-from connector.wire.metadata import describe, encode_agent_metadata
+from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.metadata import encode_agent_metadata
 from connector.worker.landing import landing_layout
 from statemachine.failures import Failure
+from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
@@ -53,6 +59,7 @@ HEADS = 4
 HEAD_BYTES = 32
 """K and V of one head of one token."""
 HASH = "same-model"
+HOST = "127.0.0.1"
 
 T = TypeVar("T")
 
@@ -75,22 +82,85 @@ class ListSink:
         return [state for i, state in enumerate(states) if i == 0 or states[i - 1] != state]
 
 
+class WarpedClock:
+    """A clock of its own for one engine: it runs at another rate than everybody else's, and can leap."""
+
+    def __init__(self, rate: float = 1.0) -> None:
+        self._true = BootClock()
+        self._start_ns = self._true.now_ns()
+        self._rate = rate
+        self._leapt_ns = 0
+
+    def now_ns(self) -> int:
+        return self._start_ns + round((self._true.now_ns() - self._start_ns) * self._rate) + self._leapt_ns
+
+    def wall(self) -> float:
+        return self._true.wall()
+
+    def leap(self, seconds: float) -> None:
+        """This clock has gone on for so long while the others stood still."""
+        self._leapt_ns += to_ns(seconds)
+
+
+class Outcomes(list[Outcome]):
+    """What the engine thread was told. `breaks_on` is an outcome kind on which telling it raises, once."""
+
+    breaks_on: type[Outcome] | None = None
+
+    def tell(self, outcome: Outcome) -> None:
+        if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
+            self.breaks_on = None
+            raise RuntimeError("injected")
+        self.append(outcome)
+
+
+class HeardPort(RealNixlPort):
+    """A real agent whose events a test can add to, on the clock of its engine."""
+
+    on_event: Callable[[NixlEvent], None]
+    clock: Clock
+
+    def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
+        def hear(event: NixlEvent) -> None:
+            if isinstance(event, ReadEnded):
+                event = msgspec.structs.replace(event, ended_ns=self.clock.now_ns())
+            on_event(event)
+
+        self.on_event = hear
+        super().set_event_callback(hear)
+
+
+def lease_of(request_id: str) -> LeaseName:
+    """What P calls the lease of a request (its id on P)."""
+    return LeaseName(request_id, 1)
+
+
+def lend_by_all(ranks: list[Engine], request_id: str) -> LeaseName:
+    """Every rank of P finishes the prefill."""
+    for each in ranks:
+        each.lend(request_id)
+    return lease_of(request_id)
+
+
 @dataclass
 class Engine:
     """One rank of an engine: memory, actors, and what they told the engine thread."""
 
     engine_id: str
+    options: ConnectorOptions
     local: LocalRank
     memory: npt.NDArray[np.uint8]
     supervisor: Supervisor
-    port: RealNixlPort
+    port: HeardPort
+    control: Listener
+    clock: Clock
     trace: ListSink
-    outcomes: list[Outcome]
+    outcomes: Outcomes
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
     stages: int = 1
     """Of the engine."""
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    life: str = field(default_factory=lambda: uuid.uuid4().hex)
     listener: HandshakeListener | None = None
 
     @property
@@ -98,7 +168,7 @@ class Engine:
         assert self.listener is not None
         return PeerAddress(
             engine_id=self.engine_id,
-            host="127.0.0.1",
+            host=HOST,
             port=self.listener.port,
             tp_size=self.local.layout.tp_size,
             pp_size=self.stages,
@@ -113,8 +183,19 @@ class Engine:
 
     def payload(self) -> bytes:
         """What the listener answers for this rank."""
-        metadata = encode_agent_metadata(describe(self.local.layout, self.port.agent_metadata))
-        return encode_payload(self.local.compatibility_hash, metadata, self.incarnation)
+        layout = self.local.layout
+        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
+        extension = ActorExtension(
+            life=self.life,
+            tp_size=layout.tp_size,
+            dcp_size=layout.dcp_size,
+            pp_size=self.stages,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            control_host=HOST,
+            control_port=self.control.port,
+        )
+        return encode_payload(self.local.compatibility_hash, metadata, extension)
 
     def blocks(self, ids: list[int]) -> npt.NDArray[np.uint8]:
         """Contents of blocks in all layers, shape [layers, blocks, bytes]."""
@@ -135,11 +216,32 @@ class Engine:
 
     # --- as the scheduler would ---------------------------------------------------------------------------------
 
-    def lend(self, request_id: str, *, lease_seconds: float = 30.0) -> float:
-        """Finish a prefill; returns when the lease ends, in this process's clock (seconds)."""
-        self.supervisor.deliver(LeaseComputing(request_id=request_id))
-        self.supervisor.deliver(LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=1))
-        return MonotonicClock().now_ns() / NS_PER_SECOND + lease_seconds
+    def lend(self, request_id: str) -> None:
+        """Finish a prefill."""
+        lease = lease_of(request_id)
+        self.supervisor.deliver(LeaseComputing(lease=lease))
+        self.supervisor.deliver(LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1))
+
+    def borrow(
+        self,
+        request_id: str,
+        lease: LeaseName,
+        peer: PeerAddress,
+        local: list[int],
+        remote: list[int],
+        *,
+        awaited: bool = True,
+    ) -> None:
+        """Read blocks; with `awaited` false only say that nothing of the lease is needed."""
+        self.pull(request_id, peer, local, remote, awaited=awaited, remote_request_id=lease.request_id)
+
+    def wait_for(self, request_id: str, lease: LeaseName, peer: PeerAddress) -> None:
+        """A request that will `borrow` waits in the scheduler's queue."""
+        self.supervisor.deliver(TrackLease(request_id=request_id, peer=peer, lease=lease, age_seconds=0.0))
+
+    def hear(self, sender: str, message: bytes) -> None:
+        """A notification, as if NIXL had delivered it."""
+        self.port.on_event(NotificationReceived(sender, message))
 
     def pull(
         self,
@@ -148,22 +250,12 @@ class Engine:
         local: list[int],
         remote: list[int],
         *,
-        lease_expires_at: float | None = None,
-        incarnation: str | None = None,
         awaited: bool = True,
         remote_request_id: str | None = None,
     ) -> None:
+        """Read blocks of the request that P calls `remote_request_id`, by default `remote-<request_id>`."""
         groups = one_group(local, remote) if awaited else ()
-        self.pull_groups(
-            request_id,
-            peer,
-            groups,
-            None,
-            lease_expires_at=lease_expires_at,
-            incarnation=incarnation,
-            awaited=awaited,
-            remote_request_id=remote_request_id,
-        )
+        self.pull_groups(request_id, peer, groups, None, awaited=awaited, remote_request_id=remote_request_id)
 
     def pull_groups(
         self,
@@ -172,25 +264,19 @@ class Engine:
         groups: tuple[GroupPull, ...],
         num_tokens: int | None,
         *,
-        lease_expires_at: float | None = None,
-        incarnation: str | None = None,
         awaited: bool = True,
         remote_request_id: str | None = None,
     ) -> None:
-        address = peer.address if isinstance(peer, Engine) else peer
-        known = peer.incarnation if isinstance(peer, Engine) and incarnation is None else incarnation
         self.supervisor.deliver(
             StartPull(
                 request_id=request_id,
-                peer=address,
-                remote_request_id=remote_request_id or f"remote-{request_id}",
+                peer=peer.address if isinstance(peer, Engine) else peer,
+                lease=lease_of(remote_request_id or f"remote-{request_id}"),
                 groups=groups,
                 num_tokens=num_tokens,
                 remote_num_tokens=num_tokens,
                 awaited=awaited,
                 age_seconds=0.0,
-                lease_expires_at=lease_expires_at,
-                incarnation=known if lease_expires_at is not None else None,
             )
         )
 
@@ -210,13 +296,14 @@ async def parallel_engine(
     options: ConnectorOptions | None = None,
     serves: bool = False,
     port: int = 0,
-    incarnation: str | None = None,
+    life: str | None = None,
     compatibility_hash: str = HASH,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
     layout_name: str = "LBHNC",
     permutes: bool = False,
+    clock: Clock | None = None,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
@@ -236,12 +323,13 @@ async def parallel_engine(
             tokens,
             layout_name,
             permutes=permutes,
+            clock=clock or BootClock(),
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
     ]
     for each in ranks:
-        each.stages, each.incarnation = stages, incarnation or ranks[0].incarnation
+        each.stages, each.life = stages, life or ranks[0].life
     try:
         async with trio.open_nursery() as nursery:
             for each in ranks:
@@ -249,11 +337,12 @@ async def parallel_engine(
             if serves:
                 ranks[0].listener = HandshakeListener(
                     side_channel=ZmqSideChannel(),
-                    host="127.0.0.1",
+                    host=HOST,
                     port=port,
                     payloads={each.local.layout.rank: each.payload() for each in ranks},
-                    clock=MonotonicClock(),
+                    perf_counter=time.perf_counter,
                     log_bad_frame=lambda detail: None,
+                    log_crash=lambda name, error: ranks[0].crashes.append((name, error)),
                 )
                 await nursery.start(ranks[0].listener.run)
             try:
@@ -280,6 +369,7 @@ def _rank(
     layout_name: str,
     *,
     permutes: bool,
+    clock: Clock,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -297,22 +387,28 @@ def _rank(
     )
     landing = landing_layout(layout) if permutes else None
     local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, landing=landing)
-    port = RealNixlPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
-    clock, trace, outcomes = MonotonicClock(), ListSink(), list[Outcome]()
+    port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
+    assert isinstance(port, HeardPort)
+    port.clock = clock
+    side_channel = ZmqSideChannel()
+    control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+    trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
     supervisor = Supervisor(
         options=options,
         local=local,
         nixl_port=port,
-        side_channel=ZmqSideChannel(),
+        side_channel=side_channel,
+        control=control,
         clock=clock,
         recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="worker", clock=clock, sink=trace),
-        emit=outcomes.append,
+        emit=outcomes.tell,
         log_failure=lambda subject, failure: failures.append((subject, failure)),
         log_crash=lambda name, error: crashes.append((name, error)),
-        jitter=random.Random(0),
     )
-    return Engine(engine_id, local, memory, supervisor, port, trace, outcomes, failures, crashes)
+    return Engine(
+        engine_id, options, local, memory, supervisor, port, control, clock, trace, outcomes, failures, crashes
+    )
 
 
 async def until(found: Callable[[], T | None], seconds: float = 10.0) -> T:

@@ -12,10 +12,10 @@ import torch
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.messages import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
+from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
 from connector.worker.landing import LandedBlocks, landing_caches
-from statemachine.failures import HandshakeRefused, HandshakeTimeout, Incompatible
-from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, parallel_engine, until
+from statemachine.failures import BadParams
+from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, lease_of, parallel_engine, until
 
 
 def run(test: Callable[[], Awaitable[None]], seconds: float = 30.0) -> None:
@@ -44,8 +44,9 @@ def heads_of(tp_rank: int, tp_size: int) -> slice:
     return slice(start, max(start + 1, (tp_rank + 1) * HEADS // tp_size))
 
 
-def lend(ranks: list[Engine], request_id: str) -> float:
-    return min(each.lend(request_id) for each in ranks)
+def lend(ranks: list[Engine], request_id: str) -> None:
+    for each in ranks:
+        each.lend(request_id)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (8, 1), (2, 8)])
@@ -55,9 +56,9 @@ def test_every_rank_gets_its_heads_and_every_lease_ends(prefill: int, decode: in
     async def test() -> None:
         async with parallel_engine("p", prefill, serves=True) as ps, parallel_engine("d", decode) as ds:
             whole = fill(ps)
-            ends = lend(ps, "remote-a")
+            lend(ps, "remote-a")
             for each in ds:
-                each.pull("a", ps[0], [5, 6, 7], [1, 2, 9], lease_expires_at=ends)
+                each.pull("a", ps[0], [5, 6, 7], [1, 2, 9])
             for number, each in enumerate(ds):
                 ended = await until(lambda each=each: each.received("a"))
                 assert ended.failure is None
@@ -80,9 +81,10 @@ def test_heads_that_several_ranks_hold_are_read_once() -> None:
     async def test() -> None:
         async with parallel_engine("p", 8, serves=True) as ps, parallel_engine("d", 1) as (d,):
             fill(ps)
-            d.pull("a", ps[0], [5], [1], lease_expires_at=lend(ps, "remote-a"))
+            lend(ps, "remote-a")
+            d.pull("a", ps[0], [5], [1])
             await until(lambda: d.received("a"))
-            assert len([r for r in d.trace.records if r.machine == "transfer" and r.from_state is None]) == HEADS
+            assert len([o for o in d.outcomes if isinstance(o, TransferMeasured)]) == HEADS
 
     run(test)
 
@@ -95,8 +97,10 @@ def test_heartbeats_reach_every_rank() -> None:
             parallel_engine("d", 1, options=options) as (d,),
         ):
             for each in ps:
-                each.lend("remote-a", lease_seconds=1.2)
-            d.supervisor.deliver(TrackLease(request_id="a", peer=ps[0].address, remote_request_id="remote-a"))
+                each.lend("remote-a")
+            d.supervisor.deliver(
+                TrackLease(request_id="a", peer=ps[0].address, lease=lease_of("remote-a"), age_seconds=0.0)
+            )
             await trio.sleep(2.5)
             assert [each.sent("remote-a") for each in ps] == [None, None]
 
@@ -104,15 +108,17 @@ def test_heartbeats_reach_every_rank() -> None:
 
 
 def test_rank_that_the_peer_does_not_have_fails_the_request_and_leaves_nothing() -> None:
-    """The parameters claim more ranks than the engine has; its listener stays silent about the second."""
+    """The parameters claim more ranks than the engine has, which says itself how many it has."""
 
     async def test() -> None:
         options = ConnectorOptions(handshake_timeout_seconds=0.5)
         async with parallel_engine("p", 1, serves=True) as (p,), parallel_engine("d", 1, options=options) as (d,):
             address = PeerAddress(engine_id="p", host="127.0.0.1", port=p.address.port, tp_size=2)
-            d.pull("a", address, [1], [1], lease_expires_at=lend([p], "remote-a"))
+            lend([p], "remote-a")
+            d.pull("a", address, [1], [1])
             ended = await until(lambda: d.received("a"))
-            assert isinstance(ended.failure, HandshakeTimeout | HandshakeRefused)
+            assert isinstance(ended.failure, BadParams)
+            assert (ended.failure.field, ended.failure.found) == ("tp_size", "2")
             await until(lambda: d.counts().remote_agents == 0)
             assert d.counts().descriptor_lists == 0
 
@@ -127,9 +133,9 @@ def test_every_pipeline_stage_is_read_and_told(stages: int, prefill: int, decode
             parallel_engine("d", decode) as ds,
         ):
             whole = fill(ps)
-            ends = lend(ps, "remote-a")
+            lend(ps, "remote-a")
             for each in ds:
-                each.pull("a", ps[0], [5, 6, 7], [1, 2, 9], lease_expires_at=ends)
+                each.pull("a", ps[0], [5, 6, 7], [1, 2, 9])
             for number, each in enumerate(ds):
                 assert (await until(lambda each=each: each.received("a"))).failure is None
                 assert (each.by_head()[:, [5, 6, 7]] == whole[:, [1, 2, 9], heads_of(number, decode)]).all()
@@ -140,37 +146,38 @@ def test_every_pipeline_stage_is_read_and_told(stages: int, prefill: int, decode
     run(test)
 
 
-def test_a_stage_too_few_is_refused_by_the_layer_that_lacks() -> None:
+def test_a_stage_too_few_is_refused() -> None:
     """The parameters leave out that the engine has two."""
 
     async def test() -> None:
         async with parallel_engine("p", 1, serves=True, stages=2) as ps, parallel_engine("d", 1) as (d,):
             address = msgspec.structs.replace(ps[0].address, pp_size=1)
-            d.pull("a", address, [1], [1], lease_expires_at=lend(ps, "remote-a"))
+            lend(ps, "remote-a")
+            d.pull("a", address, [1], [1])
             ended = await until(lambda: d.received("a"))
-            assert isinstance(ended.failure, Incompatible)
-            assert ended.failure.field == "KV cache of layers.2"
-            assert (ended.failure.local, ended.failure.remote) == ("present", "absent")
+            assert isinstance(ended.failure, BadParams)
+            assert (ended.failure.field, ended.failure.found) == ("pp_size", "1")
             assert d.counts().remote_agents == 0
 
     run(test)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "field", "remote"),
+    ("sizes", "field", "found"),
     [
-        ({"pp_size": 1024, "tp_size": 1024}, "number of ranks to read from", "1024 in each of 1024 stages"),
+        ({"pp_size": 1024, "tp_size": 1024}, "tp_size", "1024"),
         ({"dcp_size": 2, "tp_size": 2}, "dcp_size", "2"),
     ],
 )
-def test_sizes_that_the_peer_does_not_have_are_refused_by_name(sizes: dict[str, int], field: str, remote: str) -> None:
+def test_sizes_that_the_peer_does_not_have_are_refused_by_name(sizes: dict[str, int], field: str, found: str) -> None:
     async def test() -> None:
         async with parallel_engine("p", 2, serves=True) as ps, parallel_engine("d", 1) as (d,):
             address = msgspec.structs.replace(ps[0].address, **sizes)
-            d.pull("a", address, [1], [1], lease_expires_at=lend(ps, "remote-a"))
+            lend(ps, "remote-a")
+            d.pull("a", address, [1], [1])
             ended = await until(lambda: d.received("a"))
-            assert isinstance(ended.failure, Incompatible)
-            assert (ended.failure.field, ended.failure.remote) == (field, remote)
+            assert isinstance(ended.failure, BadParams)
+            assert (ended.failure.field, ended.failure.found) == (field, found)
             assert d.counts().remote_agents == 0
 
     run(test)
@@ -186,11 +193,12 @@ def test_rank_that_dies_fails_the_request_and_the_others_end_first() -> None:
             parallel_engine("d", 1, options=options) as (d,),
         ):
             fill(ps)
-            d.pull("warm", ps[0], [5], [1], lease_expires_at=lend(ps, "remote-warm"))
+            lend(ps, "remote-warm")
+            d.pull("warm", ps[0], [5], [1])
             assert (await until(lambda: d.received("warm"))).failure is None
-            ends = lend(ps, "remote-a")
+            lend(ps, "remote-a")
             await ps[1].port.aclose(1.0)
-            d.pull("a", ps[0], [6], [2], lease_expires_at=ends)
+            d.pull("a", ps[0], [6], [2])
             ended = await until(lambda: d.received("a"))
             assert ended.failure is not None
             assert not ended.quarantined
@@ -225,7 +233,8 @@ def test_blocks_of_different_sizes(prefill_tokens: int, decode_tokens: int, num_
             theirs = [20 + 2 * number for number in range(-(-num_tokens // prefill_tokens))]
             ours = [3 + 3 * number for number in range(-(-num_tokens // decode_tokens) - cached)]
             group = GroupPull(local_block_ids=ours, local_first=cached, remote_block_ids=theirs)
-            d.pull_groups("a", ps[0], (group,), num_tokens, lease_expires_at=lend(ps, "remote-a"))
+            lend(ps, "remote-a")
+            d.pull_groups("a", ps[0], (group,), num_tokens)
             ended = await until(lambda: d.received("a"))
             assert ended.failure is None
             finish(d, ended)
@@ -267,8 +276,8 @@ def test_blocks_that_land_in_the_peers_order(
             ended = {}
             for each in (*ds, *plain):
                 each.memory[:] = 255
-                ends = lend(ps, f"remote-{each.engine_id}")
-                each.pull_groups(each.engine_id, ps[0], (group,), count, lease_expires_at=ends)
+                lend(ps, f"remote-{each.engine_id}")
+                each.pull_groups(each.engine_id, ps[0], (group,), count)
             for each in (*ds, *plain):
                 ended[each.engine_id] = report = await until(lambda each=each: each.received(each.engine_id))
                 assert report.failure is None
@@ -309,7 +318,8 @@ def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:
             parallel_engine("d", 1, permutes=True) as (d,),
         ):
             whole = fill([p])
-            d.pull("a", p, [5], [1], lease_expires_at=lend([p], "remote-a"))
+            lend([p], "remote-a")
+            d.pull("a", p, [5], [1])
             ended = await until(lambda: d.received("a"))
             assert (ended.failure, ended.landed) == (None, None)
             assert (d.by_head()[:, 5] == whole[:, 1]).all()

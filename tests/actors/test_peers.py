@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.clock import NS_PER_SECOND
-from connector.runtime.messages import PeerAddress, TrackLease
-from connector.runtime.peer_actor import PeerActor
-from statemachine.failures import Failure
-from tests.actors.engines import Engine, engine, until
+from connector.protocol import PeerAddress, RejectPull, TrackLease
+from connector.runtime import peer_actor
+from statemachine.failures import BadParams, Failure
+from statemachine.remote_engine import ReadEnded, RemoteEngine
+from tests.actors.engines import Engine, engine, lease_of, until
 from tests.actors.test_pull import run
+from tests.rig.network import BlackHole
 
 
 def nobody(name: str, port: int = 1) -> PeerAddress:
+    """An engine that has ended: its port refuses connections, unless `port` is somebody's."""
     return PeerAddress(engine_id=name, host="127.0.0.1", port=port, tp_size=1)
 
 
@@ -26,20 +27,21 @@ async def failure_of(d: Engine, request_id: str, seconds: float = 10.0) -> Failu
 
 
 async def reads(d: Engine, p: Engine, request_id: str) -> None:
-    ends = p.lend(f"remote-{request_id}")
-    d.pull(request_id, p, [1], [1], lease_expires_at=ends)
+    p.lend(f"remote-{request_id}")
+    d.pull(request_id, p, [1], [1])
     ended = await until(lambda: d.received(request_id))
     assert ended.failure is None, ended.failure
 
 
 def test_dead_peers_do_not_delay_a_healthy_one() -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d") as d:
-            for i in range(8):
-                d.pull(f"dead-{i}", nobody(f"dead-{i}"), [10 + i], [1])
-            with trio.fail_after(2.0):
-                await reads(d, p, "alive")
-            assert all(d.received(f"dead-{i}") is None for i in range(8))
+        with BlackHole() as silent:
+            async with engine("p", serves=True) as p, engine("d") as d:
+                for i in range(8):
+                    d.pull(f"dead-{i}", nobody(f"dead-{i}", silent.port), [10 + i], [1])
+                with trio.fail_after(2.0):
+                    await reads(d, p, "alive")
+                assert all(d.received(f"dead-{i}") is None for i in range(8))
 
     run(test)
 
@@ -49,11 +51,11 @@ def test_request_arriving_in_back_off_fails_at_once_and_says_when() -> None:
         options = ConnectorOptions(handshake_timeout_seconds=0.2, backoff_initial_seconds=20.0)
         async with engine("d", options=options) as d:
             d.pull("a", nobody("dead"), [1], [1])
-            assert (await failure_of(d, "a")).kind == "HandshakeTimeout"
+            assert (await failure_of(d, "a")).kind == "ConnectionRefused"
             d.pull("b", nobody("dead"), [1], [1])
             failure = await failure_of(d, "b", 1.0)
             assert failure.kind == "PeerBackoff"
-            assert "HandshakeTimeout" in str(failure)
+            assert "ConnectionRefused" in str(failure)
 
     run(test)
 
@@ -62,8 +64,8 @@ def test_all_waiting_requests_share_one_handshake() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             for i in range(10):
-                ends = p.lend(f"remote-{i}")
-                d.pull(str(i), p, [i], [i], lease_expires_at=ends)
+                p.lend(f"remote-{i}")
+                d.pull(str(i), p, [i], [i])
             for i in range(10):
                 assert (await until(lambda i=i: d.received(str(i)))).failure is None
             assert d.trace.path("peer", "p") == ["idle", "handshaking", "ready"]
@@ -88,7 +90,8 @@ def test_another_engine_at_the_address_is_named() -> None:
 def test_incompatible_engines_are_refused_with_both_values() -> None:
     async def test() -> None:
         async with engine("p", serves=True, head_bytes=64) as p, engine("d") as d:
-            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
             failure = await failure_of(d, "a")
             assert failure.kind == "Incompatible"
             assert "8192" in str(failure)
@@ -102,7 +105,8 @@ def test_incompatible_engines_are_refused_with_both_values() -> None:
 def test_other_model_is_refused_by_its_hash() -> None:
     async def test() -> None:
         async with engine("p", serves=True, compatibility_hash="other-model") as p, engine("d") as d:
-            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
             assert (await failure_of(d, "a")).kind == "Incompatible"
 
     run(test)
@@ -112,7 +116,8 @@ def test_other_model_is_refused_by_its_hash() -> None:
 def test_block_that_the_peer_does_not_have(remote: list[int]) -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
-            d.pull("a", p, [1], remote, lease_expires_at=p.lend("remote-a"))
+            p.lend("remote-a")
+            d.pull("a", p, [1], remote)
             assert (await failure_of(d, "a")).kind == "BadParams"
             await reads(d, p, "b")
 
@@ -121,34 +126,44 @@ def test_block_that_the_peer_does_not_have(remote: list[int]) -> None:
 
 def test_lease_that_has_ended_is_never_done() -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d") as d:
+        options = ConnectorOptions(kv_lease_duration=0.2)
+        async with engine("p", serves=True, options=options) as p, engine("d") as d:
             await reads(d, p, "warm-up")
-            ends = p.lend("remote-a", lease_seconds=0.2)
+            p.lend("remote-a")
             await until(lambda: p.sent("remote-a"))
             p.memory[:] = 99  # The next request's KV lies there now.
-            d.pull("a", p, [2], [2], lease_expires_at=ends)
-            assert (await failure_of(d, "a")).kind == "LeaseNotProven"
-            assert d.trace.path("request", "a") == ["pending_handshake", "expired"]
+            d.pull("a", p, [2], [2])
+            assert (await failure_of(d, "a")).kind == "LeaseOver"
+            assert d.trace.path("request", "a")[-1] == "expired"
             assert p.sent("remote-a") is not None
             assert p.sent("remote-a").expired
 
     run(test)
 
 
+BRIEF_BACKOFF = ConnectorOptions(backoff_initial_seconds=0.02, backoff_max_seconds=0.05)
+
+
+async def rested(d: Engine, peer: str) -> None:
+    """The engine was gone for a moment, which D may have noticed: until it may be tried again."""
+    await until(lambda: d.trace.path("peer", peer)[-1:] != ["backoff"])
+
+
 @pytest.mark.parametrize("known_before", [True, False])
 def test_restarted_engine_with_the_same_id_serves_new_requests_and_not_old_ones(known_before: bool) -> None:
     async def test() -> None:
-        async with engine("d") as d:
+        async with engine("d", options=BRIEF_BACKOFF) as d:
             async with engine("p", serves=True) as old:
                 if known_before:
                     await reads(d, old, "before")
                 address = old.address
-                ends = old.lend("remote-stale")
+                old.lend("remote-stale")
             async with engine("p", serves=True, port=address.port) as new:
-                assert new.incarnation != old.incarnation
-                d.pull("stale", new, [1], [1], lease_expires_at=ends, incarnation=old.incarnation)
+                assert new.life != old.life
+                await rested(d, "p")
+                d.pull("stale", new, [1], [1])
                 failure = await failure_of(d, "stale")
-                assert failure.kind in ("PeerRestarted", "TransferError")
+                assert failure.kind in ("LeaseOver", "TransferError")
                 await reads(d, new, "after")
                 await until(lambda: d.counts().remote_agents == 1)
 
@@ -157,11 +172,12 @@ def test_restarted_engine_with_the_same_id_serves_new_requests_and_not_old_ones(
 
 def test_new_request_of_a_restarted_engine_is_served_without_touching_d() -> None:
     async def test() -> None:
-        async with engine("d") as d:
+        async with engine("d", options=BRIEF_BACKOFF) as d:
             async with engine("p", serves=True) as old:
                 await reads(d, old, "before")
                 address = old.address
             async with engine("p", serves=True, port=address.port) as new:
+                await rested(d, "p")
                 await reads(d, new, "after")
                 await until(lambda: d.counts().remote_agents == 1)
 
@@ -170,7 +186,7 @@ def test_new_request_of_a_restarted_engine_is_served_without_touching_d() -> Non
 
 def test_engine_replaced_at_its_address_is_given_up() -> None:
     async def test() -> None:
-        async with engine("d") as d:
+        async with engine("d", options=BRIEF_BACKOFF) as d:
             async with engine("p1", serves=True) as old:
                 await reads(d, old, "before")
                 address = old.address
@@ -186,8 +202,10 @@ def test_heartbeats_keep_a_waiting_request_leased() -> None:
     async def test() -> None:
         options = ConnectorOptions(kv_lease_duration=0.6)
         async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
-            p.lend("remote-a", lease_seconds=0.6)
-            d.supervisor.deliver(TrackLease(request_id="a", peer=p.address, remote_request_id="remote-a"))
+            p.lend("remote-a")
+            d.supervisor.deliver(
+                TrackLease(request_id="a", peer=p.address, lease=lease_of("remote-a"), age_seconds=0.0)
+            )
             await trio.sleep(1.8)
             assert p.sent("remote-a") is None
 
@@ -198,15 +216,16 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             await reads(d, p, "before")
-            original = PeerActor._offer
+            original = peer_actor.resolve
 
-            def broken(self: PeerActor, run: object) -> None:
+            def broken(*arguments: object) -> None:
                 raise RuntimeError("injected")
 
-            monkeypatch.setattr(PeerActor, "_offer", broken)
-            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
+            monkeypatch.setattr(peer_actor, "resolve", broken)
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
             assert (await failure_of(d, "a")).kind == "ActorCrashed"
-            monkeypatch.setattr(PeerActor, "_offer", original)
+            monkeypatch.setattr(peer_actor, "resolve", original)
             await reads(d, p, "after")
             assert [name for name, _ in d.crashes] == ["peer actor of p"]
 
@@ -214,20 +233,30 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
 
 
 def test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event is told again, because nobody else would ever say that the READ is over."""
+
     async def test() -> None:
         options = ConnectorOptions(quiesce_timeout_seconds=0.2)
         async with engine("p", serves=True) as p, engine("d", options=options) as d:
             await reads(d, p, "before")
+            original = RemoteEngine._end_read
+            crashed = False
 
-            def broken(self: PeerActor, *arguments: object) -> None:
-                raise RuntimeError("injected")
+            def broken(self: RemoteEngine, event: ReadEnded, now_ns: int) -> None:
+                nonlocal crashed
+                if not crashed:
+                    crashed = True
+                    raise RuntimeError("injected")
+                original(self, event, now_ns)
 
-            monkeypatch.setattr(PeerActor, "_end_read", broken)
-            d.pull("a", p, [1], [1], lease_expires_at=p.lend("remote-a"))
-            assert (await failure_of(d, "a")).kind == "Quarantined"
+            monkeypatch.setattr(RemoteEngine, "_end_read", broken)
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
+            assert (await failure_of(d, "a")).kind == "ActorCrashed"
             ended = d.received("a")
             assert ended is not None
-            assert not ended.quarantined, "the READ has ended, so nothing would ever lift the quarantine"
+            assert not ended.quarantined, "the READ has ended"
+            await reads(d, p, "after")
 
     run(test)
 
@@ -239,15 +268,31 @@ def test_too_many_peers() -> None:
             for name in ("x", "y", "z"):
                 d.pull(name, nobody(name), [1], [1])
             assert (await failure_of(d, "z", 1.0)).kind == "TooManyPeers"
+            assert d.trace.path("request", "z") == ["pending_handshake", "failed"]
+
+    run(test)
+
+
+def test_a_request_whose_parameters_make_no_sense_ends_and_is_in_the_trace() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            failure = BadParams(field="remote_port", expected="an integer", found="'x'")
+            d.supervisor.deliver(RejectPull(request_id="a", local_block_ids=[1, 2], failure=failure))
+            assert await failure_of(d, "a", 1.0) == failure
+            assert d.trace.path("request", "a") == ["pending_handshake", "failed"]
+            record = d.trace.records[-1]
+            assert (record.reason, record.detail, record.blocks) == ("BadParams", str(failure), 2)
+            assert (record.peer, record.remote_request_id) == (None, None)
 
     run(test)
 
 
 def test_stop_fails_what_is_open() -> None:
     async def test() -> None:
-        async with engine("d") as d:
-            d.pull("a", nobody("dead"), [1], [1])
-            await until(lambda: d.trace.path("peer", "dead") == ["idle", "handshaking"])
+        with BlackHole() as silent:
+            async with engine("d") as d:
+                d.pull("a", nobody("dead", silent.port), [1], [1])
+                await until(lambda: d.trace.path("peer", "dead") == ["idle", "handshaking"])
         ended = d.received("a")
         assert ended is not None
         assert ended.failure is not None
@@ -260,24 +305,24 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             p.memory[:, 1, :] = 7
-            ends = p.lend("remote-shared")
+            p.lend("remote-shared")
 
             def track(request_id: str) -> None:
                 d.supervisor.deliver(
-                    TrackLease(request_id=request_id, peer=p.address, remote_request_id="remote-shared")
+                    TrackLease(request_id=request_id, peer=p.address, lease=lease_of("remote-shared"), age_seconds=0.0)
                 )
 
             track("first")
             track("second")
-            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            d.pull("first", p, [2], [1], remote_request_id="remote-shared")
             assert (await until(lambda: d.received("first"))).failure is None
             await trio.sleep(0.1)
             assert p.sent("remote-shared") is None, "freed while another request waits for the same blocks"
-            d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            d.pull("second", p, [3], [1], remote_request_id="remote-shared")
             assert (await until(lambda: d.received("second"))).failure is None
             assert (d.blocks([2, 3]) == 7).all()
             await until(lambda: p.sent("remote-shared"))
-            d.pull("third", p, [4], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            d.pull("third", p, [4], [1], remote_request_id="remote-shared")
             assert (await failure_of(d, "third")).kind == "BlocksConsumed"
 
     run(test)
@@ -286,32 +331,16 @@ def test_requests_that_share_blocks_release_them_together_and_a_late_one_is_refu
 def test_released_blocks_are_refused_after_their_peer_was_evicted_too() -> None:
     async def test() -> None:
         async with engine("d", options=ConnectorOptions(peer_limit=1)) as d, engine("p", serves=True) as p:
-            ends = p.lend("remote-shared")
-            d.pull("first", p, [2], [1], lease_expires_at=ends, remote_request_id="remote-shared")
+            p.lend("remote-shared")
+            d.pull("first", p, [2], [1], remote_request_id="remote-shared")
             assert (await until(lambda: d.received("first"))).failure is None
             await until(lambda: p.sent("remote-shared"))
             async with engine("other", serves=True) as other:
                 await reads(d, other, "between")
                 await until(lambda: d.trace.path("peer", "p")[-1] == "gone")
             p.memory[:] = 99  # The next request's KV lies there now.
-            d.pull("second", p, [3], [1], lease_expires_at=ends, remote_request_id="remote-shared")
-            assert (await failure_of(d, "second")).kind == "BlocksConsumed"
-
-    run(test)
-
-
-def test_clock_that_was_measured_badly_is_measured_again_before_a_lease_is_called_unproven() -> None:
-    async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d") as d:
-            await reads(d, p, "before")
-            connection = d.supervisor._peers["p"]._connection
-            assert connection is not None
-            slow = msgspec.structs.replace(connection.clock_sample, error_ns=60 * NS_PER_SECOND)
-            connection.clock_sample = slow
-            await reads(d, p, "after")
-            assert connection.clock_sample.error_ns < slow.error_ns
-            d.pull("late", p, [1], [1], lease_expires_at=p.lend("remote-late") - 60.0)
-            assert (await failure_of(d, "late", 1.0)).kind == "LeaseNotProven"
+            d.pull("second", p, [3], [1], remote_request_id="remote-shared")
+            assert (await failure_of(d, "second")).kind == "LeaseOver"
 
     run(test)
 
@@ -320,8 +349,8 @@ def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             await reads(d, p, "before")
-            elsewhere = PeerAddress(engine_id="p", host="no-such-host.invalid", port=1, tp_size=1)
-            d.pull("a", elsewhere, [1], [1], lease_expires_at=p.lend("remote-a"), incarnation="0" * 32)
+            elsewhere = PeerAddress(engine_id="elsewhere", host="no-such-host.invalid", port=1, tp_size=1)
+            d.pull("a", elsewhere, [1], [1])
             assert (await failure_of(d, "a")).kind == "HandshakeRefused"
             await reads(d, p, "after")
             assert d.crashes == []

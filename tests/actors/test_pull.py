@@ -8,8 +8,9 @@ import numpy as np
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.messages import AbortPull, LeaseComputing, PeerAddress
-from tests.actors.engines import engine, until
+from connector.protocol import AbortPull, LeaseComputing, PeerAddress
+from tests.actors.engines import engine, lease_of, until
+from tests.rig.network import BlackHole
 
 
 def run(test: Callable[[], Awaitable[None]], seconds: float = 30.0) -> None:
@@ -24,8 +25,8 @@ def test_blocks_arrive_and_the_lease_ends() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             p.memory[:] = np.random.default_rng(1).integers(0, 255, p.memory.shape, np.uint8)
-            ends = p.lend("remote-a")
-            d.pull("a", p, [5, 6, 7], [1, 2, 9], lease_expires_at=ends)
+            p.lend("remote-a")
+            d.pull("a", p, [5, 6, 7], [1, 2, 9])
             ended = await until(lambda: d.received("a"))
             assert ended.failure is None
             assert (d.blocks([5, 6, 7]) == p.blocks([1, 2, 9])).all()
@@ -45,50 +46,52 @@ def test_blocks_arrive_and_the_lease_ends() -> None:
 def test_notify_only_frees_the_lease_and_reports_nothing() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
-            ends = p.lend("remote-a")
-            d.pull("a", p, [], [], lease_expires_at=ends, awaited=False)
+            p.lend("remote-a")
+            d.pull("a", p, [], [], awaited=False)
             await until(lambda: p.sent("remote-a"))
             assert d.received("a") is None
 
     run(test)
 
 
-def test_peer_that_does_not_exist_fails_in_bounded_time() -> None:
+def test_peer_that_never_answers_fails_in_bounded_time() -> None:
     async def test() -> None:
         options = ConnectorOptions(handshake_timeout_seconds=0.3)
-        async with engine("d", options=options) as d:
-            d.pull("a", PeerAddress(engine_id="nobody", host="127.0.0.1", port=1, tp_size=1), [1], [1])
-            ended = await until(lambda: d.received("a"), 5.0)
-            assert ended.failure is not None
-            assert ended.failure.kind == "HandshakeTimeout"
-            assert not ended.quarantined
+        with BlackHole() as silent:
+            async with engine("d", options=options) as d:
+                d.pull("a", PeerAddress(engine_id="nobody", host="127.0.0.1", port=silent.port, tp_size=1), [1], [1])
+                ended = await until(lambda: d.received("a"), 5.0)
+                assert ended.failure is not None
+                assert ended.failure.kind == "HandshakeTimeout"
+                assert not ended.quarantined
 
     run(test)
 
 
 def test_abort_while_the_peer_is_silent_ends_at_once() -> None:
     async def test() -> None:
-        async with engine("d") as d:
-            d.pull("a", PeerAddress(engine_id="nobody", host="127.0.0.1", port=1, tp_size=1), [1], [1])
-            await until(lambda: d.trace.path("peer", "nobody") == ["idle", "handshaking"])
-            d.supervisor.deliver(AbortPull(request_id="a"))
-            ended = await until(lambda: d.received("a"), 1.0)
-            assert ended.failure is not None
-            assert ended.failure.kind == "AbortedByClient"
+        with BlackHole() as silent:
+            async with engine("d") as d:
+                d.pull("a", PeerAddress(engine_id="nobody", host="127.0.0.1", port=silent.port, tp_size=1), [1], [1])
+                await until(lambda: d.trace.path("peer", "nobody") == ["idle", "handshaking"])
+                d.supervisor.deliver(AbortPull(request_id="a"))
+                ended = await until(lambda: d.received("a"), 1.0)
+                assert ended.failure is not None
+                assert ended.failure.kind == "AbortedByClient"
 
     run(test)
 
 
-def test_notification_that_overtakes_the_grant_is_counted_after_it() -> None:
+def test_release_that_overtakes_the_grant_is_counted_with_it() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
-            p.supervisor.deliver(LeaseComputing(request_id="remote-a"))
+            p.supervisor.deliver(LeaseComputing(lease=lease_of("remote-a")))
             d.pull("a", p, [1], [1])
             assert (await until(lambda: d.received("a"))).failure is None
             await trio.sleep(0.05)
             assert p.sent("remote-a") is None
             p.lend("remote-a")
             await until(lambda: p.sent("remote-a"))
-            assert p.trace.path("lease", "remote-a") == ["computing", "held", "done"]
+            assert p.trace.path("lease", "remote-a") == ["computing", "done"]
 
     run(test)

@@ -36,9 +36,9 @@ from connector.layout.geometry import RankLayout
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape
 from connector.layout.sources import partners
-from connector.ports.nixl import MemoryRange, NixlEvent, ReadDone
+from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
-from connector.runtime.messages import Landed
+from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
 from tests.rig.layouts import attention_rank, attention_shapes
 
@@ -174,7 +174,7 @@ class Reader:
             way: [
                 (
                     await port.prepare_local(read.local_runs),
-                    await port.prepare_remote(agents[read.remote_rank], read.remote_runs),
+                    await port.prepare_remote(agents[read.remote_rank.tp_rank], read.remote_runs),
                 )
                 for read in plan.reads
             ]
@@ -200,10 +200,11 @@ class Reader:
         numbered = time.perf_counter()
         posted = set()
         for (local, remote), (local_ids, remote_ids) in zip(lists, ids, strict=True):
-            posted.add(await port.post_read(local, local_ids, remote, remote_ids, b""))
+            posted.add(await port.post_read(local, local_ids, remote, remote_ids))
         while posted:
             event = await events.receive()
-            assert isinstance(event, ReadDone), event
+            assert isinstance(event, ReadEnded), event
+            assert event.error is None, event
             posted.remove(event.handle)
         read = time.perf_counter()
         if plan.lands:

@@ -3,7 +3,7 @@
 `python -m tests.bench.bench_nixl_calls` measures each call of a READ of 2048 blocks of 64 KiB (134 MB) from another
 process, over the transport that UCX picks by itself (CMA on one machine), twice: on a NIXL agent that the trio thread
 calls directly, and through `RealNixlPort`; each once more beside a thread that computes without a pause. The answer
-decided where the calls run; it stands in `connector.ports.nixl_agent`.
+decided where the calls run; it stands in docs/performance.md.
 
 Columns
   call     median and worst time of one call
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadDone, ReadErrored
+from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 
 BLOCKS = 2048
@@ -143,11 +143,11 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
     ended: dict[int, trio.Event] = {}
 
     def on_event(event: NixlEvent) -> None:
-        if isinstance(event, ReadDone | ReadErrored):
+        if isinstance(event, ReadEnded):
             ended.setdefault(event.handle, trio.Event()).set()
 
     async def read() -> None:
-        handle = await port.post_read(local, scattered, remote, scattered, b"")
+        handle = await port.post_read(local, scattered, remote, scattered)
         await ended.setdefault(handle, trio.Event()).wait()
 
     port.set_event_callback(on_event)
@@ -157,7 +157,7 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
         local = await port.prepare_local([MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)])
         runs = [MemoryRun(address, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)]
         remote = await meter.measure("prepare_remote", lambda peer=peer, runs=runs: port.prepare_remote(peer, runs))
-        await meter.measure("post_read until ReadDone", read)
+        await meter.measure("post_read until ReadEnded", read)
         await port.release_descriptor_list(local)
         await port.release_descriptor_list(remote)
         await port.remove_remote_agent(peer)

@@ -5,7 +5,7 @@ are drawn for them, three times over, and prints the median. A request counts on
 decode engine started counts, also what was refused or what no client waited for, so the share that was served is
 printed beside it. Time is the processor's for this process, from the plan to the verdict: building the cluster, all
 phases, the oracles and the disposal of the run are in it, so a busy machine disturbs it little. Design target of level
-1: 10,000 a second.
+1: several thousand a second.
 """
 
 from __future__ import annotations

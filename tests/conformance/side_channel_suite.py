@@ -10,14 +10,25 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 import trio
 
-from connector.ports.side_channel import Listener, Requester, SideChannel, SideChannelError
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    Link,
+    LinkLost,
+    Listener,
+    Requester,
+    SideChannel,
+    SideChannelError,
+)
 
 HOST = "127.0.0.1"
 CLIENTS = 200
+AT_ONCE_SECONDS = 2.0
+"""What is noticed at once is noticed sooner than this (a few milliseconds on a quiet machine)."""
 
 
 async def serve(listener: Listener, answer: Callable[[tuple[bytes, ...]], Sequence[bytes]]) -> None:
@@ -33,10 +44,35 @@ async def until(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.01)
 
 
+class PeerProcess(ABC):
+    """Another process, with a listener at (host, port) that answers every request with the same frames."""
+
+    host: str
+    port: int
+
+    @abstractmethod
+    async def kill(self) -> None: ...
+
+
+async def lost_soon(link: Link) -> LinkLost:
+    """The link must be lost at once, and stay lost."""
+    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkLost) as lost:
+        await link.receive()
+    assert not link.send([b"into the void"])
+    with pytest.raises(LinkLost):
+        await link.receive()
+    assert lost.value.error
+    return lost.value
+
+
 class SideChannelSuite(ABC):
     @abstractmethod
     def make_channel(self) -> SideChannel:
         """A fresh side channel, inside the trio run."""
+
+    @abstractmethod
+    def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
+        """A fresh peer that `channel` can reach; leaving the context ends it."""
 
     def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 120.0) -> None:
         """Run a scenario on a fresh channel and close it."""
@@ -140,16 +176,32 @@ class SideChannelSuite(ABC):
 
     def test_silence_lasts_as_long_as_the_caller_lets_it(self) -> None:
         async def scenario(channel: SideChannel) -> None:
-            listener = channel.listen(HOST, 0)
-            nobody = listener.port
-            listener.close()
-            with trio.move_on_after(0.3) as patience:
-                await channel.connect(HOST, nobody).ask([b"anybody?"])
-            assert patience.cancelled_caught
             mute = channel.listen(HOST, 0)
             with trio.move_on_after(0.3) as patience:
                 await channel.connect(HOST, mute.port).ask([b"hello?"])
             assert patience.cancelled_caught
+
+        self.run(scenario)
+
+    def test_a_port_where_nobody_listens_refuses_at_once(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            nobody = listener.port
+            listener.close()
+            for _ in range(3):
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(ConnectionRefused) as refused:
+                    await channel.connect(HOST, nobody).ask([b"anybody?"])
+                assert (refused.value.host, refused.value.port) == (HOST, nobody)
+
+        self.run(scenario)
+
+    def test_a_request_whose_process_dies_is_refused_at_once(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with self.peer_process(channel) as peer:
+                assert await channel.connect(peer.host, peer.port).ask([b"hello"]) == (b"hello",)
+                await peer.kill()
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(ConnectionRefused):
+                    await channel.connect(peer.host, peer.port).ask([b"hello?"])
 
         self.run(scenario)
 
@@ -277,9 +329,21 @@ class SideChannelSuite(ABC):
             for host in ("", "no spaces", "semi;colon", "nul\0", "a" * 300):
                 with pytest.raises(SideChannelError):
                     channel.connect(host, 5600)
+                with pytest.raises(SideChannelError):
+                    await channel.open_link(host, 5600)
             for port in (0, -1, 65536):
                 with pytest.raises(SideChannelError):
                     channel.connect(HOST, port)
+                with pytest.raises(SideChannelError):
+                    await channel.open_link(HOST, port)
+            for use in (
+                lambda: channel.connect("nobody.invalid", 5600).ask([b"hello"]),
+                lambda: channel.open_link("nobody.invalid", 5600),
+            ):
+                with pytest.raises(SideChannelError) as unknown:
+                    await use()
+                assert not isinstance(unknown.value, ConnectionRefused)
+                assert (unknown.value.host, unknown.value.port) == ("nobody.invalid", 5600)
 
         self.run(scenario)
 
@@ -350,6 +414,8 @@ class SideChannelSuite(ABC):
                 channel.connect(HOST, 5600)
             with pytest.raises(trio.ClosedResourceError):
                 channel.listen(HOST, 0)
+            with pytest.raises(trio.ClosedResourceError):
+                await channel.open_link(HOST, 5600)
 
         self.run(scenario)
 
@@ -362,5 +428,240 @@ class SideChannelSuite(ABC):
                 with pytest.raises(trio.BusyResourceError):
                     await listener.receive()
                 nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    # Links
+
+    def test_messages_of_a_link_go_both_ways_in_order(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            for number in range(100):  # the connection does not stand yet
+                assert link.send([b"%d" % number, b""])
+            requests = [await listener.receive() for _ in range(100)]
+            assert [request.frames_untrusted for request in requests] == [(b"%d" % n, b"") for n in range(100)]
+            (address,) = {request.reply_address for request in requests}
+            for number in range(100):  # an answer needs no question
+                listener.reply(address, [b"a", b"%d" % number])
+                listener.reply(address, [b"b"])
+            for number in range(100):
+                assert await link.receive() == (b"a", b"%d" % number)
+                assert await link.receive() == (b"b",)
+            assert listener.counts().dropped_replies == 0
+
+        self.run(scenario)
+
+    def test_links_do_not_mix(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            links = [await channel.open_link(HOST, listener.port) for _ in range(20)]
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                for turn in range(5):
+                    for number, link in enumerate(links):
+                        assert link.send([b"%d/%d" % (number, turn)])
+                for number, link in enumerate(links):
+                    for turn in range(5):
+                        assert await link.receive() == (b"%d/%d" % (number, turn),)
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_sending_while_another_task_receives(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            received: list[tuple[bytes, ...]] = []
+
+            async def receive() -> None:
+                while True:
+                    received.append(await link.receive())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                nursery.start_soon(receive)
+                chance = random.Random(3)
+                for number in range(300):
+                    assert link.send([b"%d" % number])
+                    await trio.sleep(chance.choice([0.0, 0.0, 0.0001, 0.001]))
+                await until(lambda: len(received) == 300)
+                nursery.cancel_scope.cancel()
+            assert received == [(b"%d" % number,) for number in range(300)]
+
+        self.run(scenario)
+
+    def test_a_link_to_a_port_where_nobody_listens_is_lost_at_once(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            nobody = listener.port
+            listener.close()
+            with pytest.raises(ConnectionRefused):  # a real port may take a moment
+                await channel.connect(HOST, nobody).ask([b"anybody?"])
+            link = await channel.open_link(HOST, nobody)
+            link.send([b"anybody?"])  # false if the refusal has come already
+            lost = await lost_soon(link)
+            assert (lost.host, lost.port) == (HOST, nobody)
+            assert "refused" in lost.error
+
+        self.run(scenario)
+
+    def test_a_link_is_lost_at_once_when_its_peer_dies(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with self.peer_process(channel) as peer:
+                idle = await channel.open_link(peer.host, peer.port)
+                link = await channel.open_link(peer.host, peer.port)
+                for each in (idle, link):
+                    assert each.send([b"hello"])
+                    assert await each.receive() == (b"hello",)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(lost_soon, idle)
+                    await trio.sleep(0.1)
+                    await peer.kill()
+                await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_a_link_is_lost_at_once_when_its_listener_closes_and_stays_lost(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            assert link.send([b"hello"])
+            request = await listener.receive()
+            listener.reply(request.reply_address, [b"welcome"])
+            assert await link.receive() == (b"welcome",)
+            port = listener.port
+            listener.close()
+            await lost_soon(link)
+            again: Listener | None = None
+            while again is None:  # a real port may take a moment
+                try:
+                    again = channel.listen(HOST, port)
+                except SideChannelError:
+                    await trio.sleep(0.01)
+            with trio.move_on_after(0.5) as patience:
+                await again.receive()
+            assert patience.cancelled_caught
+            await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_what_arrived_before_the_end_is_received(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with self.peer_process(channel) as peer:
+                link = await channel.open_link(peer.host, peer.port)
+                for number in range(50):
+                    assert link.send([b"%d" % number])
+                await trio.sleep(0.5)  # all answers are here
+                await peer.kill()
+                await trio.sleep(0.5)  # and so is the end
+                for number in range(50):
+                    assert await link.receive() == (b"%d" % number,)
+                await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_sending_notices_the_end_and_wakes_who_receives(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with self.peer_process(channel) as peer:
+                link = await channel.open_link(peer.host, peer.port)
+                await peer.kill()
+                with trio.fail_after(AT_ONCE_SECONDS):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(lost_soon, link)
+                        while link.send([b"hello?"]):
+                            await trio.sleep(0.001)
+
+        self.run(scenario)
+
+    def test_sending_never_blocks(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            frame = bytes(10_000)
+            taken = 0
+            while link.send([b"%d" % taken, frame]):
+                taken += 1
+                assert taken < 100_000
+            for number in range(taken):
+                assert (await listener.receive()).frames_untrusted == (b"%d" % number, frame)
+            while not link.send([b"room again"]):
+                await trio.sleep(0.01)
+            assert (await listener.receive()).frames_untrusted == (b"room again",)
+
+        self.run(scenario)
+
+    def test_a_cancelled_receive_of_a_link_loses_nothing(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            received: list[tuple[bytes, ...]] = []
+            cancelled = 0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                chance = random.Random(2)
+                for number in range(200):
+                    assert link.send([b"%d" % number])
+                    with trio.move_on_after(chance.choice([0.0, 0.0001, 0.001])) as brief:
+                        received.append(await link.receive())
+                    cancelled += brief.cancelled_caught
+                while len(received) < 200:
+                    received.append(await link.receive())
+                nursery.cancel_scope.cancel()
+            assert received == [(b"%d" % number,) for number in range(200)]
+            assert cancelled > 0
+
+        self.run(scenario)
+
+    def test_an_answer_to_a_closed_link_is_dropped_and_counted(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            assert link.send([b"bye"])
+            request = await listener.receive()
+            link.close()
+
+            def dropped() -> bool:
+                listener.reply(request.reply_address, [b"too late"])
+                return listener.counts().dropped_replies > 0
+
+            await until(dropped)
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("closed_by", ["link", "channel"])
+    def test_closing_a_link_wakes_who_receives(self, closed_by: str) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+
+            async def receive() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await link.receive()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(receive)
+                await trio.sleep(0.05)
+                with pytest.raises(trio.BusyResourceError):
+                    await link.receive()
+                for _ in range(2):
+                    (link if closed_by == "link" else channel).close()
+            with pytest.raises(trio.ClosedResourceError):
+                await link.receive()
+            with pytest.raises(trio.ClosedResourceError):
+                link.send([b"hello"])
+
+        self.run(scenario)
+
+    def test_a_lost_link_can_be_closed(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            listener.close()
+            await lost_soon(link)
+            link.close()
+            link.close()
+            with pytest.raises(trio.ClosedResourceError):
+                await link.receive()
 
         self.run(scenario)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from math import inf
 
 import numpy as np
+import pytest
 import trio
 from trio.testing import MockClock
 
+from connector.clock import BootClock
 from connector.ports.nixl import AgentName, MemoryRange, NixlEvent, NixlPort, NotificationReceived
 from connector.ports.side_channel import SideChannel
 from tests.conformance.nixl_suite import (
@@ -26,10 +28,10 @@ from tests.conformance.nixl_suite import (
     reader_and_peer,
     whole,
 )
-from tests.conformance.side_channel_suite import SideChannelSuite
+from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve
 from tests.simulation.agenda import Agenda
-from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
-from tests.simulation.fake_nixl import FakeNixlPort, FakeNixlWorld
+from tests.simulation.fake_network import LATENCY_SECONDS, FakeNetwork, FakeSideChannel, NetworkRules
+from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlPort, FakeNixlWorld, NixlRules
 
 
 class FakePeer(Peer):
@@ -65,9 +67,31 @@ class FakePeer(Peer):
         await self.port.send_notification(name, message)
 
 
+class EarlyErrors(NixlRules):
+    """READs of `erring` agents end early, once each."""
+
+    def __init__(self) -> None:
+        self.erring: set[AgentName] = set()
+        self.seconds = 0.1
+        self.outlive_removal = False
+
+    def read_errs_early(self, initiator: AgentName, target: AgentName) -> bool:
+        errs = initiator in self.erring
+        self.erring.discard(initiator)
+        return errs
+
+    def stray_seconds(self, initiator: AgentName, target: AgentName) -> float:
+        return self.seconds
+
+    def strays_outlive_removal(self, initiator: AgentName, target: AgentName) -> bool:
+        return self.outlive_removal
+
+
 class FakeWorld(NixlWorld):
     def __init__(self, agenda: Agenda, *, reads_inline: bool) -> None:
-        self.nixl = FakeNixlWorld(agenda)
+        self.rules = EarlyErrors()
+        self.misuse: list[str] = []
+        self.nixl = FakeNixlWorld(agenda, self.rules, self.misuse.append)
         self._reads_inline = reads_inline
         self._numbers = itertools.count()
         self._memories: list[object] = []
@@ -79,7 +103,7 @@ class FakeWorld(NixlWorld):
 
     def _open(self, ranges: Sequence[MemoryRange], agent_name: AgentName | None, *, inline: bool) -> FakeNixlPort:
         name = agent_name or f"agent {next(self._numbers)}"
-        return self.nixl.open(name, ranges, time.monotonic_ns, reads_inline=inline)
+        return self.nixl.open(name, ranges, BootClock().now_ns, reads_inline=inline)
 
     async def open_peer(self, *, stepwise: bool) -> Peer:
         memory, run = new_memory()
@@ -89,6 +113,10 @@ class FakeWorld(NixlWorld):
         peer = FakePeer(self._open(whole(memory), None, inline=self._reads_inline and not stepwise))
         peer.metadata, peer.run = peer.port.agent_metadata, run
         return peer
+
+    async def fail_next_read_early(self, port: NixlPort) -> None:
+        await trio.lowlevel.checkpoint()
+        self.rules.erring.add(port.agent_name)
 
     async def break_port(self, port: NixlPort) -> None:
         assert isinstance(port, FakeNixlPort)
@@ -146,6 +174,52 @@ class TestFakeNixlOverANetwork(FakeNixlSuite):
 
         self.run(scenario)
 
+    @pytest.mark.parametrize("outlive_removal", [False, True])
+    @pytest.mark.parametrize("seconds", [STRAY_GRACE_SECONDS / 2, STRAY_GRACE_SECONDS * 4, inf])
+    def test_how_long_a_read_that_erred_early_goes_on_writing(self, seconds: float, outlive_removal: bool) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            assert isinstance(world, FakeWorld)
+            world.rules.seconds, world.rules.outlive_removal = seconds, outlive_removal
+            reader, _ = await reader_and_peer(world, stepwise=True)
+            await world.fail_next_read_early(reader.port)
+            handle = await reader.post(range(BLOCKS), range(BLOCKS))
+            await reader.recorder.failed(handle, quiescent=False)
+            assert reader.holds(range(BLOCKS // 2), range(BLOCKS // 2))
+            assert reader.untouched(range(BLOCKS // 2, BLOCKS))
+            await reader.port.remove_remote_agent(reader.peer_name)
+            await trio.sleep(STRAY_GRACE_SECONDS * 1.1)
+            landed = [block for block in range(BLOCKS) if reader.holds([block], [block])]
+            (read,) = world.nixl.reads_in_flight() if seconds > STRAY_GRACE_SECONDS and outlive_removal else (None,)
+            if read is None:
+                assert list(world.nixl.reads_in_flight()) == []
+            else:
+                assert read.writes_into(reader.memory[BLOCKS - 1].ctypes.data, 1)
+            if seconds < STRAY_GRACE_SECONDS:
+                assert len(landed) == BLOCKS
+            elif seconds == inf:
+                assert len(landed) == BLOCKS // 2
+            else:
+                assert BLOCKS // 2 < len(landed) < BLOCKS
+            await trio.sleep(STRAY_GRACE_SECONDS * 4)
+            grows = outlive_removal and STRAY_GRACE_SECONDS < seconds < inf
+            assert reader.holds(range(BLOCKS), range(BLOCKS)) == (grows or seconds < STRAY_GRACE_SECONDS)
+            assert world.misuse == []
+
+        self.run(scenario)
+
+    def test_nothing_arrives_from_a_dead_peer(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            assert isinstance(world, FakeWorld)
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            await world.fail_next_read_early(reader.port)
+            await reader.recorder.failed(await reader.post(range(BLOCKS), range(BLOCKS)), quiescent=False)
+            await peer.kill()
+            await trio.sleep(world.rules.seconds * 2)
+            assert reader.untouched(range(BLOCKS // 2, BLOCKS))
+            assert list(world.nixl.reads_in_flight()) == []
+
+        self.run(scenario)
+
     def test_what_is_overwritten_under_a_read_shows(self) -> None:
         async def scenario(world: NixlWorld) -> None:
             assert isinstance(world, FakeWorld)
@@ -186,12 +260,65 @@ class TestFakeNixlOverSharedMemory(FakeNixlSuite):
 
         self.run(scenario)
 
+    def test_a_read_can_err_early_too(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, _ = await reader_and_peer(world, stepwise=False)
+            await world.fail_next_read_early(reader.port)
+            await reader.recorder.failed(await reader.post(range(BLOCKS), range(BLOCKS)), quiescent=False)
+            assert reader.untouched(range(BLOCKS // 2, BLOCKS))
+            await trio.sleep(1)
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+
+        self.run(scenario)
+
+
+class FakePeerProcess(PeerProcess):
+    def __init__(self, network: FakeNetwork) -> None:
+        self.host = "elsewhere"
+        self._network = network
+        self.listener = FakeSideChannel(network, self.host).listen(self.host, 0)
+        self.port = self.listener.port
+
+    async def kill(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._network.kill(self.host)
+
+
+class Unsteady(NetworkRules):
+    """A message takes `seconds`, and each further one takes `shrink` times as long."""
+
+    def __init__(self) -> None:
+        self.seconds = LATENCY_SECONDS
+        self.shrink = 1.0
+        self.is_cut = False
+        self.is_ordered = True
+
+    def delays(self, source: str, target: str) -> Sequence[float]:
+        self.seconds *= self.shrink
+        return () if self.is_cut else (self.seconds,)
+
+    def keeps_order(self, source: str, target: str) -> bool:
+        return self.is_ordered
+
 
 class TestFakeSideChannel(OnVirtualTime, SideChannelSuite):
     def make_channel(self) -> SideChannel:
         agenda = Agenda()
         trio.lowlevel.spawn_system_task(agenda.run)
-        return FakeSideChannel(FakeNetwork(agenda))
+        self.rules = Unsteady()
+        return FakeSideChannel(FakeNetwork(agenda, self.rules))
+
+    @asynccontextmanager
+    async def _peer_process(self, channel: SideChannel) -> AsyncIterator[PeerProcess]:
+        assert isinstance(channel, FakeSideChannel)
+        peer = FakePeerProcess(channel.network)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, peer.listener, lambda frames: frames)
+            yield peer
+            nursery.cancel_scope.cancel()
+
+    def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
+        return self._peer_process(channel)
 
     def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 60.0) -> None:
         async def main() -> None:
@@ -203,3 +330,93 @@ class TestFakeSideChannel(OnVirtualTime, SideChannelSuite):
                 channel.close()
 
         self.run_virtually(main)
+
+    @pytest.mark.parametrize("is_ordered", [True, False])
+    def test_messages_of_a_link_overtake_each_other_only_if_the_rules_say_so(self, is_ordered: bool) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            link.send([b"first of all"])
+            address = (await listener.receive()).reply_address
+            for sends in (link.send, lambda frames: listener.reply(address, frames)):
+                self.rules.seconds, self.rules.shrink, self.rules.is_ordered = 10.0, 0.9, is_ordered
+                for number in range(20):
+                    sends([b"%d" % number])
+            there = [(await listener.receive()).frames_untrusted for _ in range(20)]
+            here = [await link.receive() for _ in range(20)]
+            sent = [(b"%d" % number,) for number in range(20)]
+            assert here == there == (sent if is_ordered else sent[::-1])
+
+        self.run(scenario)
+
+    def test_a_link_notices_nothing_of_lost_messages(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            link.send([b"before"])
+            await listener.receive()
+            self.rules.is_cut = True
+            assert link.send([b"lost"])
+            await trio.sleep(1)
+            self.rules.is_cut = False
+            assert link.send([b"after"])
+            assert (await listener.receive()).frames_untrusted == (b"after",)
+
+        self.run(scenario)
+
+    def test_a_link_connects_as_soon_as_the_network_works(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            self.rules.is_cut = True
+            link = await channel.open_link(HOST, listener.port)
+            assert link.send([b"patience"])
+            await trio.sleep(10)
+            self.rules.is_cut = False
+            assert (await listener.receive()).frames_untrusted == (b"patience",)
+
+        self.run(scenario)
+
+    def test_the_news_of_the_end_can_get_lost_until_something_is_sent(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with self.peer_process(channel) as peer:
+                link = await channel.open_link(peer.host, peer.port)
+                link.send([b"hello"])
+                await link.receive()
+                self.rules.is_cut = True
+                await peer.kill()
+                await trio.sleep(10)
+                self.rules.is_cut = False
+                with trio.move_on_after(10) as silence:
+                    await link.receive()
+                assert silence.cancelled_caught
+                assert link.send([b"hello?"])
+                await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_a_killed_process_does_nothing_any_more(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            assert isinstance(channel, FakeSideChannel)
+            listener = channel.listen(HOST, 0)
+            other = FakeSideChannel(channel.network, "elsewhere")
+            link = await other.open_link(HOST, listener.port)
+            link.send([b"hello"])
+            address = (await listener.receive()).reply_address
+            stuck: list[object] = []
+
+            async def wait(wait_for: Callable[[], Awaitable[object]]) -> None:
+                stuck.append(await wait_for())
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait, link.receive)
+                nursery.start_soon(wait, lambda: other.connect(HOST, listener.port).ask([b"?"]))
+                asked = await listener.receive()
+                channel.network.kill("elsewhere")
+                for each in (address, asked.reply_address):
+                    listener.reply(each, [b"too late"])
+                assert listener.counts().dropped_replies == 2
+                await trio.sleep(10)
+                assert stuck == []
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)

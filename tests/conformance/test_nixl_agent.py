@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import codecs
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 import trio
 import trio.testing
 
+from connector.clock import BootClock
 from connector.ports import nixl_thread
 from connector.ports.nixl import (
     AgentName,
@@ -31,7 +33,7 @@ from connector.ports.nixl import (
     NixlCallFailed,
     NixlEvent,
     NixlPort,
-    ReadDone,
+    PortCounts,
 )
 from connector.ports.nixl_agent import RealNixlPort
 from tests.conformance.nixl_suite import (
@@ -150,6 +152,9 @@ class RealWorld(NixlWorld):
         await peer.introduce()
         return peer
 
+    async def fail_next_read_early(self, port: NixlPort) -> None:
+        fail_one_check(port)
+
     async def break_port(self, port: NixlPort) -> None:
         assert isinstance(port, RealNixlPort)
         port._core.poll_notifications = _fail  # type: ignore[method-assign]
@@ -166,8 +171,42 @@ class RealWorld(NixlWorld):
                         await pipe.aclose()
 
 
-def _fail() -> list[NixlEvent]:
+def _fail(*_: object) -> list[NixlEvent]:
     raise RuntimeError("broken on purpose")
+
+
+class FaultyAgent:
+    """A NIXL agent that does what it is told to by `faults`, and all else as the real one does."""
+
+    def __init__(self, agent: Any, **faults: Callable[..., object]) -> None:
+        self.agent = agent
+        self.faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        return self.faults.get(name) or getattr(self.agent, name)
+
+
+def inject(port: NixlPort, **faults: Callable[..., object]) -> Any:
+    """Put faults before the agent of a port; returns the agent behind them."""
+    assert isinstance(port, RealNixlPort)
+    agent = port._core._agent
+    port._core._agent = FaultyAgent(agent, **faults)
+    return agent
+
+
+def fail_one_check(port: NixlPort) -> None:
+    """The first READ that is found in flight is reported as failed, as UCX does when one request of it fails."""
+    failing: list[Any] = []
+
+    def check(transfer: Any) -> Any:
+        state = agent.check_xfer_state(transfer)
+        if state == "PROC" and not failing:
+            failing.append(transfer)
+        if transfer in failing:
+            raise RuntimeError("one request failed, on purpose")
+        return state
+
+    agent = inject(port, check_xfer_state=check)
 
 
 @asynccontextmanager
@@ -208,7 +247,7 @@ class TestRealNixlPort(NixlPortSuite):
             with pytest.raises(NixlCallFailed) as failed:
                 await reader.post([0], [BLOCKS])
             del failed
-            assert isinstance(await reader.recorder.end_of(await reader.post([0], [0], b"read")), ReadDone)
+            await reader.recorder.done(await reader.post([0], [0]))
 
         self.run(scenario)
         gc.collect()
@@ -235,7 +274,7 @@ class TestRealNixlPort(NixlPortSuite):
 
             async def slow_call() -> None:
                 await reader.port.send_notification(source.agent_name, b"")
-                returned_ns.append(time.monotonic_ns())
+                returned_ns.append(BootClock().now_ns())
 
             await reader.recorder.end_of(await reader.post([0], [0]))
             async with trio.open_nursery() as nursery:
@@ -248,9 +287,107 @@ class TestRealNixlPort(NixlPortSuite):
                     nursery.start_soon(slow_call)
             await reader.recorder.until(lambda: len(reader.recorder.ends()) == 2)
             _, end = reader.recorder.ends().values()
-            assert end.completed_ns < returned_ns[-15]
+            assert end.ended_ns < returned_ns[-15]
 
         self.run(scenario)
+
+    # Errors that only a faulty agent has
+
+    def test_a_post_that_raises_after_it_has_posted_counts_as_posted(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            await reader.recorder.done(await reader.post([0], [0]))
+            reader.memory[:] = 0
+            await peer.pause()
+
+            def transfer(*args: Any) -> object:
+                agent.transfer(*args)
+                raise RuntimeError("posting failed half way, on purpose")
+
+            agent = inject(reader.port, transfer=transfer)
+            several = await reader.post(range(BLOCKS - 1), range(BLOCKS - 1))
+            single = await reader.post([BLOCKS - 1], [BLOCKS - 1])
+            await trio.sleep(0.2)
+            assert reader.recorder.events[1:] == []
+            assert reader.port.counts() == PortCounts(1, 2, 2, 1)
+            await peer.resume()
+            for handle, quiescent in ((several, False), (single, True)):
+                end = await reader.recorder.failed(handle, quiescent=quiescent)
+                assert "on purpose" in (end.error or "")
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_a_post_that_raises_before_it_has_posted_ends_with_its_error(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            inject(reader.port, transfer=_fail)
+            for blocks, quiescent in (([1], True), ([3, 5], False)):
+                end = await reader.recorder.failed(await reader.post(blocks, blocks), quiescent=quiescent)
+                assert end.error == "RuntimeError: broken on purpose"
+            assert reader.port.counts() == PortCounts(1, 2, 1, 1, errored_reads=1)
+            assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_what_nixl_will_not_release_is_kept_to_the_end(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            await reader.recorder.done(await reader.post([0], [0]))
+            inject(reader.port, release_xfer_handle=_fail)
+            await reader.recorder.done(await reader.post([1, 3], [1, 3]))  # what NIXL calls done is done
+            assert reader.port.counts() == PortCounts(1, 2, 0, 1)
+            await peer.pause()
+            handles = [await reader.post(blocks, blocks) for blocks in ([4, 6], [8])]
+            await peer.kill()
+            for handle in handles:
+                await reader.recorder.failed(handle, quiescent=False)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts() == PortCounts(0, 2, 2, 1, errored_reads=2)
+            assert sorted(await reader.port.aclose(10)) == handles
+
+        self.run(scenario)
+
+    # Names that are not UTF-8
+
+    def test_a_sender_whose_name_is_not_utf8_costs_one_poll(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Its first notification takes down with it what came at the same moment; from then on nothing is lost."""
+        before = codecs.lookup_error("strict")
+        nameless_name = r"name\xff\xfe"
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, recorder, _ = await reader_and_source(world)
+            nameless = nameless_agent()
+            nameless.add_remote_agent(source.agent_metadata)
+            nameless.send_notif(source.agent_name, b"lost")
+            while source.counts().notification_polls_lost == 0:
+                nameless.get_new_notifs()  # makes its side progress
+                await trio.sleep(0.01)
+            assert recorder.notifications() == []
+            for turn in range(20):
+                nameless.send_notif(source.agent_name, b"%d" % turn)
+                await reader.port.send_notification(source.agent_name, b"%d" % turn)
+            while len(recorder.notifications()) < 40:
+                nameless.get_new_notifs()
+                await trio.sleep(0.01)
+            for name in (nameless_name, reader.port.agent_name):
+                received = [message for sender, message in recorder.notifications() if sender == name]
+                assert received == [b"%d" % turn for turn in range(20)]
+            assert source.counts().notification_polls_lost == 1
+            with pytest.raises(UnicodeDecodeError):  # everybody else is as strict as before
+                b"\xff".decode()
+            agents = source.counts().remote_agents
+            with pytest.raises(NixlCallFailed, match="not UTF-8"):
+                await source.add_remote_agent(nameless.get_agent_metadata())
+            assert source.counts().remote_agents == agents
+
+        try:
+            self.run(scenario)
+        finally:
+            codecs.register_error("strict", before)
+        assert caplog.text.count("is not UTF-8") == 1
+
+    # What it costs, and how it ends
 
     def test_an_idle_port_costs_almost_nothing(self) -> None:
         async def scenario(world: NixlWorld) -> None:
@@ -270,7 +407,7 @@ class TestRealNixlPort(NixlPortSuite):
         def open_and_close() -> None:
             async def scenario(world: NixlWorld) -> None:
                 reader, *_ = await reader_and_source(world)
-                await reader.recorder.end_of(await reader.post([0], [0], b"read"))
+                await reader.recorder.end_of(await reader.post([0], [0]))
 
             self.run(scenario)
 
@@ -310,7 +447,18 @@ class TestRealNixlPort(NixlPortSuite):
         thread.join(30)
         assert not thread.is_alive()
 
-    def test_threads_of_the_backend_are_accepted(self) -> None:
+    def test_threads_of_the_backend_are_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NIXL guards its state then: without a lock, two threads in an agent crash it within seconds."""
+        bindings = nixl_thread._import_nixl()
+        modes: list[object] = []
+
+        class Watched(bindings.nixl_agent_config):  # type: ignore[misc]
+            def __init__(self, **settings: object) -> None:
+                modes.append(settings["sync_mode"])
+                super().__init__(**settings)
+
+        monkeypatch.setattr(bindings, "nixl_agent_config", Watched)
+
         async def main() -> None:
             memory, run = new_memory()
             memory[:] = 7
@@ -319,13 +467,14 @@ class TestRealNixlPort(NixlPortSuite):
             reader = Reader(RealNixlPort.open(f"r-{uuid.uuid4()}", whole(own), "DRAM", num_threads=2), own, own_run)
             try:
                 await reader.connect(source.agent_metadata, run)
-                assert isinstance(await reader.recorder.end_of(await reader.post([1], [1])), ReadDone)
+                await reader.recorder.done(await reader.post([1], [1]))
                 assert own[1].all()
             finally:
                 await reader.port.aclose(1)
                 await source.aclose(1)
 
         trio.run(main)
+        assert modes == [None, bindings.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW]
 
     def test_a_pinned_thread_does_not_pin_the_agent(self) -> None:
         if len(os.sched_getaffinity(os.getppid())) == 1:
@@ -389,7 +538,7 @@ class TestRealNixlPort(NixlPortSuite):
 
             source.set_event_callback(faulty)
             for turn in range(3):
-                await reader.recorder.end_of(await reader.post([0], [0], b"%d" % turn))
+                await reader.port.send_notification(source.agent_name, b"%d" % turn)
             while len(seen) < 3:
                 await trio.sleep(0.01)
 
@@ -447,6 +596,13 @@ def abandoned() -> None:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(30)
+
+
+def nameless_agent() -> Any:
+    """A bare NIXL agent whose name is not UTF-8."""
+    bindings = nixl_thread._import_nixl()
+    config = bindings.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    return bindings.nixl_agent(b"name\xff\xfe", config)
 
 
 def _threads_named(name: str) -> list[threading.Thread]:

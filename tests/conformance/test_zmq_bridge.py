@@ -3,25 +3,72 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 import zmq
 
-from connector.ports.side_channel import SideChannel, SideChannelError
+from connector.ports.side_channel import ConnectionRefused, LinkLost, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import OVERSIZE_FACTOR, REPLIES_QUEUED_MAX, ZmqSideChannel
-from tests.conformance.side_channel_suite import HOST, SideChannelSuite, serve, until
+from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
+
+ROOT = Path(__file__).parents[2]
 
 GARBAGE = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(10), b"\xff\0\0\0\0\0\0\0\x01\x7f" + b"\xff" * 54]
+
+
+class RealPeerProcess(PeerProcess):
+    """`side_channel_peer` in a process."""
+
+    def __init__(self, process: trio.Process, port: int) -> None:
+        self.host = HOST
+        self.port = port
+        self.process = process
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def peer_process() -> AsyncIterator[RealPeerProcess]:
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "tests.conformance.side_channel_peer"],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    try:
+        said = b""
+        while not said.endswith(b"\n"):
+            chunk = await process.stdout.receive_some()
+            assert chunk, "the peer process ended"
+            said += chunk
+        yield RealPeerProcess(process, int(said))
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stdout.aclose()
 
 
 class TestZmqSideChannel(SideChannelSuite):
     def make_channel(self) -> SideChannel:
         return ZmqSideChannel()
+
+    def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
+        return peer_process()
 
     def test_a_req_socket_is_served_many_times(self) -> None:
         """The built-in decode side asks with one REQ socket for each rank in turn."""
@@ -191,6 +238,9 @@ class TestZmqSideChannel(SideChannelSuite):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener, lambda frames: frames)
                 assert await channel.connect(connect, listener.port).ask([b"hello"]) == (b"hello",)
+                link = await channel.open_link(connect, listener.port)
+                assert link.send([b"hello"])
+                assert await link.receive() == (b"hello",)
                 nursery.cancel_scope.cancel()
 
         self.run(scenario)
@@ -202,6 +252,8 @@ class TestZmqSideChannel(SideChannelSuite):
             with pytest.raises(SideChannelError) as failed:
                 await channel.connect("unknown.example", 5600).ask([b"hello"])
             assert (failed.value.host, failed.value.port) == ("unknown.example", 5600)
+            with pytest.raises(SideChannelError):
+                await channel.open_link("unknown.example", 5600)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener, lambda frames: frames)
                 nursery.start_soon(channel.connect("hanging.example", 5600).ask, [b"hello"])
@@ -212,6 +264,7 @@ class TestZmqSideChannel(SideChannelSuite):
                         await hanging.ask([b"hello"])
 
                 nursery.start_soon(closed_while_it_waits)
+                nursery.start_soon(channel.open_link, "hanging.example", 5600)
                 for turn in range(20):
                     assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
                 hanging.close()
@@ -219,8 +272,89 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_peer_that_hangs_is_not_lost(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            async with peer_process() as peer:
+                link = await channel.open_link(peer.host, peer.port)
+                assert link.send([b"hello"])
+                assert await link.receive() == (b"hello",)
+                peer.process.send_signal(signal.SIGSTOP)
+                assert link.send([b"are you there?"])
+                with trio.move_on_after(1) as patience:
+                    await link.receive()
+                assert patience.cancelled_caught
+                peer.process.send_signal(signal.SIGCONT)
+                assert await link.receive() == (b"are you there?",)
+
+        self.run(scenario)
+
+    def test_an_answer_does_not_get_stuck_behind_the_news_of_a_send(self) -> None:
+        """Sending uses up the edge that a parked `receive` waits for, as with listeners."""
+
+        async def scenario(channel: SideChannel) -> None:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+                router.setsockopt(zmq.LINGER, 0)
+                port = router.bind_to_random_port(f"tcp://{HOST}")
+                link = await channel.open_link(HOST, port)
+                assert link.send([b"hello"])
+                address = (await trio.to_thread.run_sync(router.recv_multipart))[0]
+                for turn in range(20):
+                    async with trio.open_nursery() as nursery:
+
+                        async def receive(turn: int = turn) -> None:
+                            assert await link.receive() == (b"%d" % turn,)
+
+                        nursery.start_soon(receive)
+                        await trio.testing.wait_all_tasks_blocked()
+                        router.send_multipart([address, b"", b"%d" % turn])
+                        time.sleep(0.02)  # the answer arrives while this loop does not look
+                        assert link.send([b"more"])
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize(
+        "answer",
+        [[b"not delimited"], [b""], [b""] * 40, [b"", bytes(5 << 20)]],
+        ids=["undelimited", "bare", "long", "big"],
+    )
+    def test_an_answer_that_is_none_ends_the_link(self, answer: list[bytes]) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+                router.setsockopt(zmq.LINGER, 0)
+                link = await channel.open_link(HOST, router.bind_to_random_port(f"tcp://{HOST}"))
+                assert link.send([b"hello"])
+                address = (await trio.to_thread.run_sync(router.recv_multipart))[0]
+                router.send_multipart([address, b"", b"welcome"])
+                router.send_multipart([address, *answer])
+                assert await link.receive() == (b"welcome",)
+                await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_a_server_of_something_else_ends_the_link(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            with socket.create_server((HOST, 0)) as server:
+                link = await channel.open_link(HOST, server.getsockname()[1])
+                connection, _ = await trio.to_thread.run_sync(server.accept)
+                with connection:
+                    connection.sendall(b"220 mail.example ESMTP\r\n" * 10)
+                    await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_a_connection_that_is_reset_ends_the_link(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            with socket.create_server((HOST, 0)) as server:
+                link = await channel.open_link(HOST, server.getsockname()[1])
+                connection, _ = await trio.to_thread.run_sync(server.accept)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                connection.close()
+                await lost_soon(link)
+
+        self.run(scenario)
+
     def test_nothing_is_left_behind(self) -> None:
-        """Descriptors and threads, after a thousand exchanges and a hundred that were cancelled."""
+        """Descriptors and threads, after a thousand exchanges, hundreds that failed, and hundreds of links."""
 
         async def exchanges(channel: SideChannel) -> None:
             listener = channel.listen(HOST, 0)
@@ -229,8 +363,16 @@ class TestZmqSideChannel(SideChannelSuite):
                 for turn in range(1000):
                     assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
                 for _ in range(100):
-                    with trio.move_on_after(0.001):
+                    with trio.move_on_after(0.001), suppress(ConnectionRefused):
                         await channel.connect(HOST, nobody).ask([b"nobody listens there"])
+                for turn in range(200):
+                    link = await channel.open_link(HOST, listener.port if turn % 2 else nobody)
+                    if turn % 4 < 2:
+                        with suppress(LinkLost), trio.move_on_after(0.002):
+                            await link.receive()
+                    link.close()
+                for _ in range(20):
+                    await lost_soon(await channel.open_link(HOST, nobody))  # a lost link holds nothing
                 await until(lambda: _descriptors() <= with_listener + FEW)
                 nursery.cancel_scope.cancel()
             channel.close()

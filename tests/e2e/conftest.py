@@ -16,6 +16,7 @@ MODULES_IN_ORDER = (
     "test_hostile_input",
     "test_aborts",
     "test_dead_prefill",
+    "test_lease_acknowledged",
 )
 """The modules that share engines, those that break them last."""
 

@@ -107,6 +107,8 @@ class EngineOptions:
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     trace_directory: Path | None = None
     """Where this project's connector writes its state transitions."""
+    attention_backend: str | None = None
+    """None: what vLLM prefers on this machine. For latent attention that depends on whether the machine has AMX."""
     prefix_caching: bool = True
     max_num_batched_tokens: int | None = None
     """Smaller than a prompt: the prompt is prefilled in chunks."""
@@ -145,6 +147,8 @@ class EngineOptions:
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
+        if self.attention_backend is not None:
+            command += ["--attention-backend", self.attention_backend]
         if self.max_num_batched_tokens is not None:
             command += ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
         return [*command, *self.arguments]

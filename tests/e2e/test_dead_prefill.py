@@ -39,6 +39,9 @@ DEADLINE_MARGIN_SECONDS = 5.0
 HEALTHY_LIMIT_SECONDS = 0.5
 NORMAL_TIME_MARGIN_SECONDS = 1.0
 """By how much a request that needs no P may take longer while others wait for a dead one."""
+NOTICED_SECONDS = 5.0
+"""A request for an engine whose port refuses connections ends at once. This is for a busy machine; what waits for an
+answer takes longer."""
 STALL_SECONDS = 2.0
 """After which D's stacks are taken. vLLM's queue spins for a second before it sleeps."""
 ATTEMPTS = 3
@@ -162,7 +165,7 @@ def start(pool: ThreadPoolExecutor, service: PrefillDecode, key: str, params: di
 
 
 def test_a_healthy_engine_is_served_while_eight_requests_wait_for_eight_dead_ones(cluster: OnePrefillTwoDecode) -> None:
-    """Four closed ports and four listeners that never answer. Scenario 61."""
+    """Eight listeners that never answer. Beside them four closed ports, which are noticed at once. Scenario 61."""
     played_again_if_disturbed(serve_beside_eight_dead_ones, cluster)
 
 
@@ -171,18 +174,23 @@ def serve_beside_eight_dead_ones(cluster: OnePrefillTwoDecode, time: str) -> Non
     usual = decode(service, f"without-the-dead-{time}", prefilled(service, f"without-the-dead-{time}"))
     healthy = [f"beside-the-dead-{time}-{number}" for number in range(ATTEMPTS)]
     keys = [f"dead-{time}-{number}" for number in range(8)]
+    closed = {f"closed-{time}-{number}": dead_params(free_port(), 1) for number in range(4)}
     with ExitStack() as stack:
-        holes = [stack.enter_context(BlackHole()) for _ in range(4)]
-        ports = [free_port() for _ in range(4)] + [hole.port for hole in holes]
-        pool = stack.enter_context(ThreadPoolExecutor(len(keys)))
+        ports = [stack.enter_context(BlackHole()).port for _ in keys]
+        pool = stack.enter_context(ThreadPoolExecutor(len(keys) + len(closed)))
         waiting = {
             key: pool.submit(service.decode, prompt(20, key), dead_params(port, 1), key)
             for key, port in zip(keys, ports, strict=True)
         }
         for key in keys:
             cluster.traces.request_in(key, "pending_handshake")
+        refused = {key: pool.submit(service.decode, prompt(20, key), params, key) for key, params in closed.items()}
         calls = [partial(prefill_and_decode, service, key) for key in healthy]
         answers = assert_in_time(service, calls, HEALTHY_LIMIT_SECONDS + usual.seconds, list(waiting.values()))
+        for key, each in refused.items():
+            assert each.result().status == 500
+            assert each.result().seconds < NOTICED_SECONDS
+            assert cluster.traces.last_record(key).reason == "ConnectionRefused"
         for dead, each in waiting.items():
             assert each.result().status == 500
             assert each.result().seconds < HANDSHAKE_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
@@ -205,7 +213,8 @@ def test_an_engine_that_does_not_exist(cluster: OnePrefillTwoDecode) -> None:
         ]
         for service, key, answer in zip(cluster.services, keys, answers, strict=True):
             assert_lost(cluster, service, key, answer.result())
-            assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
+            assert answer.result().seconds < NOTICED_SECONDS
+            assert cluster.traces.last_record(key).reason == "ConnectionRefused"
     assert_serves(cluster, "nobody-next")
 
 
@@ -213,7 +222,7 @@ def test_an_engine_that_does_not_exist(cluster: OnePrefillTwoDecode) -> None:
 
 
 def test_killed_between_handshake_and_read(cluster: OnePrefillTwoDecode) -> None:
-    """D has a connection that has become a dead one. The other D does not notice. Scenarios 30 and 47."""
+    """D has a connection that has become a dead one, and knows that it is reset. Scenarios 30 and 47."""
     played_again_if_disturbed(kill_between_handshake_and_read, cluster)
 
 
@@ -222,19 +231,16 @@ def kill_between_handshake_and_read(cluster: OnePrefillTwoDecode, time: str) -> 
     service, key = cluster.fail, f"killed-before-read-{time}"
     normal = normal_seconds(service)
     params = prefilled(service, key)
-    cluster.prefill.start_to_kill()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = start(pool, service, key, params)
-        cluster.traces.request_in(key, "pending_handshake")
-        assert_undisturbed(service, normal, [waiting])
-        assert_lost(cluster, service, key, waiting.result())
+    cluster.prefill.kill()
+    answer = decode(service, key, params)
+    assert_lost(cluster, service, key, answer)
+    assert answer.seconds < NOTICED_SECONDS
     assert_undisturbed(service, normal)
     assert service.decode_client.blocks_are_free()
 
 
 def test_restarted_with_the_same_engine_id(unmended: OnePrefillTwoDecode) -> None:
-    """To the first D after it has noticed, to the second before: its connection belongs to the process that was killed,
-    which only the incarnation in the parameters says. Scenario 48."""
+    """Both D had a connection to the process that was killed; one has asked for nothing since. Scenario 48."""
     unmended.prefill.kill()
     unmended.restart_prefill()
     assert_serves(unmended, "same-id-again")
@@ -242,7 +248,8 @@ def test_restarted_with_the_same_engine_id(unmended: OnePrefillTwoDecode) -> Non
 
 def test_killed_while_eight_requests_run(cluster: OnePrefillTwoDecode) -> None:
     """Four on each D. Of each four, two are on their way when P dies: over TCP they hang in the middle of the READ,
-    because P has been stopped before, otherwise they may be through. The other two come after. Scenarios 45 and 49."""
+    because P has been stopped before, otherwise they may be through. The other two come after, and end at once.
+    Scenarios 45 and 49."""
     played_again_if_disturbed(kill_while_eight_requests_run, cluster)
 
 
@@ -257,17 +264,16 @@ def kill_while_eight_requests_run(cluster: OnePrefillTwoDecode, time: str) -> No
         cluster.prefill.pause()
         answers = {key: start(pool, services[key], key, params[key]) for key in early}
         for key in early:
-            cluster.traces.request_in(key, "reading", *REQUEST_STATES_TERMINAL)
+            cluster.traces.request_in(key, "reading", "proving", *REQUEST_STATES_TERMINAL)
         cluster.prefill.start_to_kill()
         answers |= {key: start(pool, services[key], key, params[key]) for key in late}
-        undisturbed = []
-        for service in cluster.services:
-            waiting = [answers[key] for key in late if services[key] is service]
-            undisturbed.append(checks.submit(assert_undisturbed, service, normal[id(service)], waiting))
+        undisturbed = [checks.submit(assert_undisturbed, service, normal[id(service)]) for service in cluster.services]
         for each in undisturbed:
             each.result()
         for key in keys:
             assert_right_or_lost(cluster, services[key], key, answers[key].result())
+        for key in late:
+            assert answers[key].result().seconds < NOTICED_SECONDS
         for key in keys:
             must_be_lost = key in late or services[key] is cluster.recompute
             assert not must_be_lost or cluster.traces.ended_request(key).states[-1] != "done"
@@ -295,7 +301,8 @@ def test_killed_before_the_handshake(unmended: OnePrefillTwoDecode) -> None:
         answers = [pool.submit(decode, *each) for each in zip(cluster.services, keys, params, strict=True)]
         for service, key, answer in zip(cluster.services, keys, answers, strict=True):
             assert_lost(cluster, service, key, answer.result())
-            assert cluster.traces.last_record(key).reason == "HandshakeTimeout"
+            assert answer.result().seconds < NOTICED_SECONDS
+            assert cluster.traces.last_record(key).reason == "ConnectionRefused"
 
 
 def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
@@ -321,7 +328,7 @@ def test_a_lease_that_has_lapsed(cluster: OnePrefillTwoDecode) -> None:
     for service, key, each in zip(cluster.services, keys, params, strict=True):
         assert_lost(cluster, service, key, decode(service, key, each))
         record = cluster.traces.last_record(key)
-        assert (record.to_state, record.reason) == ("expired", "LeaseNotProven")
+        assert (record.to_state, record.reason) == ("expired", "LeaseOver")
     assert_serves(cluster, "lapsed-next")
 
 

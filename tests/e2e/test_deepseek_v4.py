@@ -17,7 +17,7 @@ from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
 from tests.e2e.engines import EngineOptions, EngineSet
 from tests.e2e.tiny_deepseek_v4 import COMPRESS_RATIOS, SLIDING_WINDOW_TOKENS, tiny_deepseek_v4
-from tests.e2e.trace_table import LEASE_STATES_EXPECTED, REQUEST_STATES_EXPECTED
+from tests.e2e.trace_table import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,6 +27,8 @@ LENGTHS = (3, 130, 256, 301)
 """No whole entry of any kind; parts of entries; a whole block; more than a block and than two windows."""
 assert LENGTHS[0] < min(COMPRESS_RATIOS)
 assert LENGTHS[-1] > 2 * SLIDING_WINDOW_TOKENS
+ANSWER_TOKENS = 8
+"""Each takes a good second of two engines; that wrong KV shows in so few is a test of its own."""
 INTERPRETED_TRITON = Path(__file__).parent / "interpreted_triton"
 CACHE_BLOCKS = 2000
 """Those of the compressors' states hold 4 tokens."""
@@ -58,19 +60,23 @@ def service(room: Room, directory: Path) -> Iterator[PrefillDecode]:
         for core, name in enumerate(("prefill", "decode"))
     ]
     with EngineSet() as engines, PrefillDecode(*engines.start(*options)) as pair:
+        # On a machine with AMX, vLLM's kernels for bfloat16 set its tiles up in a prefill only: an engine whose first
+        # step is a decode dies of SIGILL.
+        answer = pair.alone(prompt(LENGTHS[0], "deepseek-v4 first"), max_tokens=1)
+        assert answer.ok, answer.error
         yield pair
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_answers_are_those_of_the_decode_engine_alone(service: PrefillDecode, directory: Path, tokens: int) -> None:
     text, key = prompt(tokens, f"deepseek-v4 {tokens}"), f"length-{tokens}"
-    answer = service.pd_concurrently({key: text})[key]
+    answer = service.pd_concurrently({key: text}, ANSWER_TOKENS)[key]
     assert answer.ok, answer.error
-    assert answer.token_ids == service.alone(text).token_ids
+    assert answer.token_ids == service.alone(text, ANSWER_TOKENS).token_ids
     traces = Traces(directory / "traces")
     for request in traces.ended_on_ranks(key, 1):
-        assert request.states == REQUEST_STATES_EXPECTED, request
-    assert traces.ended_lease(key).states == LEASE_STATES_EXPECTED
+        assert request.states in REQUEST_PATHS_PLAIN, request
+    assert traces.ended_lease(key).states in LEASE_PATHS_PLAIN
 
 
 def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(service: PrefillDecode) -> None:
@@ -78,9 +84,9 @@ def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(service: Prefill
     asked, other = prompt(140, "asked"), prompt(140, "other")
     params = service.prefill(other).kv_transfer_params
     assert params is not None
-    wrong = service.decode(asked, params)
+    wrong = service.decode(asked, params, max_tokens=ANSWER_TOKENS)
     assert wrong.ok, wrong.error
-    assert wrong.token_ids != service.alone(asked).token_ids
+    assert wrong.token_ids != service.alone(asked, ANSWER_TOKENS).token_ids
 
 
 def test_blocks_come_back_on_both_sides(service: PrefillDecode) -> None:

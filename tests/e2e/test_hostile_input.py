@@ -54,8 +54,9 @@ MALFORMED: dict[str, tuple[Callable[[Params], Params], str]] = {
     "tp size zero": (spoilt(tp_size=0), "tp_size"),
     "tp size huge": (spoilt(tp_size=10**9), "tp_size"),
     "pp size huge": (spoilt(pp_size=2**62), "pp_size"),
-    "lease infinite": (spoilt(lease_expires_at=math.inf), "lease_expires_at"),
-    "incarnation of another form": (spoilt(incarnation="yesterday"), "incarnation"),
+    "number of the lease a string": (spoilt(lease_number="first"), "lease_number"),
+    "number of the lease zero": (spoilt(lease_number=0), "lease_number"),
+    "fewer tokens than the prompt": (spoilt(remote_num_tokens=TOKENS - 1), "remote_num_tokens"),
     "push": (spoilt(transfer_mode="push"), "transfer_mode"),
     "flag a string": (spoilt(do_remote_prefill="yes"), "do_remote_prefill"),
     "both flags": (spoilt(do_remote_decode=True), "do_remote_decode"),
@@ -131,15 +132,10 @@ def test_keys_that_nobody_knows_are_ignored(cluster: OnePrefillTwoDecode) -> Non
 
 LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
     "another engine": (spoilt(remote_engine_id="somebody-else"), "failed", "WrongEngine"),
-    "another incarnation": (spoilt(incarnation="0" * 32), "failed", "PeerRestarted"),
-    "a lease long over": (spoilt(lease_expires_at=0.001), "expired", "LeaseNotProven"),
+    "another lease": (spoilt(lease_number=1), "expired", "LeaseOver"),
+    "other sizes": (spoilt(tp_size=2), "failed", "BadParams"),
     "a host without address": (
         spoilt(remote_engine_id="nowhere", remote_host="no-such-host.invalid"),
-        "failed",
-        "HandshakeRefused",
-    ),
-    "another incarnation at a host without address": (
-        spoilt(incarnation="0" * 32, remote_host="no-such-host.invalid"),
         "failed",
         "HandshakeRefused",
     ),
@@ -149,7 +145,7 @@ LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_parameters_that_are_not_true(cluster: OnePrefillTwoDecode, name: str) -> None:
-    """Scenario 66 and, for the lease, scenario 1."""
+    """Scenarios 66 and 68 and, for the lease, scenario 1."""
     spoil, state, reason = LIES[name]
     text, slug = prompt(TOKENS, name), name.replace(" ", "-")
     for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):

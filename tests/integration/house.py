@@ -32,6 +32,7 @@ LEASE_SECONDS = 3.0
 HANDSHAKE_SECONDS = 1.0
 REQUEST_SECONDS = 2.0
 QUIESCE_SECONDS = 1.0
+GRACE_SECONDS = 0.2
 
 SHAPE: dict[str, Any] = {"layers": LAYERS, "blocks": BLOCKS, "max_batched_tokens": MAX_BATCHED_TOKENS}
 
@@ -49,6 +50,7 @@ def _options(
             "handshake_timeout_seconds": HANDSHAKE_SECONDS,
             "request_timeout_seconds": REQUEST_SECONDS,
             "quiesce_timeout_seconds": QUIESCE_SECONDS,
+            "backend_grace_seconds": GRACE_SECONDS,
             "backoff_initial_seconds": 0.2,
             "backoff_max_seconds": 0.5,
             "trace_directory": str(traces),
@@ -113,6 +115,12 @@ class House:
         """No request is open anywhere and every block is free."""
         for engine in (self.prefill, *self.decode_engines):
             engine.wait_until_whole(20)
+
+
+PLAIN_PATHS = (
+    ["pending_handshake", "reading", "done"],
+    ["pending_handshake", "reading", "proving", "done"],  # the READ was faster than P's answer to the hold
+)
 
 
 def check_loaded(outcome: RequestOutcome, tokens: list[int], max_tokens: int = 1) -> None:

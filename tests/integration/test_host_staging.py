@@ -26,10 +26,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from connector.nixl_connector import NixlConnector
-from connector.runtime.messages import Command, GroupPull, LeaseComputing, LeaseGranted, PeerAddress, StartPull
+from connector.protocol import Command, GroupPull, LeaseComputing, LeaseGranted, PeerAddress, StartPull
 from connector.scheduler.listener_thread import ListenerThread
-from connector.scheduler.metadata import HandshakeMetadata, StepMetadata
+from connector.step_metadata import HandshakeMetadata, StepMetadata
 from connector.worker.host_staging import CopyOperationMissing
+from statemachine.lease import LeaseName
 from tests.integration.house import BLOCK_TOKENS, check_loaded
 from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, RequestSpec, free_port, prompt
 from tests.rig.accelerator import DEVICE_TYPE, copy_blocks
@@ -39,6 +40,7 @@ from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 WAIT_SECONDS = 60.0
+LEASE = LeaseName("p", 1)
 
 
 # --- engines --------------------------------------------------------------------------------------------------------
@@ -209,8 +211,8 @@ def workers(
 def _pull(peer: PeerAddress, ours: Sequence[list[int]], theirs: Sequence[list[int]], tokens: int) -> StartPull:
     return StartPull(
         request_id="d",
+        lease=LEASE,
         peer=peer,
-        remote_request_id="p",
         groups=tuple(
             GroupPull(local_block_ids=local, local_first=0, remote_block_ids=remote)
             for local, remote in zip(ours, theirs, strict=True)
@@ -219,14 +221,12 @@ def _pull(peer: PeerAddress, ours: Sequence[list[int]], theirs: Sequence[list[in
         remote_num_tokens=tokens,
         awaited=True,
         age_seconds=0.0,
-        lease_expires_at=None,
-        incarnation=None,
     )
 
 
 def _lend(prefill: Worker, blocks: tuple[list[int], ...]) -> None:
-    prefill.step(LeaseComputing(request_id="p"), saves=blocks)
-    prefill.step(LeaseGranted(request_id="p", lease_seconds=30.0, blocks=sum(map(len, blocks))))
+    prefill.step(LeaseComputing(lease=LEASE), saves=blocks)
+    prefill.step(LeaseGranted(lease=LEASE, lease_seconds=30.0, blocks=sum(map(len, blocks))))
 
 
 def _load(decode: Worker, pull: StartPull, *, is_staged: bool = True) -> None:
@@ -324,6 +324,6 @@ def test_a_copy_operation_is_required(config: VllmConfig, monkeypatch: pytest.Mo
         worker.connector.register_kv_caches(worker.device)
         worker.step()
         with pytest.raises(CopyOperationMissing, match="set_host_xfer_buffer_ops"):
-            worker.step(LeaseComputing(request_id="p"))
+            worker.step(LeaseComputing(lease=LEASE))
     finally:
         worker.connector.shutdown()

@@ -23,7 +23,7 @@ import trio
 from connector.layout.geometry import RankId
 from connector.layout.plan import ReadPlan, plan_engine
 from connector.layout.sources import partners
-from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadDone
+from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
 from connector.worker.landing import landing_layout
 from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
@@ -309,11 +309,12 @@ async def _read(
             remote = await port.prepare_remote(agent, read.remote_runs)
             if not local_ids.size:
                 continue
-            posted.add(await port.post_read(local, local_ids, remote, remote_ids, b""))
+            posted.add(await port.post_read(local, local_ids, remote, remote_ids))
             descriptors += local_ids.size
         while posted:
             event = await events.receive()
-            assert isinstance(event, ReadDone), event
+            assert isinstance(event, ReadEnded), event
+            assert event.error is None, event
             posted.remove(event.handle)
     finally:
         with trio.CancelScope(shield=True):

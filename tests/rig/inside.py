@@ -52,13 +52,13 @@ class Inside:
             descriptor_lists=counts.descriptor_lists,
             reads=counts.reads,
             peer_actors=len(actors),
-            pulls=len(lender._pulls),
+            pulls=len(lender._waiting) + len(lender._loading),
             prefills=len(lender._computing),
             receives=worker.ledger.open_receives,
             sends=worker.ledger.open_sends,
-            requests_of_actors=len(supervisor._peer_of_request) + sum(len(actor._runs) for actor in actors),
-            leases=supervisor._lease_keeper.open_leases
-            + sum(len(actor._holders) + len(actor._owed_releases) + len(actor._pending_releases) for actor in actors),
+            requests_of_actors=len(supervisor._peer_of_request)
+            + sum(len(actor._pulls) + len(actor.core._requests) + len(actor.core._quarantined) for actor in actors),
+            leases=supervisor._lease_keeper.open_leases + sum(len(actor.core._claims) for actor in actors),
         )
 
     def crash_actors(self) -> None:

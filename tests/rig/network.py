@@ -74,7 +74,7 @@ def dead_params(port: int, blocks: int) -> dict[str, Any]:
         "tp_size": 1,
         "dcp_size": 1,
         "pp_size": 1,
-        "remote_num_tokens": 0,
+        "remote_num_tokens": None,
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
     }

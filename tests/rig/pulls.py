@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from connector.runtime.messages import GroupPull, PeerAddress, StartPull
+from connector.protocol import GroupPull, PeerAddress, StartPull
+from statemachine.lease import LeaseName
 
 
 def one_group(local: list[int], remote: list[int], *, local_first: int = 0) -> tuple[GroupPull, ...]:
@@ -14,13 +15,11 @@ def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPu
     """Of blocks that have the same ids on a peer that does not exist."""
     return StartPull(
         request_id=request_id,
+        lease=LeaseName(f"remote-{request_id}", 1),
         peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
-        remote_request_id=f"remote-{request_id}",
         groups=one_group(blocks, blocks),
         num_tokens=None,
         remote_num_tokens=None,
         awaited=awaited,
         age_seconds=0.0,
-        lease_expires_at=None,
-        incarnation=None,
     )

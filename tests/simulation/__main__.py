@@ -1,9 +1,10 @@
 """The simulator for people: `python -m tests.simulation --seed N`.
 
-    --level 1          the pure machines under an event heap, fast; 2 (the default): the production actors; vllm: the
+    --level 1          the two cores under an event heap, fast; 2 (the default): the production actors; vllm: the
                        production actors between engines with vLLM's own scheduler
     --seed N           the first seed; the plan of faults is drawn from it
     --seeds COUNT      so many seeds from there on
+    --seconds N        seed after seed until the time is up
     --until-failure    seed after seed until one fails
     --faults FILE      replay the plan in this file (its seed counts, the options above do not)
     --trace FILE       write all transition records there, as JSON lines
@@ -18,25 +19,21 @@ import argparse
 import itertools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import msgspec
 
-from tests.simulation.cluster import Result, simulate
 from tests.simulation.coverage import TransitionKey, coverage_lines
 from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, VLLM_KINDS, Kind, Plan, draw_plan
-from tests.simulation.level1 import run as level1
 from tests.simulation.shrink import shrink
 
 FAILURES = Path(".state/simulation")
 VIOLATIONS_SHOWN = 5
-
-
-AnyResult: TypeAlias = Result | level1.Result
 
 
 @dataclass(frozen=True)
@@ -44,25 +41,40 @@ class Level:
     """How the seeds of a level are run."""
 
     name: str
-    simulate: Callable[[Plan], AnyResult]
+    simulate: Callable[[Plan], Any]
     kinds: tuple[Kind, ...]
 
     def draw(self, seed: int) -> Plan:
         return draw_plan(seed, self.kinds)
 
 
-def _simulate_with_vllm(plan: Plan) -> Result:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-    from tests.simulation.vllm.cluster import simulate as simulate_with_vllm  # vLLM is imported only for this
+# What a level needs is imported only for it.
 
-    return simulate_with_vllm(plan)
+
+def _simulate_cores(plan: Plan) -> Any:
+    from tests.simulation.level1.run import simulate
+
+    return simulate(plan)
+
+
+def _simulate_actors(plan: Plan) -> Any:
+    from tests.simulation.cluster import simulate
+
+    return simulate(plan)
+
+
+def _simulate_with_vllm(plan: Plan) -> Any:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    from tests.simulation.vllm.cluster import simulate
+
+    return simulate(plan)
 
 
 LEVELS = {
     level.name: level
     for level in (
-        Level("1", level1.simulate, LEVEL1_KINDS),
-        Level("2", simulate, LEVEL2_KINDS),
+        Level("1", _simulate_cores, LEVEL1_KINDS),
+        Level("2", _simulate_actors, LEVEL2_KINDS),
         Level("vllm", _simulate_with_vllm, VLLM_KINDS),
     )
 }
@@ -82,7 +94,7 @@ class Totals:
     transitions: Counter[TransitionKey] = field(default_factory=Counter)
     coverage: Counter[str] = field(default_factory=Counter)
 
-    def add(self, result: AnyResult) -> None:
+    def add(self, result: Any) -> None:
         self.seeds += 1
         self.failed += bool(result.violations)
         self.requests += result.requests
@@ -91,8 +103,7 @@ class Totals:
         self.outcomes += result.outcomes
         self.faults += result.faults_fired
         self.transitions += result.transitions
-        if isinstance(result, Result):
-            self.coverage += result.coverage
+        self.coverage += result.coverage
 
 
 def say(line: str) -> None:
@@ -107,12 +118,16 @@ def read_plan(path: Path) -> Plan:
 def plans(arguments: argparse.Namespace, level: Level) -> Iterable[Plan]:
     if arguments.faults is not None:
         return [read_plan(arguments.faults)]
+    if arguments.seconds is not None:
+        end = time.monotonic() + arguments.seconds
+        seeds = itertools.takewhile(lambda seed: time.monotonic() < end, itertools.count(arguments.seed))
+        return (level.draw(seed) for seed in seeds)
     if arguments.until_failure:
         return (level.draw(seed) for seed in itertools.count(arguments.seed))
     return (level.draw(seed) for seed in range(arguments.seed, arguments.seed + arguments.seeds))
 
 
-def explain(result: AnyResult, level: Level) -> None:
+def explain(result: Any, level: Level) -> None:
     """What went wrong, and how to see it again."""
     for violation in result.violations[:VIOLATIONS_SHOWN]:
         say(f"  {violation.at_seconds:10.4f} s  {violation.oracle}: {violation.detail}")
@@ -136,7 +151,7 @@ def summarize(totals: Totals, level: Level) -> None:
     say("outcomes     " + ", ".join(f"{kind} {count}" for kind, count in totals.outcomes.most_common()))
     say("faults       " + ", ".join(f"{kind.value} {totals.faults[kind]}" for kind in level.kinds))
     if totals.coverage:
-        say("schedulers   " + ", ".join(f"{what} {count}" for what, count in sorted(totals.coverage.items())))
+        say("coverage     " + ", ".join(f"{what} {count}" for what, count in sorted(totals.coverage.items())))
     for line in coverage_lines(totals.transitions):
         say(line)
     say("verdict      " + (f"{totals.failed} of {totals.seeds} seeds FAILED" if totals.failed else "all passed"))
@@ -162,6 +177,7 @@ def main() -> int:
     parser.add_argument("--level", choices=list(LEVELS), default="2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, metavar="COUNT")
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--until-failure", action="store_true")
     parser.add_argument("--faults", type=Path, metavar="FILE")
     parser.add_argument("--trace", type=Path, metavar="FILE")

@@ -17,7 +17,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -27,14 +28,18 @@ from trio.testing import MockClock
 from connector.config import ConnectorOptions
 from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
-from connector.runtime.supervisor import RESTART_DELAY_SECONDS_MAX
+from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
+from connector.wire import control
 from connector.wire.notifications import encode_release
 from statemachine import request
+from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda, Signal
 from tests.simulation.coverage import TransitionKey, counted_transitions
 from tests.simulation.engines import (
     REQUEST_BLOCKS_MAX,
+    WRONG_TP_SIZES,
     DecodeEngine,
     Engine,
     Prefilled,
@@ -42,10 +47,11 @@ from tests.simulation.engines import (
     prompt_tokens,
 )
 from tests.simulation.fake_network import FakeNetwork
-from tests.simulation.fake_nixl import FakeNixlWorld
-from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
-from tests.simulation.oracles import InjectedCrash, Oracles, Violation
-from tests.simulation.process import PORT, Process, Rank, Surroundings, Variant
+from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlWorld, FlyingRead
+from tests.simulation.faults import Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
+from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
+from tests.simulation.process import PORT, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
+from tests.simulation.verdict import Violation
 
 LIVENESS_SECONDS = 120.0
 """Long enough for a backlog of prompts behind leases that nobody takes over."""
@@ -56,6 +62,16 @@ SHUTDOWN_SECONDS = 10.0
 RESTART_SECONDS_MIN = 0.01
 LAST_RANK_SECONDS_MAX = 0.3
 """How long the rest of an engine may outlive one of its ranks."""
+SAMPLES_SHARE = 0.08
+"""How many prompts have two samples on one engine."""
+SPREAD_SHARE = 0.2
+"""How many have samples on several engines."""
+SLEW_SECONDS_MAX = 0.6
+"""How long a clock keeps its rate while it is slewed, if not all the time."""
+STOP_TOLD_SECONDS = 0.01
+"""How soon a worker says that it can serve no more."""
+RESET_SECONDS_MAX = 0.4
+"""How often links are reset while that fault lasts."""
 BURST_MEAN = 3
 """Prompts that arrive together, on average."""
 GARBAGE_SECONDS = 0.02
@@ -73,6 +89,13 @@ GARBAGE = (
     b"\x93\xacget_meta_msg\x00\x05",
     b"\x93\xacget_meta_msg\xff\xff",
     bytes(2000),
+    *control.encode_request(
+        control.Hold(engine_id="stranger", rank=0, ranks=1, sent_ns=1, leases=(LeaseName("nobody", 1),))
+    ),
+    *control.encode_request(
+        control.Release(engine_id="stranger", rank=1, ranks=1024, leases=(LeaseName("nobody", 0),) * 3)
+    ),
+    *control.encode_answer(control.HoldAnswer(sent_ns=0)),
 )
 
 
@@ -129,9 +152,11 @@ def options_of(shape: Shape) -> ConnectorOptions:
     """Short times, so that every limit is met within a run."""
     return ConnectorOptions(
         kv_lease_duration=shape.lease_seconds,
+        lease_limit_seconds=shape.lease_limit_seconds,
         request_timeout_seconds=shape.request_timeout_seconds,
         handshake_timeout_seconds=shape.handshake_timeout_seconds,
         quiesce_timeout_seconds=1.5,
+        backend_grace_seconds=1.2 * STRAY_GRACE_SECONDS,  # by whatever clock
         backoff_initial_seconds=0.1,
         backoff_max_seconds=1.0,
         incompatible_backoff_seconds=3.0,
@@ -163,9 +188,11 @@ class Cluster:
 
     def _engine_ids(self) -> int:
         """How many prefill engines a decode engine gets to know."""
-        return self._shape.prefills + sum(
-            2 * (fault.kind in (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP)) for fault in self._plan.faults
-        )
+        new_ids = (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP, Kind.WORKER_STOPS)
+        engines = self._shape.prefills + sum(2 * (fault.kind in new_ids) for fault in self._plan.faults)
+        # Who is described with other sizes counts once more for each.
+        misdirects = any(fault.kind is Kind.WRONG_SIZES for fault in self._plan.faults)
+        return engines * (len(WRONG_TP_SIZES) if misdirects else 1)
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
         pulls = self._oracles.pulls.values()
@@ -207,6 +234,7 @@ class Cluster:
             engines=self._shape.engines,
         )
         self._around = around
+        around.nixl.note_copied = self._note_copied
         self._make_engines(around)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -230,6 +258,13 @@ class Cluster:
 
     def _engine_chance(self, name: str) -> random.Random:
         return generator(self._plan.seed, f"engine {name}")
+
+    def _note_copied(self, read: FlyingRead) -> None:
+        agent_name = read.initiator.agent_name
+        rank = self._engine(agent_name).process.ranks[rank_of(agent_name) or 0]
+        if rank.port is read.initiator:
+            (block,) = rank.memory.blocks_at([read.pieces[0][0]])
+            self._oracles.note_read_end(engine_of(agent_name), rank.tp_rank, block)
 
     def _note_misuse(self, detail: str) -> None:
         self._oracles.complain("agents", detail)
@@ -272,37 +307,71 @@ class Cluster:
         await ended.wait()
 
     async def _ask(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
-        """One prompt through both engines; sometimes with two samples, which share P's blocks."""
+        """One prompt through both engines; sometimes with several samples, which share P's blocks."""
         self._numbers += 1
         number = self._numbers
-        samples = 2 if self._chance.random() < 0.08 else 1
         blocks = self._chance.randint(1, REQUEST_BLOCKS_MAX)
         prefilled = await prefill.prefill(f"{prefill.name}-r{number}", number, prompt_tokens(number, blocks))
         if prefilled is None:
             return
+        if not self._shape.numbers_leases:
+            prefilled = replace(prefilled, lease=LeaseName(prefilled.request_id, 0))
         await self._agenda.sleep(self._chance.uniform(0.0001, 0.006))
         if self._faults.hits(Kind.TWO_RANKS, prefill.name):
             await self._read_with_two_ranks(prefill, prefilled)
             return
-        process = decode.process
-        if process.has_died():
+        samples = self._draw_samples(prefill, decode, number)
+        misdirected = None
+        if self._faults.hits(Kind.WRONG_SIZES, decode.name):
+            misdirected = self._begin(decode.serve_misdirected(f"{decode.name}-r{number}.astray", prefilled))
+        served: list[Signal | trio.Event] = []
+        for engine, request_ids in samples:
+            if engine.process.has_died():
+                continue
+            engine.announce(request_ids, prefilled)
+            served += [self._begin(engine.serve(request_id, prefilled)) for request_id in request_ids]
+        for each in (*served, misdirected):
+            if each is not None:
+                await each.wait()
+        await self._repeat(decode, number, prefilled)
+
+    def _draw_samples(
+        self, prefill: PrefillEngine, decode: DecodeEngine, number: int
+    ) -> list[tuple[DecodeEngine, list[str]]]:
+        """Which engines are asked for which samples. A balancer may spread the samples of a prompt over engines."""
+        chance = self._chance
+        kind = chance.random()
+        counts = {decode.name: 2 if kind < SAMPLES_SHARE else 1}
+        spreads = self._faults.hits(Kind.TWO_HOLDERS, prefill.name) or kind > 1.0 - SPREAD_SHARE
+        if spreads and len(self._decodes) > 1:
+            self._oracles.coverage["samples on several engines"] += 1
+            for other in self._decodes:
+                if other is not decode and (len(self._decodes) == 2 or chance.random() < 0.7):
+                    counts[other.name] = chance.randint(1, 2)
+        return [
+            (engine, [f"{engine.name}-r{number}.{sample}" for sample in range(counts[engine.name])])
+            for engine in self._decodes
+            if engine.name in counts
+        ]
+
+    async def _repeat(self, decode: DecodeEngine, number: int, prefilled: Prefilled) -> None:
+        """A router repeats itself: on the same engine, which may have restarted since, or on another one."""
+        if self._faults.hits(Kind.ROUTER_RETRY, decode.name) is None:
             return
-        request_ids = [f"{decode.name}-r{number}.{sample}" for sample in range(samples)]
-        decode.announce(request_ids, prefilled)
-        for served in [self._begin(decode.serve(request_id, prefilled)) for request_id in request_ids]:
-            await served.wait()
-        await decode.serve_again(f"{decode.name}-r{number}.again", prefilled, process)
+        await self._agenda.sleep(self._chance.uniform(0.0, 0.3))
+        engine = decode if self._chance.random() < 0.5 else self._chance.choice(self._decodes)
+        await engine.serve_again(f"{engine.name}-r{number}.again", prefilled)
 
     async def _read_with_two_ranks(self, prefill: PrefillEngine, prefilled: Prefilled) -> None:
         """A built-in engine whose two ranks both read from this one, and say so; the first one says it twice."""
-        ranks, oracles, name = prefill.process.ranks, self._oracles, "tp2"
+        ranks, oracles, name = prefill.process.ranks, self._oracles, BUILTIN_READERS
         oracles.take_over(prefilled.owner, prefilled.request_id, name, name, 2)
         for reader in (0, 0, 1):
             await self._agenda.sleep(self._chance.uniform(0.0, 0.2))
             oracles.let_go(prefilled.owner, prefilled.request_id, name, reader)
             rank = ranks[reader * len(ranks) // 2]
             release = encode_release(prefilled.request_id, 2 // len(ranks))
-            self._around.nixl.send(f"{name}.{reader}", rank.port, release, in_order=True)
+            self._around.nixl.send(f"{name}.{reader}", rank.port, release)
 
     async def _inflict(self, fault: Fault) -> None:
         """Faults that are events; the others are looked up by the fakes."""
@@ -326,10 +395,16 @@ class Cluster:
                 self._strike(fault)
                 jump = generator(self._plan.seed, str(fault.at_seconds)).uniform(-1e5, 1e5)
                 for rank in self._ranks(fault):
-                    rank.clock.wall_error_seconds += jump
+                    rank.clock.machine.wall_error_seconds += jump
+            case Kind.CLOCK_SLEW:
+                await self._slew_clocks(fault)
+            case Kind.LINK_RESET:
+                await self._reset_links(fault)
+            case Kind.WORKER_STOPS:
+                await self._break_ports(self._engine(fault.target), fault)
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
-            case Kind.ACTOR_CRASH | Kind.OWNER_CRASH | Kind.KEEPER_CRASH:
+            case Kind.ACTOR_CRASH | Kind.CONTROL_CRASH | Kind.KEEPER_CRASH:
                 await self._crash_actors(fault)
             case _:
                 pass
@@ -347,7 +422,8 @@ class Cluster:
             if engine.process is not old or old.has_died():
                 return
         engine.crash()
-        await trio.sleep_until(max(fault.end_seconds, fault.at_seconds + RESTART_SECONDS_MIN))
+        # Counted from now: the last rank may have died late, and the port is free when its tasks have ended.
+        await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
         self._restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
 
     async def _stop(self, engine: Engine, fault: Fault) -> None:
@@ -396,30 +472,88 @@ class Cluster:
             self._strike(fault)
             frames = tuple(chance.choice(GARBAGE) for _ in range(chance.randint(0, 3)))
             self._around.network.inject(f"{fault.target}.sim", PORT, frames)
-            port = chance.choice(self._ranks(fault)).port
-            self._around.nixl.send("stranger.1", port, chance.choice(GARBAGE), in_order=True)
+            rank = chance.choice(self._ranks(fault))
+            self._around.network.inject(rank.host, rank.control.port, frames[:1] or (chance.choice(GARBAGE),))
+            self._around.nixl.send("stranger.1", rank.port, chance.choice(GARBAGE))
             await trio.sleep(GARBAGE_SECONDS)
+
+    async def _slew_clocks(self, fault: Fault) -> None:
+        chance = generator(self._plan.seed, f"slew at {fault.at_seconds}")
+        machines = [rank.clock.machine for rank in self._ranks(fault)]
+        keeps_seconds = chance.choice([SLEW_SECONDS_MAX, inf])
+        while trio.current_time() < fault.end_seconds:
+            self._strike(fault)
+            for machine in machines:
+                machine.slew(chance.choice([-SLEW_PPB_MAX, SLEW_PPB_MAX, chance.randint(-SLEW_PPB_MAX, SLEW_PPB_MAX)]))
+            rest_seconds = fault.end_seconds - trio.current_time()
+            await trio.sleep(
+                rest_seconds if keeps_seconds == inf else min(chance.uniform(0.0, keeps_seconds), rest_seconds)
+            )
+        for machine in machines:
+            machine.slew(0)
+
+    async def _reset_links(self, fault: Fault) -> None:
+        chance = generator(self._plan.seed, f"resets at {fault.at_seconds}")
+        decode, prefill = map(engine_of, fault.target.split(">"))
+
+        def is_meant(source: str, target: str) -> bool:
+            return (engine_of(source), engine_of(target)) == (decode, prefill) and fault.hits((source, target))
+
+        while trio.current_time() < fault.end_seconds:
+            if chance.random() < fault.probability and self._around.network.reset_links(is_meant):
+                self._strike(fault)
+            await trio.sleep(chance.uniform(0.0, RESET_SECONDS_MAX))
+
+    async def _break_ports(self, engine: Engine, fault: Fault) -> None:
+        """A worker can serve no more; its engine goes on until somebody restarts it."""
+        broken = engine.process
+        if broken.has_died():
+            return
+        self._strike(fault)
+        ranks = [rank for rank in self._ranks(fault) if not rank.is_dead]
+        for rank in ranks:
+            rank.port.break_down("a fault of the plan")
+        await trio.sleep(STOP_TOLD_SECONDS)
+        for rank in ranks:
+            if not (rank.has_stopped or rank.is_dead or rank.port.is_paused):
+                self._oracles.complain(
+                    "health", f"rank {rank.tp_rank} of {engine.name} does not say that it has stopped"
+                )
+        await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
+        if engine.process is not broken or broken.has_died():
+            return
+        engine.crash()
+        await trio.sleep(RESTART_SECONDS_MIN)
+        self._restart(engine, None)
 
     async def _crash_actors(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"crash at {fault.at_seconds}")
         while trio.current_time() < fault.end_seconds:
-            inbox = self._inbox_of_victim(fault, chance)
-            # Not while it waits for its restart: crashes would pile up in front of everything else.
-            if inbox is not None and len(inbox) == 0:
-                self._strike(fault)
-                inbox.put(_Poison())
+            self._crash_one(fault, chance)
             await trio.sleep(chance.uniform(0.05, 0.5))
 
-    def _inbox_of_victim(self, fault: Fault, chance: random.Random) -> Mailbox[Any] | None:
+    def _crash_one(self, fault: Fault, chance: random.Random) -> None:
+        """Unless it waits for its restart: crashes would pile up in front of everything else."""
+        if fault.kind is Kind.CONTROL_CRASH:
+            listeners: list[Any] = [rank.control for rank in self._ranks(fault)]
+            if rank_of(fault.target) is None:
+                listeners.append(self._engine(fault.target).process.listener._listener)
+            listener = chance.choice(listeners)
+            if not listener.waiting:
+                self._strike(fault)
+                listener.poison(_Poison())
+            return
         supervisor = chance.choice(self._ranks(fault)).supervisor
-        match fault.kind:
-            case Kind.OWNER_CRASH:
-                return supervisor._context.nixl._inbox
-            case Kind.KEEPER_CRASH:
-                return supervisor._lease_keeper.inbox
-            case _:
-                actors = list(supervisor._peers.values())
-                return chance.choice(actors).inbox if actors else None
+        if fault.kind is Kind.KEEPER_CRASH:
+            inbox: Mailbox[Any] = supervisor._lease_keeper._inbox
+        else:
+            actors = list(supervisor._peers.values())
+            if not actors:
+                return
+            inbox = chance.choice(actors).inbox
+        if len(inbox) == 0:
+            self._strike(fault)
+            inbox.put(_Poison())
 
     def _strike(self, fault: Fault) -> None:
         self._faults.fired[fault.kind] += 1
@@ -462,7 +596,7 @@ class Cluster:
             prefilled = await prefill.prefill(f"{prefill.name}-r{self._numbers}", self._numbers, 32)
         assert prefilled is not None, "every engine lives again when the faults are over"
         decode.announce([request_id], prefilled)
-        await decode.serve(request_id, prefilled)
+        await decode.serve(request_id, prefilled, is_urgent=True)
 
     async def _check_at_rest(self, when: str) -> None:
         for engine in self._engines:
@@ -521,8 +655,15 @@ class Cluster:
 
 
 class _Poison:
-    """A message on which an actor crashes: looking at its class raises."""
+    """A message on which an actor crashes: looking at its class, or at its frames, raises."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
+        raise InjectedCrash("a fault of the plan")
+
+    @property
+    def frames_untrusted(self) -> tuple[bytes, ...]:
+        raise InjectedCrash("a fault of the plan")
+
+    def __getattr__(self, name: str) -> Any:
         raise InjectedCrash("a fault of the plan")

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from statemachine import lease, peer, request, transfer
+from statemachine import hold, lease, peer, request
 from statemachine.kernel import Handler, Machine, Transition
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, lease.MACHINE, peer.MACHINE, transfer.MACHINE)
+MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
 
 TransitionKey = tuple[str, str, str]
 """Machine, state, event."""

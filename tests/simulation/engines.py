@@ -15,15 +15,16 @@ Any engine may die: its clients get an error, and it comes back with an empty ca
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import trio
 
-from connector.runtime.clock import NS_PER_SECOND, to_ns
-from connector.runtime.messages import (
+from connector.protocol import (
     AbortPull,
     GroupPull,
     LeaseComputing,
@@ -37,28 +38,32 @@ from connector.runtime.messages import (
     SendEnded,
     StartPull,
     TrackLease,
+    WorkerStopped,
 )
 from statemachine.failures import BadParams, Failure
+from statemachine.lease import LeaseName
 from tests.simulation.agenda import Signal
 from tests.simulation.faults import Kind
 from tests.simulation.model import (
-    BLOCK_TOKENS,
     WINDOW_TOKENS,
-    EngineShape,
     Prompt,
-    SecondGroup,
     Table,
     block_counts,
     tables,
 )
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.process import Process, Surroundings, Variant
+from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 
 POOL_TOKENS = 1024
 """What fits into the blocks of an engine."""
 REQUEST_BLOCKS_MAX = 10
 """Of the usual size."""
 STEP_SECONDS_MAX = 0.005
+QUEUE_LEASES = 3.2
+"""How many lease times a request waits in the queue of a decode engine that is overrun."""
+OVERRUN_SHARE = 0.006
+WRONG_TP_SIZES = (1, 2, 3, 4, 8, 1024)
 
 
 def prompt_tokens(number: int, blocks: int) -> int:
@@ -184,15 +189,15 @@ class Prefilled:
     address: PeerAddress
     engine: str
     owner: str
-    request_id: str
+    lease: LeaseName
     prompt: Prompt
     tables: tuple[Table, ...]
     pool_blocks: int
     """Ids of blocks are below this."""
-    lease_expires_at: float
-    lease_ends_seconds: float
-    """The same in true time, which only the simulation knows."""
-    incarnation: str
+
+    @property
+    def request_id(self) -> str:
+        return self.lease.request_id
 
 
 class PrefillEngine(Engine):
@@ -204,32 +209,45 @@ class PrefillEngine(Engine):
         self._still_lending: dict[str, set[int]] = {}
         """The ranks on which a lease has not ended."""
 
+    def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
+        # As in production: no later life repeats a number.
+        self._lease_numbers = itertools.count(1 + self.chance.getrandbits(48))
+        super().start(engine_id, variant)
+
     @property
     def owner(self) -> str:
         """Who lends: one life of this engine."""
         return f"{self.name}.{self.process.life}"
 
     async def prefill(self, request_id: str, content: int, tokens: int) -> Prefilled | None:
-        """Compute a prompt. None: the engine died or the request was given up before it was through."""
+        """Compute a prompt. None: the engine died, the request was given up before it was through, or a worker of the
+        engine cannot serve any more, and the answer says nothing of blocks."""
         process = self.process
-        if process.has_died():
+        if process.has_died() or process.refuses_because is not None:
             return None
         counts = block_counts(self.around.model, self.shape, tokens)
         taken = await self.take(process, sum(count for _, count in counts))
         if taken is None:
             return None
+        lease = LeaseName(request_id, next(self._lease_numbers))
         self.around.oracles.lend(
             [
-                Lent(request_id=request_id, owner=self.owner, prefill=self.name, tp_rank=rank.tp_rank)
+                Lent(
+                    request_id=request_id,
+                    number=lease.number,
+                    owner=self.owner,
+                    prefill=self.name,
+                    tp_rank=rank.tp_rank,
+                )
                 for rank in process.ranks
             ]
         )
-        process.deliver(LeaseComputing(request_id=request_id))
+        process.deliver(LeaseComputing(lease=lease))
         await self.agenda.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
             return None
-        if self.chance.random() < 0.03:
-            process.deliver(LeaseWithdrawn(request_id=request_id))
+        if self.chance.random() < 0.03 or process.refuses_because is not None:
+            process.deliver(LeaseWithdrawn(lease=lease))
             self.give(taken)
             return None
         prompt = Prompt(self.around.model, content, tokens)
@@ -237,42 +255,40 @@ class PrefillEngine(Engine):
         of_groups = tables(counts, taken)
         for rank in process.ranks:
             rank.memory.write(of_groups, written)
-        return self._grant(process, request_id, prompt, of_groups, taken)
+        return self._grant(process, lease, prompt, of_groups, taken)
 
     def _grant(
-        self, process: Process, request_id: str, prompt: Prompt, of_groups: tuple[Table, ...], blocks: list[int]
+        self, process: Process, lease: LeaseName, prompt: Prompt, of_groups: tuple[Table, ...], blocks: list[int]
     ) -> Prefilled:
         """The workers hear of the grant with the next step, perhaps later than the client has its answer."""
-        lease_seconds = self.around.options.kv_lease_duration
+        request_id, lease_seconds = lease.request_id, self.around.options.kv_lease_duration
         self._blocks[request_id] = blocks
         self._still_lending[request_id] = {rank.tp_rank for rank in process.ranks}
-        granted_ns = process.clock.now_ns()
-        ends_seconds = process.clock.true_seconds(granted_ns + to_ns(lease_seconds))
-        for lent in self.around.oracles.leases[self.owner, request_id]:
-            lent.is_granted, lent.granted_seconds, lent.ends_seconds = True, trio.current_time(), ends_seconds
-        granted = LeaseGranted(request_id=request_id, lease_seconds=lease_seconds, blocks=len(blocks))
+        self.around.oracles.grant(self.owner, request_id, [rank.clock.now_ns() for rank in process.ranks])
+        granted = LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=len(blocks))
         self.agenda.after(self.step_seconds(), lambda: process.deliver(granted))
         return Prefilled(
             address=process.address,
             engine=self.name,
             owner=self.owner,
-            request_id=request_id,
+            lease=lease,
             prompt=prompt,
             tables=of_groups,
             pool_blocks=self.pool.blocks,
-            lease_expires_at=granted_ns / NS_PER_SECOND + lease_seconds,
-            lease_ends_seconds=ends_seconds,
-            incarnation=process.incarnation,
         )
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        if isinstance(outcome, SendEnded) and not self.around.oracles.free(self.owner, outcome.request_id, tp_rank):
-            return
+        if isinstance(outcome, SendEnded):
+            now_ns = self.process.ranks[tp_rank].clock.now_ns()
+            if not self.around.oracles.free(self.owner, outcome.request_id, tp_rank, now_ns, expired=outcome.expired):
+                return
         super().hear(tp_rank, outcome)
 
     def act_on(self, tp_rank: int, outcome: Outcome) -> None:
         """The blocks are free again when the lease has ended on every rank."""
-        if isinstance(outcome, SendEnded):
+        if isinstance(outcome, WorkerStopped):
+            self.process.stop_serving(outcome.reason)
+        elif isinstance(outcome, SendEnded):
             still_lending = self._still_lending[outcome.request_id]
             still_lending.discard(tp_rank)
             if not still_lending:
@@ -296,6 +312,8 @@ class _Receive:
         lifted_early: ranks that have lifted a quarantine before they said that there is one; vLLM learns of both at
             once, and only their balance counts.
         failure: that of the first rank that failed.
+        was_quarantined: whether it ended with READs in flight. Its request is gone then, and so is its script's claim
+            to the blocks: the last rank's lift gives them back, perhaps before the script has run again.
     """
 
     blocks: list[int]
@@ -304,6 +322,7 @@ class _Receive:
     written_by: set[int] = field(default_factory=set)
     lifted_early: set[int] = field(default_factory=set)
     failure: Failure | None = None
+    was_quarantined: bool = False
 
 
 class DecodeEngine(Engine):
@@ -314,6 +333,9 @@ class DecodeEngine(Engine):
         self._quarantined: list[_Receive] = []
         """Those that have ended with READs in flight."""
         self._malformed: set[str] = set()
+        self._announced: dict[str, float] = {}
+        """When each request was announced."""
+        self._wrong_sizes: set[str] = set()
         super().__init__(around, name, chance)
 
     def crash(self) -> None:
@@ -325,17 +347,13 @@ class DecodeEngine(Engine):
         for receive in receives.values():
             receive.ended.set()
 
-    async def serve_again(self, request_id: str, source: Prefilled, process: Process) -> None:
-        """A router repeats itself with parameters that `process` has used; the blocks may be somebody else's by now.
-
-        Not after a restart: like another engine, the next life cannot know what this one has released.
-        """
-        if self.around.faults.hits(Kind.ROUTER_RETRY, self.name) is not None:
-            await self.agenda.sleep(self.chance.uniform(0.0, 0.3))
-            if process.has_died() or source.request_id in self._malformed:
-                return
-            self._track(request_id, source)
-            await self.serve(request_id, source, is_repeated=True)
+    async def serve_again(self, request_id: str, source: Prefilled) -> None:
+        """A router repeats itself with parameters that were used before; the blocks may be somebody else's by now."""
+        if source.request_id in self._malformed or self.process.has_died():
+            return
+        self.around.oracles.reuse(source.owner, source.request_id)
+        self._track(request_id, source)
+        await self.serve(request_id, source, is_repeated=True)
 
     def announce(self, request_ids: list[str], source: Prefilled) -> None:
         """Samples of one prompt have arrived, together, before one of them can let go of the blocks.
@@ -351,18 +369,26 @@ class DecodeEngine(Engine):
             self._track(request_id, source)
 
     def _track(self, request_id: str, source: Prefilled) -> None:
+        self._announced[request_id] = trio.current_time()
         self.process.deliver(
-            TrackLease(request_id=request_id, peer=source.address, remote_request_id=source.request_id)
+            TrackLease(request_id=request_id, peer=source.address, lease=source.lease, age_seconds=0.0)
         )
 
-    async def serve(self, request_id: str, source: Prefilled, *, is_repeated: bool = False) -> None:
+    async def serve_misdirected(self, request_id: str, source: Prefilled) -> None:
+        """One request whose client says other sizes of the prefill engine than those that it has."""
+        sizes = [size for size in WRONG_TP_SIZES if size != source.address.tp_size]
+        address = msgspec.structs.replace(source.address, tp_size=self.chance.choice(sizes))
+        self._wrong_sizes.add(request_id)
+        misdirected = replace(source, address=address)
+        self._track(request_id, misdirected)
+        await self.serve(request_id, misdirected)
+
+    async def serve(
+        self, request_id: str, source: Prefilled, *, is_repeated: bool = False, is_urgent: bool = False
+    ) -> None:
         """One announced request, until its blocks are free again or its engine is dead."""
         process = self.process
-        heard_seconds = trio.current_time()
-        if self.chance.random() < 0.2:
-            await self.agenda.sleep(self.chance.uniform(0.0, 2.0))  # it waits in the queue
-        if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
-            await self.agenda.sleep(max(0.0, queue.end_seconds - trio.current_time()))
+        await self._wait_in_the_queue(is_urgent=is_urgent)
         if process.has_died():
             return
         kind = self.chance.random()
@@ -370,17 +396,26 @@ class DecodeEngine(Engine):
         cached = self.chance.randint(0, self.shape.blocks_of(tokens)) if kind < 0.2 else 0
         if kind > 0.92:
             if source.request_id not in self._malformed:
-                self._settle_without_reading(request_id, source, heard_seconds)
+                self._settle_without_reading(request_id, source)
             return
         counts = block_counts(self.around.model, self.shape, tokens, cached)
         blocks = await self.take(process, sum(count for _, count in counts))
         if blocks is not None:
-            mine = tables(counts, blocks)
-            await self._load(process, request_id, source, mine, heard_seconds, is_repeated=is_repeated)
+            await self._load(process, request_id, source, tables(counts, blocks), is_repeated=is_repeated)
 
-    def _settle_without_reading(self, request_id: str, source: Prefilled, heard_seconds: float) -> None:
+    async def _wait_in_the_queue(self, *, is_urgent: bool) -> None:
+        kind = self.chance.random()
+        if kind < 0.2:
+            await self.agenda.sleep(self.chance.uniform(0.0, 2.0))
+        elif kind > 1.0 - OVERRUN_SHARE and not is_urgent:
+            self.around.oracles.coverage["queued for three lease times"] += 1
+            await self.agenda.sleep(QUEUE_LEASES * self.around.options.kv_lease_duration)
+        if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
+            await self.agenda.sleep(max(0.0, queue.end_seconds - trio.current_time()))
+
+    def _settle_without_reading(self, request_id: str, source: Prefilled) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
-        self._start(request_id, source, (), heard_seconds, awaited=False)
+        self._start(request_id, source, (), awaited=False)
 
     async def _load(
         self,
@@ -388,11 +423,10 @@ class DecodeEngine(Engine):
         request_id: str,
         source: Prefilled,
         mine: tuple[Table, ...],
-        heard_seconds: float,
         *,
         is_repeated: bool,
     ) -> None:
-        pull = self._start(request_id, source, mine, heard_seconds, awaited=True, is_repeated=is_repeated)
+        pull = self._start(request_id, source, mine, awaited=True, is_repeated=is_repeated)
         ended = Signal(self.agenda)
         ranks = {rank.tp_rank for rank in process.ranks}
         receive = self._receives[request_id] = _Receive(blocks=pull.blocks, ended=ended, awaited_from=ranks)
@@ -401,9 +435,7 @@ class DecodeEngine(Engine):
             await ended.wait_at_most(self.chance.choice([0.0, 0.0003, 0.002, 0.1, 1.0]) * self.chance.random())
             self._abort(process, pull)
         await ended.wait()
-        if process.has_died():
-            return
-        if receive in self._quarantined:
+        if process.has_died() or receive.was_quarantined:
             return
         prompt = source.prompt
         if receive.failure is not None:  # recomputed here, or another request's
@@ -417,12 +449,13 @@ class DecodeEngine(Engine):
         request_id: str,
         source: Prefilled,
         mine: tuple[Table, ...],
-        heard_seconds: float,
         *,
         awaited: bool,
         is_repeated: bool = False,
     ) -> Pull:
         now = trio.current_time()
+        announced_seconds = self._announced.pop(request_id, now)
+        has_wrong_sizes = request_id in self._wrong_sizes
         blocks = [block for table in mine for block in table.blocks]
         pull = Pull(
             request_id=request_id,
@@ -431,11 +464,12 @@ class DecodeEngine(Engine):
             ranks=self.shape.tp_size,
             blocks=blocks,
             awaited=awaited,
+            announced_seconds=announced_seconds,
             started_seconds=now,
-            lease_ends_seconds=source.lease_ends_seconds,
             owner=source.owner,
             remote_request_id=source.request_id,
-            may_fail=is_repeated,
+            may_fail=is_repeated or has_wrong_sizes,
+            has_wrong_sizes=has_wrong_sizes and awaited and bool(blocks),
         )
         self.around.oracles.start(pull)
         if source.request_id in self._malformed:
@@ -452,14 +486,12 @@ class DecodeEngine(Engine):
             StartPull(
                 request_id=request_id,
                 peer=source.address,
-                remote_request_id=source.request_id,
+                lease=source.lease,
                 groups=tuple(groups),
                 num_tokens=source.prompt.tokens if awaited else None,
                 remote_num_tokens=source.prompt.tokens,
                 awaited=awaited,
-                age_seconds=now - heard_seconds,
-                lease_expires_at=source.lease_expires_at,
-                incarnation=source.incarnation,
+                age_seconds=now - announced_seconds,
             )
         )
         return pull
@@ -517,6 +549,7 @@ class DecodeEngine(Engine):
         if not receive.awaited_from:
             del self._receives[outcome.request_id]
             if receive.written_by:
+                receive.was_quarantined = True
                 self._quarantined.append(receive)
             receive.ended.set()
 

@@ -2,10 +2,11 @@
 
 A side channel keeps the contract of `connector.ports.side_channel` and passes the same suite as the real one. What the
 network does to a message is decided by its rules: how long each copy takes, and how many copies there are. Rules see
-hosts only, not contents.
+hosts only, not contents. A host is a process: `FakeNetwork.kill` ends it.
 
-Like ZMQ it keeps a request for an address at which nobody listens until somebody does, or until its requester is
-closed. Unlike TCP it may lose a message while both ends live on; that stands for a connection that breaks under one.
+Unlike TCP the network may lose a message while both ends live on; that stands for a connection that breaks under one. A
+lost message of a link is lost for good, and the link does not notice. Only the first packet of a link, which connects
+it, is sent again. The news that a connection was refused or reset are messages, too.
 """
 
 from __future__ import annotations
@@ -13,16 +14,31 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
-from connector.ports.side_channel import ListenerCounts, ReplyAddress, Request, SideChannelError
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    LinkLost,
+    ListenerCounts,
+    ReplyAddress,
+    Request,
+    SideChannelError,
+)
 from tests.simulation.agenda import Agenda
+from tests.simulation.faults import LATENCY_SECONDS
 
 LOOPBACK = "127.0.0.1"
-LATENCY_SECONDS = 50e-6
+CONNECT_AGAIN_SECONDS = 1.0
+"""After this time the first packet of a link is sent again if it was lost."""
+LINK_QUEUED_MAX = 1000
+"""Messages of a link that are under way or wait for its connection."""
+
+REFUSED = "Connection refused"
+RESET = "Connection reset by peer"
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,253}")
 
@@ -33,6 +49,18 @@ class NetworkRules:
     def delays(self, source: str, target: str) -> Sequence[float]:
         """Seconds until each copy of a message arrives: none, one or several."""
         return (LATENCY_SECONDS,)
+
+    def keeps_order(self, source: str, target: str) -> bool:
+        """Whether messages of a link, and the news of its end, arrive in the order in which they were sent."""
+        return True
+
+    def refuses(self, source: str, target: str) -> bool:
+        """Whether a connection is refused although somebody listens."""
+        return False
+
+    def resolves(self, host: str) -> bool:
+        """Whether a name server knows the host."""
+        return not host.endswith(".invalid")
 
 
 @dataclass(eq=False)
@@ -55,7 +83,7 @@ class FakeNetwork:
         self._identities = itertools.count(1)
         self._listeners: dict[tuple[str, int], FakeListener] = {}
         self._requesters: dict[ReplyAddress, FakeRequester] = {}
-        self._waiting: list[_Letter] = []
+        self._links: dict[ReplyAddress, FakeLink] = {}
 
     def new_port(self) -> int:
         return next(self._ports)
@@ -65,12 +93,33 @@ class FakeNetwork:
         if address in self._listeners:
             raise SideChannelError(*address, "Address already in use")
         self._listeners[address] = listener
-        waiting, self._waiting = self._waiting, []
-        for letter in waiting:
-            self._arrive(letter)
 
     def unbind(self, listener: FakeListener) -> None:
-        self._listeners.pop((listener.host, listener.port), None)
+        """The connections of its links end."""
+        if self._listeners.get((listener.host, listener.port)) is not listener:
+            return  # its process is dead
+        del self._listeners[listener.host, listener.port]
+        for link in [link for link in self._links.values() if link.listener is listener]:
+            self._end(link, RESET)
+
+    def kill(self, host: str) -> None:
+        """End the process `host`. It notices nothing and does nothing any more; its peers learn of it in time."""
+        for listener in [listener for listener in self._listeners.values() if listener.host == host]:
+            listener.die()
+        for requester in [requester for requester in self._requesters.values() if requester.source == host]:
+            requester.die()
+        for link in [link for link in self._links.values() if link.source == host]:
+            link.die()
+
+    def reset_links(self, is_meant: Callable[[str, str], bool]) -> int:
+        """Break the connections of links whose two hosts are meant; returns how many."""
+        links = [
+            link for link in self._links.values() if link.listener is not None and is_meant(link.source, link.host)
+        ]
+        for link in links:
+            link.is_broken = True
+            self._end(link, RESET)
+        return len(links)
 
     def admit(self, requester: FakeRequester) -> ReplyAddress:
         identity = b"requester %d" % next(self._identities)
@@ -79,7 +128,6 @@ class FakeNetwork:
 
     def dismiss(self, identity: ReplyAddress) -> None:
         self._requesters.pop(identity, None)
-        self._waiting = [letter for letter in self._waiting if letter.identity != identity]
 
     def ask(self, source: str, host: str, port: int, identity: ReplyAddress, frames: tuple[bytes, ...]) -> None:
         letter = _Letter(host, port, identity, frames)
@@ -92,19 +140,83 @@ class FakeNetwork:
 
     def _arrive(self, letter: _Letter) -> None:
         listener = self._listeners.get((letter.host, letter.port))
-        if listener is not None:
+        requester = self._requesters.get(letter.identity)
+        is_refused = requester is not None and self.rules.refuses(requester.source, letter.host)
+        if listener is not None and not is_refused:
             listener.take_in(letter.identity, letter.frames)
-        elif letter.identity in self._requesters:
-            self._waiting.append(letter)
+        elif requester is not None:
+            for delay_seconds in self.rules.delays(letter.host, requester.source):
+                self.agenda.after(delay_seconds, requester.take_refusal)
 
     def answer(self, source: str, identity: ReplyAddress, frames: tuple[bytes, ...]) -> bool:
         """False when nobody waits for the reply."""
+        link = self._links.get(identity)
+        if link is not None:
+            self._send_back(link, lambda: link.take_in(frames))
+            return True
         requester = self._requesters.get(identity)
         if requester is None:
             return False
         for delay_seconds in self.rules.delays(source, requester.source):
             self.agenda.after(delay_seconds, lambda: requester.take_in(frames))
         return True
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def open_link(self, link: FakeLink) -> ReplyAddress:
+        identity = b"link %d" % next(self._identities)
+        self._links[identity] = link
+        self._connect(link, identity)
+        return identity
+
+    def close_link(self, identity: ReplyAddress) -> None:
+        self._links.pop(identity, None)
+
+    def _connect(self, link: FakeLink, identity: ReplyAddress) -> None:
+        """Send the first packet of a link until it arrives."""
+        if identity not in self._links:
+            return
+        delays = self.rules.delays(link.source, link.host)
+        if delays:
+            self.agenda.after(min(delays), lambda: self._take_connection(link))
+        else:
+            self.agenda.after(CONNECT_AGAIN_SECONDS, lambda: self._connect(link, identity))
+
+    def _take_connection(self, link: FakeLink) -> None:
+        listener = self._listeners.get((link.host, link.port))
+        if listener is None or self.rules.refuses(link.source, link.host):
+            self._end(link, REFUSED)
+        else:
+            link.establish(listener)
+
+    def carry(self, link: FakeLink, frames: tuple[bytes, ...]) -> None:
+        """Take a message of an established link to its listener."""
+        for delay_seconds in self.rules.delays(link.source, link.host):
+            at = trio.current_time() + delay_seconds
+            if self.rules.keeps_order(link.source, link.host):
+                at = link.last_arrival_there = max(at, link.last_arrival_there)
+            link.under_way += 1
+            self.agenda.at(at, lambda: self._arrive_on(link, frames))
+
+    def _arrive_on(self, link: FakeLink, frames: tuple[bytes, ...]) -> None:
+        link.under_way -= 1
+        listener = link.listener
+        if link.is_broken or listener is None or self._listeners.get((link.host, link.port)) is not listener:
+            self._end(link, RESET)
+        else:
+            listener.take_in(link.identity, frames)
+
+    def _end(self, link: FakeLink, error: str) -> None:
+        """Let a link know that it has no connection any more."""
+        self._send_back(link, lambda: link.lose(error))
+
+    def _send_back(self, link: FakeLink, arrive: Callable[[], None]) -> None:
+        """Something travels from the peer of a link to the link."""
+        for delay_seconds in self.rules.delays(link.host, link.source):
+            at = trio.current_time() + delay_seconds
+            if self.rules.keeps_order(link.host, link.source):
+                at = link.last_arrival_here = max(at, link.last_arrival_here)
+            self.agenda.at(at, arrive)
 
 
 class FakeRequester:
@@ -117,6 +229,8 @@ class FakeRequester:
         self._port = port
         self._identity: ReplyAddress | None = None
         self._reply: tuple[bytes, ...] | None = None
+        self._is_refused = False
+        self._is_dead = False
         self._news = trio.Event()
         self._is_closed = False
 
@@ -126,27 +240,130 @@ class FakeRequester:
             raise trio.ClosedResourceError
         if self._identity is not None:
             raise RuntimeError("a requester serves one exchange")
+        if not self._network.rules.resolves(self._host):
+            raise SideChannelError(self._host, self._port, "Name or service not known")
         self._identity = self._network.admit(self)
         self._network.ask(self.source, self._host, self._port, self._identity, tuple(frames))
         try:
             await self._news.wait()
         finally:
             self._network.dismiss(self._identity)
-        if self._reply is None:
-            raise trio.ClosedResourceError
-        return self._reply
+        if self._reply is not None:
+            return self._reply
+        if self._is_refused:
+            raise ConnectionRefused(self._host, self._port, REFUSED)
+        raise trio.ClosedResourceError
 
     def take_in(self, frames: tuple[bytes, ...]) -> None:
         """A reply has arrived; the first one counts."""
-        if self._reply is None and not self._is_closed:
+        if self._reply is None and not self._is_closed and not self._is_dead:
             self._reply = frames
             self._news.set()
+
+    def take_refusal(self) -> None:
+        """The host has said that nobody listens."""
+        if not self._is_closed and not self._is_dead:
+            self._is_refused = True
+            self._news.set()
+
+    def die(self) -> None:
+        """Its process is gone: nothing arrives any more, and nobody notices."""
+        self._is_dead = True
+        if self._identity is not None:
+            self._network.dismiss(self._identity)
 
     def close(self) -> None:
         self._is_closed = True
         self._news.set()
         if self._identity is not None:
             self._network.dismiss(self._identity)
+
+
+class FakeLink:
+    """One connection to a listener. Made by `FakeSideChannel.open_link`."""
+
+    def __init__(self, network: FakeNetwork, source: str, host: str, port: int) -> None:
+        self._network = network
+        self.source = source
+        self.host = host
+        self.port = port
+        self.listener: FakeListener | None = None
+        """Where it leads to, once its first packet has arrived there."""
+        self.is_broken = False
+        self.under_way = 0
+        self.last_arrival_there = 0.0
+        self.last_arrival_here = 0.0
+        self._to_send: list[tuple[bytes, ...]] = []
+        self._arrived: deque[tuple[bytes, ...]] = deque()
+        self._lost: str | None = None
+        self._is_closed = False
+        self._is_dead = False
+        self._is_receiving = False
+        self._news = trio.Event()
+        self.identity = network.open_link(self)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        if self._lost is not None or self.under_way + len(self._to_send) >= LINK_QUEUED_MAX:
+            return False
+        if self._is_dead:
+            return True
+        if self.listener is None:
+            self._to_send.append(tuple(frames))
+        else:
+            self._network.carry(self, tuple(frames))
+        return True
+
+    async def receive(self) -> tuple[bytes, ...]:
+        if self._is_receiving:
+            raise trio.BusyResourceError
+        self._is_receiving = True
+        try:
+            await trio.lowlevel.checkpoint()
+            while not self._is_closed and (self._is_dead or (not self._arrived and self._lost is None)):
+                self._news = trio.Event()
+                await self._news.wait()
+        finally:
+            self._is_receiving = False
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        if self._arrived:
+            return self._arrived.popleft()
+        raise LinkLost(self.host, self.port, self._lost or "")
+
+    def establish(self, listener: FakeListener) -> None:
+        """Its first packet has arrived."""
+        if self.listener is None and not self._is_closed:
+            self.listener = listener
+            to_send, self._to_send = self._to_send, []
+            for frames in to_send:
+                self._network.carry(self, frames)
+
+    def take_in(self, frames: tuple[bytes, ...]) -> None:
+        """A message from the listener has arrived."""
+        if self.is_broken:
+            return
+        if not self._is_closed and not self._is_dead and self._lost is None:
+            self._arrived.append(frames)
+            self._news.set()
+
+    def lose(self, error: str) -> None:
+        """The news of its end have arrived."""
+        if not self._is_closed and not self._is_dead and self._lost is None:
+            self._lost = error
+            self._network.close_link(self.identity)
+            self._news.set()
+
+    def die(self) -> None:
+        """Its process is gone: nothing arrives any more, and nobody notices."""
+        self._is_dead = True
+        self._network.close_link(self.identity)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._network.close_link(self.identity)
+        self._news.set()
 
 
 class FakeListener:
@@ -165,6 +382,8 @@ class FakeListener:
         self._oversized_requests = 0
         self._undelimited_requests = 0
         self._dropped_replies = 0
+        self.on_arrival: Callable[[tuple[bytes, ...]], None] = lambda frames: None
+        """Told of each request that arrives, before anybody receives it."""
         network.bind(self)
 
     @property
@@ -208,8 +427,19 @@ class FakeListener:
         elif len(frames) > self._frames_max or any(len(frame) > self._frame_bytes_max for frame in frames):
             self._oversized_requests += 1
         else:
+            self.on_arrival(frames)
             self._requests.append(Request(identity, frames))
             self._news.set()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have arrived and that nobody has received."""
+        return len(self._requests)
+
+    def poison(self, request: Any) -> None:
+        """Have something received that is no request."""
+        self._requests.append(request)
+        self._news.set()
 
     def close(self) -> None:
         if not self._is_closed:
@@ -218,6 +448,11 @@ class FakeListener:
             self._network.unbind(self)
             self._news.set()
 
+    def die(self) -> None:
+        """Its process is gone: nothing arrives any more, and nobody notices."""
+        self._requests.clear()
+        self._network.unbind(self)
+
 
 class FakeSideChannel:
     """The side channel of one process on `host`."""
@@ -225,14 +460,31 @@ class FakeSideChannel:
     def __init__(self, network: FakeNetwork, host: str = LOOPBACK) -> None:
         self._network = network
         self._host = host
-        self._open: list[FakeRequester | FakeListener] = []
+        self._open: list[FakeRequester | FakeListener | FakeLink] = []
         self._is_closed = False
 
-    def connect(self, host: str, port: int) -> FakeRequester:
+    @property
+    def network(self) -> FakeNetwork:
+        return self._network
+
+    def _check(self, host: str, port: int) -> None:
         if self._is_closed:
             raise trio.ClosedResourceError
         if not _HOST.fullmatch(host) or not 1 <= port <= 65535:
             raise SideChannelError(host, port, "Invalid argument")
+
+    async def open_link(self, host: str, port: int) -> FakeLink:
+        self._check(host, port)
+        await trio.lowlevel.checkpoint()
+        self._check(host, port)
+        if not self._network.rules.resolves(host):
+            raise SideChannelError(host, port, "Name or service not known")
+        link = FakeLink(self._network, self._host, host, port)
+        self._open.append(link)
+        return link
+
+    def connect(self, host: str, port: int) -> FakeRequester:
+        self._check(host, port)
         requester = FakeRequester(self._network, self._host, host, port)
         self._open.append(requester)
         return requester

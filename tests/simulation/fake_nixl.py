@@ -9,10 +9,10 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a READ that nobody waits for any more goes on writing: after its agent was removed, and after the port was closed over
   it (`aclose` calls it abandoned);
 * there is no error status, only an exception from a call or the end of a READ;
-* the notification that goes with a READ leaves when the initiator sees its end, so a paused initiator sends none, and
-  never when the READ failed;
-* with `reads_inline` a READ is over when `post_read` returns, as over shared memory, and its failure is an exception
-  of `post_read`; otherwise it takes its time afterwards, as over a network;
+* the end of a READ with an error does not mean that it writes nothing any more (`NixlRules.read_errs_early`), unless it
+  had a single descriptor;
+* with `reads_inline` a READ is over when `post_read` returns, as over shared memory; otherwise it takes its time
+  afterwards, as over a network. Its failure is an event in either case;
 * one thread serves all calls of a port: a call waits for those before it, an inline READ holds up the others;
 * death of a peer: its READs fail with a part of the bytes landed, everything to it raises from then on, its agent stays
   loaded; what is sent before anybody notices is lost without a word;
@@ -20,10 +20,9 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a READ of memory that is gone breaks the connection although the peer lives;
 * a list that was prepared before its agent was removed is of no use after the agent was added again;
 * adding the same agent with other metadata is refused, adding it again is not;
-* notifications of one sender keep their order among themselves, not relative to those of READs.
+* notifications of one sender keep their order.
 
-Not modelled, because the port's contract hides it: releasing a READ in flight (the port refuses it), telemetry before
-the end, names as bytes.
+Not modelled: what NIXL refuses to release, names that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -51,20 +50,21 @@ from connector.ports.nixl import (
     PortBroken,
     PortClosed,
     PortCounts,
-    ReadDone,
-    ReadErrored,
+    ReadEnded,
     ReadHandle,
-    ReadInFlight,
 )
 from tests.simulation.agenda import Agenda
+from tests.simulation.faults import DEATH_NOTICED_SECONDS
 
 CALL_SECONDS = 20e-6
 """How long the agent's thread takes for a call."""
-DEATH_NOTICED_SECONDS = 0.055
+STRAY_GRACE_SECONDS = 0.5
+"""How long after the removal of a connection pieces of READs that erred early still arrive."""
 LOOK_EXPECTING_SECONDS = 0.001
 LOOK_IDLE_SECONDS = 0.05
 """How soon a notification that has arrived is looked at."""
 
+BACKEND_ERROR = "nixlBackendError: NIXL_ERR_BACKEND"
 DISCONNECTED = "nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT"
 NOT_FOUND = "nixlNotFoundError: NIXL_ERR_NOT_FOUND"
 INVALID = "nixlInvalidParamError: NIXL_ERR_INVALID_PARAM"
@@ -81,6 +81,20 @@ class NixlRules:
 
     def read_error(self, initiator: AgentName, target: AgentName) -> bool:
         """Whether a READ fails at half of its way, and breaks the connection."""
+        return False
+
+    def read_errs_early(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether a READ of several descriptors ends with an error when half of its time is over, while the rest is
+        still on its way. The connection stays."""
+        return False
+
+    def stray_seconds(self, initiator: AgentName, target: AgentName) -> float:
+        """How long after such an end the last piece arrives (inf: never, though it may at any time). The others are
+        spread over that time."""
+        return 1.0
+
+    def strays_outlive_removal(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether pieces still arrive when the connection was removed more than `STRAY_GRACE_SECONDS` ago."""
         return False
 
     def read_stalls_until(self, initiator: AgentName, target: AgentName) -> float:
@@ -113,16 +127,11 @@ _METADATA_MARK = "fake-nixl"
 class _Connection:
     """One `add_remote_agent`: useless once it is broken or removed."""
 
+    owner: FakeNixlPort
     target: FakeNixlPort
     metadata: bytes
     is_broken: bool = False
     is_removed: bool = False
-
-    @property
-    def refusal(self) -> str | None:
-        if self.is_removed:
-            return NOT_FOUND
-        return DISCONNECTED if self.is_broken else None
 
 
 @dataclass(eq=False)
@@ -141,14 +150,18 @@ class FlyingRead:
     initiator: FakeNixlPort
     connection: _Connection
     pieces: list[tuple[int, int, int]]
-    notification: bytes
     posted_seconds: float
     seconds: float
     fails: bool
+    errs_early: bool
     is_inline: bool
-    """Its end is the return of `post_read`, or what that raises."""
+    """It is over when `post_read` returns."""
     copied: int = 0
+    is_stray: bool = False
+    """Its end was reported as an error, and it goes on writing."""
+    stray_interval_seconds: float = 0.0
     has_ended: bool = False
+    """It writes nothing any more."""
 
     @property
     def length_bytes(self) -> int:
@@ -172,6 +185,8 @@ class FakeNixlWorld:
         note_misuse: Callable[[str], None] = lambda detail: None,
     ) -> None:
         self.agenda = agenda
+        self.note_copied: Callable[[FlyingRead], None] = lambda read: None
+        """Told of each READ whose bytes have all arrived, at that moment."""
         self.rules = rules or NixlRules()
         self.note_misuse = note_misuse
         """Told in words of what a real agent would not forgive."""
@@ -209,6 +224,11 @@ class FakeNixlWorld:
         """One half of the way is over."""
         if read.has_ended:
             return
+        is_half = read.copied == 0 and len(read.pieces) > 1
+        if is_half and read.errs_early:
+            self._go_astray(read)
+            read.initiator.see_end(read, BACKEND_ERROR)
+            return
         held_up_by = self._hindrance(read)
         if held_up_by is not None:
             held_up_by.waiting.append(read)
@@ -220,7 +240,6 @@ class FakeNixlWorld:
             return
         if target.is_gone:
             return  # `_lose` ends it when the death is noticed.
-        is_half = read.copied == 0 and len(read.pieces) > 1
         if not self._copy(read, len(read.pieces) // 2 if is_half else len(read.pieces)):
             self._break(read.connection)
         elif is_half:
@@ -233,6 +252,44 @@ class FakeNixlWorld:
         else:
             self.end(read, None)
 
+    def _go_astray(self, read: FlyingRead) -> None:
+        """One request of a READ is said to have failed, and the others go on."""
+        read.is_stray = True
+        if not read.copied and self._hindrance(read) is None and not read.connection.target.is_gone:
+            self._copy(read, len(read.pieces) // 2)
+        names = read.initiator.agent_name, read.connection.target.agent_name
+        read.stray_interval_seconds = self.rules.stray_seconds(*names) / (len(read.pieces) - read.copied)
+        self._stray_on_later(read)
+
+    def _stray_on_later(self, read: FlyingRead) -> None:
+        self.agenda.after(read.stray_interval_seconds, lambda: self._stray_on(read))
+
+    def _stray_on(self, read: FlyingRead) -> None:
+        """The next piece of a READ that erred early arrives."""
+        if read.has_ended:
+            return
+        held_up_by = self._hindrance(read)
+        if held_up_by is not None:
+            held_up_by.waiting.append(read)
+        elif read.connection.target.is_gone or not self._copy(read, read.copied + 1) or read.copied == len(read.pieces):
+            self._forget(read)
+        else:
+            self._stray_on_later(read)
+
+    def let_strays_end(self, connection: _Connection) -> None:
+        """The connection is removed: what is left of its READs that erred early is lost, if not at once."""
+        names = connection.owner.agent_name, connection.target.agent_name
+        if not self.rules.strays_outlive_removal(*names):
+            self.agenda.after(STRAY_GRACE_SECONDS, lambda: self._end_strays(lambda read: read.connection is connection))
+
+    def _end_strays(self, which: Callable[[FlyingRead], bool]) -> None:
+        for read in [read for read in self._reads if read.is_stray and which(read)]:
+            self._forget(read)
+
+    def _forget(self, read: FlyingRead) -> None:
+        read.has_ended = True
+        self._reads.pop(read, None)
+
     def _hindrance(self, read: FlyingRead) -> FakeNixlPort | None:
         for port in (read.initiator, read.connection.target):
             if port.is_paused and not port.is_gone:
@@ -241,7 +298,10 @@ class FakeNixlWorld:
 
     def resume(self, reads: Iterable[FlyingRead]) -> None:
         for read in reads:
-            self._move_on(read)
+            if read.is_stray:
+                self._stray_on(read)
+            else:
+                self._move_on(read)
 
     def _copy(self, read: FlyingRead, until: int) -> bool:
         """Copy pieces up to number `until`. False when the memory of one is gone."""
@@ -250,36 +310,40 @@ class FakeNixlWorld:
                 return False
             ctypes.memmove(to, source, length)
             read.copied += 1
+        if read.copied == len(read.pieces):
+            self.note_copied(read)
         return True
 
     async def copy_inline(self, read: FlyingRead) -> str | None:
-        """The whole READ within a call. Returns what the call raises, if anything."""
+        """The whole READ within a call. Returns its error, if any."""
         self._reads[read] = None
         try:
             for part in (len(read.pieces) // 2, len(read.pieces)):
                 await trio.sleep(read.seconds / 2)
                 if read.initiator.is_gone or read.initiator.is_dead:
                     return DISCONNECTED
-                if read.connection.target.is_gone or not self._copy(read, part) or (read.fails and read.copied):
+                is_lost = read.connection.target.is_gone or not self._copy(read, part)
+                if is_lost or (read.fails and read.copied):
                     self._break(read.connection)
                     return DISCONNECTED
+                if read.errs_early and 0 < read.copied < len(read.pieces):
+                    self._go_astray(read)
+                    return BACKEND_ERROR
         finally:
-            read.has_ended = True
-            self._reads.pop(read, None)
+            if not read.is_stray:
+                self._forget(read)
         return None
 
     def end(self, read: FlyingRead, error: str | None) -> None:
-        if read.has_ended or read.is_inline:
+        if read.has_ended or read.is_inline or read.is_stray:
             return
-        read.has_ended = True
-        self._reads.pop(read, None)
+        self._forget(read)
         read.initiator.see_end(read, error)
 
     def forget_reads_of(self, port: FakeNixlPort) -> None:
         """The process that wanted them is dead, and its memory with it."""
         for read in [read for read in self._reads if read.initiator is port]:
-            read.has_ended = True
-            del self._reads[read]
+            self._forget(read)
 
     def _break(self, connection: _Connection) -> None:
         connection.is_broken = True
@@ -295,16 +359,15 @@ class FakeNixlWorld:
                 self._break(connection)
         for read in [read for read in self._reads if read.connection.target is dead]:
             self.end(read, DISCONNECTED)
+        self._end_strays(lambda read: read.connection.target is dead)
 
     # --- notifications ------------------------------------------------------------------------------------------
 
-    def send(self, sender: AgentName, receiver: FakeNixlPort, message: bytes, *, in_order: bool) -> None:
-        for delay_seconds in self.rules.notification_delays(sender, receiver.agent_name):
-            at = trio.current_time() + delay_seconds
-            if in_order:
-                pair = (sender, receiver.agent_name)
-                at = max(at, self._arrivals.get(pair, 0.0))
-                self._arrivals[pair] = at
+    def send(self, sender: AgentName, receiver: FakeNixlPort, message: bytes) -> None:
+        pair = (sender, receiver.agent_name)
+        for delay_seconds in self.rules.notification_delays(*pair):
+            at = max(trio.current_time() + delay_seconds, self._arrivals.get(pair, 0.0))
+            self._arrivals[pair] = at
             self.agenda.at(at, lambda: receiver.take_in(sender, message))
 
 
@@ -333,7 +396,9 @@ class FakeNixlPort:
         self._agents: dict[AgentName, _Connection] = {}
         self._connections: list[_Connection] = []
         self._lists: dict[DescriptorListHandle, _PreparedList] = {}
-        self._reads: dict[ReadHandle, FlyingRead | None] = {}
+        self._reads: dict[ReadHandle, FlyingRead] = {}
+        self._errored: dict[ReadHandle, _Connection] = {}
+        """READs that ended with an error and are not quiescent, until their connection is removed."""
         self._lost_memory: list[tuple[int, int]] = []
         self._on_event: Callable[[NixlEvent], None] | None = None
         self._events: deque[NixlEvent] = deque()
@@ -429,7 +494,7 @@ class FakeNixlPort:
         if known is not None and known.metadata != metadata:
             raise NixlCallFailed("add_remote_agent", NOT_ALLOWED)
         if known is None:
-            connection = _Connection(target, metadata)
+            connection = _Connection(self, target, metadata)
             self._agents[said.name] = connection
             self._connections.append(connection)
             if target.is_gone:
@@ -440,10 +505,12 @@ class FakeNixlPort:
         await self._turn()
         connection = self._agents.pop(name, None)
         if connection is not None:
-            reads = sum(read.connection is connection for read in self._world.reads_in_flight())
+            reads = sum(read.connection is connection for read in self._reads.values())
             if reads:
                 self._world.note_misuse(f"{self._agent_name} removed {name} under {reads} READs")
             connection.is_removed = True
+            self._errored = {handle: each for handle, each in self._errored.items() if each is not connection}
+            self._world.let_strays_end(connection)
             self._drop_useless_connections()
 
     async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
@@ -483,27 +550,27 @@ class FakeNixlPort:
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
-        notification: bytes,
     ) -> ReadHandle:
         await self._turn()
-        read = self._plan(local, local_ids, remote, remote_ids, notification)
-        if not self._reads_inline:
-            self._reads[read.handle] = read
-            self._world.launch(read)
-            return read.handle
-        self._busy_until = max(self._busy_until, trio.current_time() + read.seconds)
+        read = self._plan(local, local_ids, remote, remote_ids)
         self._reads[read.handle] = read
-        with trio.CancelScope(shield=True):
-            error = await self._world.copy_inline(read)
-        if self.is_dead or self._is_closed:
-            raise PortClosed(self._agent_name)
-        if error is not None:
-            del self._reads[read.handle]
-            self._reads_over.set()
-            raise NixlCallFailed("post_read", error, transport_lost=True)
-        # Not in here: the caller must know the handle first.
-        self._world.agenda.after(0.0, lambda: self.see_end(read, None))
+        if read.connection.is_broken:
+            read.has_ended = True
+            self._see_end_soon(read, DISCONNECTED)
+        elif not self._reads_inline:
+            self._world.launch(read)
+        else:
+            self._busy_until = max(self._busy_until, trio.current_time() + read.seconds)
+            with trio.CancelScope(shield=True):
+                error = await self._world.copy_inline(read)
+            if self.is_dead or self._is_closed:
+                raise PortClosed(self._agent_name)
+            self._see_end_soon(read, error)
         return read.handle
+
+    def _see_end_soon(self, read: FlyingRead, error: str | None) -> None:
+        """Not at once: the caller of `post_read` must know the handle first."""
+        self._world.agenda.after(0.0, lambda: self.see_end(read, error))
 
     def _plan(
         self,
@@ -511,14 +578,12 @@ class FakeNixlPort:
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
-        notification: bytes,
     ) -> FlyingRead:
         here, there = self._lists.get(local), self._lists.get(remote)
         if here is None or there is None or here.connection is not None or there.connection is None:
             raise NixlCallFailed("post_read", INVALID)
-        refusal = there.connection.refusal
-        if refusal is not None:
-            raise NixlCallFailed("post_read", refusal, transport_lost=True)
+        if there.connection.is_removed:
+            raise NixlCallFailed("post_read", NOT_FOUND, transport_lost=True)
         if local_ids.shape != remote_ids.shape or not (_fits(local_ids, here) and _fits(remote_ids, there)):
             raise NixlCallFailed("post_read", INVALID)
         lengths = here.lengths[local_ids]
@@ -533,19 +598,12 @@ class FakeNixlPort:
             initiator=self,
             connection=there.connection,
             pieces=pieces,
-            notification=notification,
             posted_seconds=trio.current_time(),
             seconds=rules.read_seconds(self._agent_name, target, int(lengths.sum())),
             fails=rules.read_error(self._agent_name, target),
+            errs_early=rules.read_errs_early(self._agent_name, target),
             is_inline=self._reads_inline,
         )
-
-    async def release_read(self, handle: ReadHandle) -> None:
-        self._refuse_if_closed()
-        if self._reads.get(handle) is not None:
-            raise ReadInFlight(f"READ {handle} has not ended")
-        await trio.lowlevel.checkpoint()
-        self._reads.pop(handle, None)
 
     async def send_notification(self, agent: AgentName, message: bytes) -> None:
         await self._turn()
@@ -554,7 +612,7 @@ class FakeNixlPort:
             raise NixlCallFailed("send_notification", NOT_FOUND)
         if connection.is_broken:
             raise NixlCallFailed("send_notification", DISCONNECTED, transport_lost=True)
-        self._world.send(self._agent_name, connection.target, message, in_order=True)
+        self._world.send(self._agent_name, connection.target, message)
 
     def expect_notifications(self, expected: bool) -> None:
         self._look_seconds = LOOK_EXPECTING_SECONDS if expected else LOOK_IDLE_SECONDS
@@ -563,8 +621,9 @@ class FakeNixlPort:
         return PortCounts(
             remote_agents=len(self._agents),
             descriptor_lists=len(self._lists),
-            reads=len(self._reads),
+            reads=len(self._reads) + len(self._errored),
             registered_ranges=len(self._ranges),
+            errored_reads=len(self._errored),
         )
 
     async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
@@ -573,7 +632,7 @@ class FakeNixlPort:
             self.counts_at_close = self.counts()
         try:
             with trio.move_on_after(grace_seconds):
-                while self._is_reading and not self._is_closed and not self.is_dead:
+                while self._reads and not self._is_closed and not self.is_dead:
                     self._reads_over = trio.Event()
                     await self._reads_over.wait()
             await trio.lowlevel.checkpoint()
@@ -582,10 +641,6 @@ class FakeNixlPort:
         return list(self._abandoned)
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_reading(self) -> bool:
-        return any(read is not None for read in self._reads.values())
 
     async def _turn(self) -> None:
         """Wait until the agent's thread has come to this call and done it."""
@@ -605,7 +660,7 @@ class FakeNixlPort:
         if self._is_closed:
             return
         self._is_closed = True
-        self._abandoned = [handle for handle, read in self._reads.items() if read is not None]
+        self._abandoned = [*self._reads, *self._errored]
         self._agents.clear()
         self._lists.clear()
         self._reads_over.set()
@@ -614,33 +669,33 @@ class FakeNixlPort:
 
     def _drop_useless_connections(self) -> None:
         """Those that neither an agent nor a READ stands on, so that churn does not pile up."""
-        busy = {id(read.connection) for read in self._reads.values() if read is not None}
+        busy = {id(read.connection) for read in self._reads.values()}
         self._connections = [each for each in self._connections if not each.is_removed or id(each) in busy]
 
     def see_end(self, read: FlyingRead, error: str | None) -> None:
         """The agent's thread finds that a READ has ended."""
         if self.is_dead or self._is_closed:
             return
-        self._reads[read.handle] = None
-        now_ns = self._now_ns()
-        if error is not None:
-            self._events.append(ReadErrored(read.handle, now_ns, error, transport_lost=True))
-        else:
-            if read.notification:
-                self._world.send(self._agent_name, read.connection.target, read.notification, in_order=False)
-            in_transport = trio.current_time() - read.posted_seconds
-            self._events.append(
-                ReadDone(
-                    handle=read.handle,
-                    completed_ns=now_ns,
-                    bytes=read.length_bytes,
-                    descriptors=len(read.pieces),
-                    seconds_in_transport=in_transport,
-                    seconds_to_post=in_transport if self._reads_inline else 0.0,
-                )
+        del self._reads[read.handle]
+        quiescent = error is None or len(read.pieces) == 1
+        if not quiescent and not read.connection.is_removed:
+            self._errored[read.handle] = read.connection
+        in_transport = trio.current_time() - read.posted_seconds if error is None else 0.0
+        self._events.append(
+            ReadEnded(
+                handle=read.handle,
+                ended_ns=self._now_ns(),
+                error=error,
+                transport_lost=error == DISCONNECTED,
+                quiescent=quiescent,
+                bytes=read.length_bytes,
+                descriptors=len(read.pieces),
+                seconds_in_transport=in_transport,
+                seconds_to_post=in_transport if self._reads_inline else 0.0,
             )
+        )
         self._announce()
-        if not self._is_reading:
+        if not self._reads:
             self._reads_over.set()
 
     def take_in(self, sender: AgentName, message: bytes) -> None:

@@ -4,7 +4,7 @@ A `Plan` is a seed and a list of faults. The seed decides everything else (the c
 delay), so a plan in a file replays exactly. `draw_plan` draws the faults from the seed too, by a swarm: each seed
 allows some kinds only, so that rare combinations of few kinds occur besides the soup of all of them.
 
-A fault ends with the safety phase at the latest. `ActiveFaults` is what the fakes ask: it is their rules.
+A fault ends with the safety phase at the latest. What it does is said by each level: `level1`, `active_faults`.
 
 Engines are named "p0" and "d0", their ranks "p0.1". A target that names a rank hits that rank alone: what a link
 carries to or from it, or the one process of the engine. Hosts and agents are named after ranks: "d0.1" is the host of
@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import enum
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import trio
 
-from tests.simulation.fake_network import LATENCY_SECONDS, NetworkRules
-from tests.simulation.fake_nixl import DEATH_NOTICED_SECONDS, NixlRules
-from tests.simulation.model import BLOCK_TOKENS, BLOCK_TOKENS_MAX, EngineShape, Model, SecondGroup
+from tests.simulation.shapes import BLOCK_TOKENS, BLOCK_TOKENS_MAX, EngineShape, Model, SecondGroup
 
 
 class Kind(enum.Enum):
@@ -56,7 +52,7 @@ class Kind(enum.Enum):
     ABORT = "abort"
     BAD_PARAMS = "bad_params"
     ACTOR_CRASH = "actor_crash"
-    OWNER_CRASH = "owner_crash"
+    CONTROL_CRASH = "control_crash"
     KEEPER_CRASH = "keeper_crash"
 
     PREPARE_REFUSED = "prepare_refused"
@@ -65,25 +61,57 @@ class Kind(enum.Enum):
     ROUTER_RETRY = "router_retry"
     TWO_RANKS = "two_ranks"
 
+    TWO_HOLDERS = "two_holders"
+
     READ_LATE = "read_late"
-    CLOCK_DRIFT = "clock_drift"
+    READ_ERRS_EARLY = "read_errs_early"
+    LINK_RESET = "link_reset"
+    HANDSHAKE_REFUSED = "handshake_refused"
+    CLOCK_SLEW = "clock_slew"
+
+    WRONG_SIZES = "wrong_sizes"
+    WORKER_STOPS = "worker_stops"
 
 
-WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS})
+WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
-takes over."""
-LEVEL1_ONLY = frozenset({Kind.READ_LATE, Kind.CLOCK_DRIFT})
-"""What only the level of pure machines does: a READ that nothing ends and that writes much later, clocks whose rate
-changes."""
-LEVEL2_ONLY = WORKLOAD_KINDS | {
-    Kind.GARBAGE,
-    Kind.STOP,
-    Kind.OWNER_CRASH,
-    Kind.KEEPER_CRASH,
-    Kind.PREPARE_REFUSED,
-}
-"""What there is nothing of at the level of pure machines: frames, ports, and actors other than those of peers."""
+takes over, prompts whose samples two decode engines read, requests that name other sizes than those of the prefill
+engine."""
+HARMLESS_KINDS = WORKLOAD_KINDS | {Kind.CLOCK_SLEW, Kind.WALL_CLOCK_JUMP}
+"""What must not be felt: those, and clocks that run at different rates or jump."""
+LOSSY_KINDS = frozenset(
+    {
+        Kind.MESSAGE_LOSS,
+        Kind.MESSAGE_DUPLICATE,
+        Kind.MESSAGE_DELAY,
+        Kind.MESSAGE_REORDER,
+        Kind.CLOG,
+        Kind.PARTITION,
+        Kind.LINK_RESET,
+        Kind.NOTIFICATION_LOSS,
+        Kind.NOTIFICATION_DUPLICATE,
+        Kind.NOTIFICATION_DELAY,
+    }
+)
+"""What keeps two engines that live from hearing of each other."""
+KEEPER_KINDS = frozenset({Kind.KEEPER_CRASH, Kind.CONTROL_CRASH})
+"""What may keep a prefill engine from hearing messages about leases that have arrived."""
+LEVEL1_ONLY = frozenset({Kind.READ_LATE})
+"""What only the level of the bare cores does: a READ that nothing ends and that writes much later."""
+LEVEL2_ONLY = frozenset(
+    {
+        Kind.TWO_RANKS,
+        Kind.GARBAGE,
+        Kind.STOP,
+        Kind.CONTROL_CRASH,
+        Kind.KEEPER_CRASH,
+        Kind.PREPARE_REFUSED,
+        Kind.WRONG_SIZES,
+        Kind.WORKER_STOPS,
+    }
+)
+"""What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
 LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
 NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE}
@@ -107,9 +135,19 @@ DECODE_LINK_KINDS = (
     Kind.NOTIFICATION_DELAY,
     Kind.PREPARE_REFUSED,
     Kind.READ_LATE,
+    Kind.READ_ERRS_EARLY,
+    Kind.LINK_RESET,
 )
 """Links from a decode engine to a prefill engine."""
-PREFILL_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.KEEPER_CRASH, Kind.TWO_RANKS)
+PREFILL_KINDS = (
+    Kind.CRASH_NEW_ID,
+    Kind.CRASH_SAME_ID,
+    Kind.INCOMPATIBLE,
+    Kind.KEEPER_CRASH,
+    Kind.TWO_RANKS,
+    Kind.TWO_HOLDERS,
+    Kind.HANDSHAKE_REFUSED,
+)
 """INCOMPATIBLE: it is replaced by an engine of another model for a while."""
 DECODE_KINDS = (
     Kind.CRASH_DECODE,
@@ -118,6 +156,7 @@ DECODE_KINDS = (
     Kind.ACTOR_CRASH,
     Kind.LONG_QUEUE,
     Kind.ROUTER_RETRY,
+    Kind.WRONG_SIZES,
 )
 
 PROCESS_KINDS = frozenset(
@@ -127,12 +166,18 @@ PROCESS_KINDS = frozenset(
         Kind.CRASH_DECODE,
         Kind.PAUSE,
         Kind.ACTOR_CRASH,
-        Kind.OWNER_CRASH,
+        Kind.CONTROL_CRASH,
         Kind.KEEPER_CRASH,
+        Kind.CLOCK_SLEW,
+        Kind.WORKER_STOPS,
     }
 )
 """What may hit one rank of an engine only. The others follow a rank that dies, a moment later."""
 
+LATENCY_SECONDS = 50e-6
+"""Of a message, about."""
+DEATH_NOTICED_SECONDS = 0.055
+"""How long after the death of a process its connections break."""
 READ_SLOWDOWN = 50
 ONE_RANK_SHARE = 0.5
 """How many of the faults that can hit one rank only do so, where there are several."""
@@ -140,9 +185,13 @@ FAULTS_MAX = 16
 ENGINES_MAX = 3
 """Of each role."""
 PLAIN_SHARE = 0.33
+NUMBERED_SHARE = 0.75
+SHORT_LIMIT_SHARE = 0.15
+"""How many seeds have leases that cannot be renewed for long."""
 BLOCK_SIZES = (BLOCK_TOKENS // 2, BLOCK_TOKENS, BLOCK_TOKENS_MAX)
 STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
+SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
 
@@ -180,6 +229,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     reads_inline: bool
     peer_limit: int
     lease_seconds: float
+    lease_limit_seconds: float
+    numbers_leases: bool
+    """Whether routers pass the numbers of leases on."""
     request_timeout_seconds: float
     handshake_timeout_seconds: float
     model: Model
@@ -209,8 +261,9 @@ def generator(seed: int, concern: str) -> random.Random:
 
 def draw_shape(seed: int) -> Shape:
     chance = generator(seed, "shape")
+    of_leases = generator(seed, "leases")
     model, engines = _draw_model_and_engines(generator(seed, "ranks"))
-    return Shape(
+    shape = Shape(
         model=model,
         engines=engines,
         prefills=chance.randint(1, ENGINES_MAX),
@@ -220,9 +273,14 @@ def draw_shape(seed: int) -> Shape:
         reads_inline=chance.random() < 0.3,
         peer_limit=1024 if chance.random() < 0.85 else chance.randint(1, 2),
         lease_seconds=chance.choice([4.0, 4.0, 10.0]),
+        lease_limit_seconds=900.0,
+        numbers_leases=of_leases.random() < NUMBERED_SHARE,
         request_timeout_seconds=chance.choice([6.0, 6.0, 1.0]),
         handshake_timeout_seconds=chance.choice([0.8, 0.8, 3.0]),
     )
+    if of_leases.random() < SHORT_LIMIT_SHARE:
+        return msgspec.structs.replace(shape, lease_limit_seconds=2 * shape.lease_seconds)
+    return shape
 
 
 def _draw_model_and_engines(chance: random.Random) -> tuple[Model, dict[str, EngineShape]]:
@@ -257,6 +315,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         faults += _stop_while_draining(shape, chance)
     if Kind.LONG_QUEUE in kinds and chance.random() < ABORT_WHILE_DRAINING_SHARE:
         faults += _abort_while_draining(shape, chance)
+    if Kind.CLOCK_SLEW in kinds:
+        skewed = generator(seed, "skewed clocks")
+        if skewed.random() < SKEWED_SHARE:
+            faults += _read_across_the_end_of_leases(shape, skewed)
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 
@@ -284,6 +346,34 @@ def _abort_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:
         Fault(kind=Kind.LONG_QUEUE, target=decode, at_seconds=0.1, duration_seconds=queue_seconds),
         Fault(kind=Kind.READ_STALL, target=link, at_seconds=served_seconds, duration_seconds=1.4),
         Fault(kind=Kind.ABORT, target=decode, at_seconds=served_seconds, duration_seconds=1.0),
+    ]
+
+
+def _read_across_the_end_of_leases(shape: Shape, chance: random.Random) -> list[Fault]:
+    """READs hang, and no hold arrives, for about as long as a lease lasts; the clocks of the two engines part."""
+    decode, prefill = chance.choice(shape.decode_names), chance.choice(shape.prefill_names)
+    at_seconds = round(chance.uniform(0.3, shape.safety_seconds * 0.5), 3)
+    cut_seconds = round(shape.lease_seconds * chance.uniform(0.85, 1.1), 3)
+    hang_seconds = 0.2
+    link = f"{decode}>{prefill}"
+    slews = [
+        Fault(kind=Kind.CLOCK_SLEW, target=engine, at_seconds=0.0, duration_seconds=at_seconds + cut_seconds + 1.0)
+        for engine in (decode, prefill)
+    ]
+    return [
+        *slews,
+        Fault(
+            kind=Kind.READ_STALL,
+            target=link,
+            at_seconds=at_seconds,
+            duration_seconds=round(hang_seconds + cut_seconds, 3),
+        ),
+        Fault(
+            kind=Kind.PARTITION,
+            target=link,
+            at_seconds=round(at_seconds + hang_seconds, 3),
+            duration_seconds=cut_seconds,
+        ),
     ]
 
 
@@ -340,98 +430,3 @@ def rank_of(name: str) -> int | None:
     """The rank that a host or an agent belongs to; None: none in particular."""
     _, *rest = name.split(".")
     return int(rest[0]) if rest and rest[0].isdigit() else None
-
-
-class ActiveFaults(NetworkRules, NixlRules):
-    """What the faults of a plan do to messages, notifications and READs at the current moment.
-
-    `fired` counts how often each kind did something.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._faults: dict[tuple[Kind, str], list[Fault]] = {}
-        for fault in plan.faults:
-            self._faults.setdefault((fault.kind, _place(*fault.target.split(">"))), []).append(fault)
-        self._chance = generator(plan.seed, "transport")
-        self.fired: Counter[Kind] = Counter()
-
-    def find(self, kind: Kind, *names: str) -> Fault | None:
-        """The fault that is on, whatever its probability. `names`: an engine or one of its processes, or two in a link.
-
-        A fault of one rank is not found for the engine as a whole.
-        """
-        faults = self._faults.get((kind, _place(*names)))
-        if not faults:
-            return None
-        now = trio.current_time()
-        return next((each for each in faults if each.at_seconds <= now < each.end_seconds and each.hits(names)), None)
-
-    def hits(self, kind: Kind, *names: str) -> Fault | None:
-        """The fault that is on, if it strikes this time."""
-        fault = self.find(kind, *names)
-        if fault is None or self._chance.random() >= fault.probability:
-            return None
-        self.fired[kind] += 1
-        return fault
-
-    # --- the side channel -------------------------------------------------------------------------------------------
-
-    def delays(self, source: str, target: str) -> Sequence[float]:
-        link = (source, target)
-        if self.hits(Kind.MESSAGE_LOSS, *link) or self.hits(Kind.PARTITION, *link):
-            return ()
-        delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
-        if self.hits(Kind.MESSAGE_DELAY, *link):
-            delay_seconds += self._chance.uniform(0.1, 2.0)
-        if self.hits(Kind.MESSAGE_REORDER, *link):
-            delay_seconds += self._chance.uniform(0.0, 0.05)
-        now = trio.current_time()
-        for held_up in (
-            self.hits(Kind.CLOG, *link),
-            self.find(Kind.PAUSE, source),
-            self.find(Kind.PAUSE, target),
-        ):
-            if held_up is not None:
-                delay_seconds = max(delay_seconds, held_up.end_seconds - now)
-        if self.hits(Kind.MESSAGE_DUPLICATE, *link):
-            return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 0.5))
-        return (delay_seconds,)
-
-    # --- NIXL -------------------------------------------------------------------------------------------------------
-
-    def read_seconds(self, initiator: str, target: str, length_bytes: int) -> float:
-        seconds = self._chance.uniform(0.5, 2.0) * super().read_seconds(initiator, target, length_bytes)
-        if self.hits(Kind.READ_SLOW, initiator, target):
-            seconds *= READ_SLOWDOWN
-        return seconds
-
-    def read_error(self, initiator: str, target: str) -> bool:
-        return self.hits(Kind.READ_ERROR, initiator, target) is not None
-
-    def read_stalls_until(self, initiator: str, target: str) -> float:
-        # A READ needs both directions.
-        found = (
-            self.hits(Kind.READ_STALL, initiator, target),
-            self.find(Kind.PARTITION, initiator, target),
-            self.find(Kind.PARTITION, target, initiator),
-        )
-        return max((fault.end_seconds for fault in found if fault is not None), default=0.0)
-
-    def prepare_refused(self, initiator: str, target: str) -> bool:
-        return self.hits(Kind.PREPARE_REFUSED, initiator, target) is not None
-
-    def notification_delays(self, sender: str, receiver: str) -> Sequence[float]:
-        link = (sender, receiver)
-        if self.hits(Kind.NOTIFICATION_LOSS, *link) or self.hits(Kind.PARTITION, *link):
-            return ()
-        delay_seconds = LATENCY_SECONDS * self._chance.uniform(0.5, 3.0)
-        if self.hits(Kind.NOTIFICATION_DELAY, *link):
-            delay_seconds += self._chance.uniform(0.1, 3.0)
-        if self.hits(Kind.NOTIFICATION_DUPLICATE, *link):
-            return (delay_seconds, delay_seconds + self._chance.uniform(0.0, 1.0))
-        return (delay_seconds,)
-
-
-def _place(*names: str) -> str:
-    """The engine or the link between engines that is meant."""
-    return ">".join(map(engine_of, names))

@@ -12,18 +12,17 @@ shapes that it would make itself.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from connector.layout.geometry import CacheGroup, RankLayout
 from connector.layout.shapes import LayerShape, attention, mamba
-from connector.runtime.messages import Memory
+from connector.protocol import Memory
 from tests.rig.layouts import attention_rank
+from tests.simulation.shapes import BLOCK_TOKENS_MAX, EngineShape, Model, SecondGroup
 
 Words = npt.NDArray[np.uint64]
 
@@ -31,9 +30,6 @@ LAYERS = 3
 """Of full attention."""
 SECOND_LAYERS = 2
 """Of the second cache group, if there is one."""
-BLOCK_TOKENS = 16
-"""Of engines whose blocks have the usual size."""
-BLOCK_TOKENS_MAX = 32
 WINDOW_TOKENS = 20
 """So many of the last tokens are kept by a sliding window."""
 STATE_UNITS = 2
@@ -42,37 +38,6 @@ STATE_WORDS = 4
 WORD_BYTES = 8
 JUNK = np.uint64(0xEEEEEEEEEEEEEEEE)
 """What is in a block that belongs to nobody."""
-
-
-class SecondGroup(enum.Enum):
-    """What a model caches beside full attention."""
-
-    NONE = "nothing else"
-    WINDOW = "sliding window"
-    STATE = "state"
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What all engines of a cluster serve."""
-
-    heads: int = 1
-    second: SecondGroup = SecondGroup.NONE
-
-    @property
-    def groups(self) -> tuple[SecondGroup, ...]:
-        """The cache groups; NONE stands for full attention."""
-        first = (SecondGroup.NONE,)
-        return first if self.second is SecondGroup.NONE else (*first, self.second)
-
-
-class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine is built."""
-
-    tp_size: int = 1
-    block_tokens: int = BLOCK_TOKENS
-
-    def blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
 
 
 class Table(NamedTuple):

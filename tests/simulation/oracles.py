@@ -1,20 +1,24 @@
 """Oracles: what must hold in every run, judged from outside of the product.
 
 They see what a scheduler and a client see (commands, outcomes, memory) and what only the fake world knows (which READs
-may still write). They know nothing of the product's state. The cluster tells them what happens; each complaint is a
-`Violation` with the moment of virtual time. A lease is one of each rank that lends, and its consumers are the ranks of
-the decode engine that deal with that rank.
+may still write, when a READ was over, what arrived at a control socket). They know nothing of the product's state. The
+cluster tells them what happens; each complaint is a `Violation` with the moment of virtual time. A lease is one of each
+rank that lends. Its consumers are requests, on those ranks of a decode engine that deal with that rank; its holders are
+the engines that have asked for it, and it has been read when each of them has released it on all these ranks.
 
     report once     an awaited request has exactly one ReceiveEnded on each rank, another one has none
     bytes           a request that all ranks report done holds each rank's part of its own prompt's KV, then and until
                     its blocks are freed
     block reuse     a block that is freed or handed out is named by no READ that may still write
     free once       a lease that was granted ends exactly once, and one that was not never ends
-    held            a lease ends before its time only when every consumer of its blocks has let go
-    kept alive      where no fault is near, it does not end while a consumer waits
-    handed back     where no fault is near, it ends soon after the last consumer has let go
+    held            a lease ends as read only when every holder has released it, and as expired only at its deadline,
+                    which a hold moves; where no fault is near, an engine with a consumer is a holder soon
+    kept alive      where no fault is near, it does not expire while a consumer waits, but for the bound of its renewals
+    handed back     where no fault is near, it ends soon after the last consumer has let go; where none but lost or late
+                    messages are, soon after these
     in time         a lease that nobody keeps alive any more ends at its deadline
-    proof           what a request believes about its lease is true, with the margin to spare
+    proof           when a request is reported done, no rank of P had ended its lease before the last READ was over
+    params          a request that names sizes which are not those of P ends as BadParams
     retries         a request is tried again as often as the options say, no more
     agents          an agent is removed only when no READ from it is in flight
     bound           every awaited request ends in time, faults or not
@@ -27,16 +31,20 @@ the decode engine that deal with that rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
-import msgspec
 import trio
 
+from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
-from connector.runtime.supervisor import RENEWAL_FRACTION, RESTART_DELAY_SECONDS_MAX
-from statemachine.failures import Failure, LeaseNotProven
-from tests.simulation.faults import WORKLOAD_KINDS, Fault, Kind
+from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
+from statemachine.failures import BadParams, Failure, LeaseOver
+from statemachine.lease import LeaseName
+from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
+from tests.simulation.verdict import Violation
 
 SCHEDULING_SLACK_SECONDS = 0.5
 """What a request may take beyond its time limits; a crash of its actor comes on top, with the restart's delay."""
@@ -47,23 +55,28 @@ AFTERMATH_SECONDS = 15.0
 
 HANDED_BACK_SECONDS = 1.0
 """How long the news may take that nobody needs the blocks any more, where nothing holds it up."""
-CLOCK_RESOLUTION_SECONDS = 1e-6
-"""True time is a float; a millionth of a second is well above what rounding does to it."""
+SAID_AGAIN_SECONDS = 6.0
+"""The same after messages were lost: a connection is rebuilt, and the news are said again."""
+HELD_SOON_SECONDS = 0.001
+"""How long after its first consumer was announced an engine that has met P may take to hold a lease."""
+CLOCK_PACE_MIN = 1 - 0.084
+"""How slow a clock may run: what takes a second by it takes a little more."""
+
+BUILTIN_READERS = "tp2"
+"""Stands for decode engines with the built-in connector, which hold nothing."""
 
 
 class InjectedCrash(Exception):
     """Raised inside an actor by a fault."""
 
 
-class Violation(msgspec.Struct, frozen=True, kw_only=True):
-    oracle: str
-    detail: str
-    at_seconds: float
-
-
 @dataclass(kw_only=True)
 class Pull:
-    """One request on a decode engine of `ranks` ranks, as the outside sees it. `failure`: of the first that failed."""
+    """One request on a decode engine of `ranks` ranks, as the outside sees it. `failure`: of the first that failed.
+
+    `announced_seconds`: since when the connector knows of it. `read_until_seconds`: by rank, when its last READ so far
+    was over.
+    """
 
     request_id: str
     decode: str
@@ -71,18 +84,20 @@ class Pull:
     ranks: int
     blocks: list[int]
     awaited: bool
+    announced_seconds: float
     started_seconds: float
-    lease_ends_seconds: float
     owner: str
     remote_request_id: str
     may_fail: bool = False
     """Also where no fault touches it: what the client says is damaged or was used before."""
     is_aborted: bool = False
     has_bad_params: bool = False
+    has_wrong_sizes: bool = False
     is_lost: bool = False
     """Its decode engine died over it."""
     reports: Counter[int] = field(default_factory=Counter)
     """By rank."""
+    read_until_seconds: dict[int, float] = field(default_factory=dict)
     failure: Failure | None = None
 
     @property
@@ -92,29 +107,60 @@ class Pull:
 
 
 @dataclass(kw_only=True)
+class Holder:
+    """A decode engine that has held or released a lease: how many of its ranks must release, and which have."""
+
+    ranks: int
+    released: set[int] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.released) >= self.ranks
+
+
+class Consumer(NamedTuple):
+    """A request on one rank of a decode engine."""
+
+    request_id: str
+    rank: int
+
+
+@dataclass(kw_only=True)
 class Lent:
-    """One lease of one rank of one life of a prefill engine.
+    """One lease of one rank of one life of a prefill engine. Times in nanoseconds are of the clock of that rank.
 
     Attributes:
-        ends_seconds: when it was promised to end, in true time.
-        decode: the engine that has taken the prompt over; None when nobody has.
-        waiting: the consumers there that have not let go of the blocks: requests and ranks.
-        let_go_seconds: when the last of them did.
-        has_lapsed: a consumer gave up because the lease was over for it; it says nothing to the prefill engine.
+        granted_seconds: when its engine decided to lend.
+        deadline_ns: until when its holders and the grant keep it.
+        latest_ns: no hold keeps it longer.
+        freed_seconds: when it ended, or its process did.
+        holders: by engine id, as far as messages have arrived.
+        waiting: the consumers that have not let go of the blocks: their engine, and since when they were announced.
+        decodes: the engines that have taken the prompt over.
+        let_go_seconds: when the last consumer let go.
+        is_reused: a router has repeated itself, perhaps in time to hold it anew.
     """
 
     request_id: str
+    number: int
     owner: str
     prefill: str
     tp_rank: int = 0
     is_granted: bool = False
     granted_seconds: float = 0.0
-    ends_seconds: float = 0.0
+    deadline_ns: int = 0
+    latest_ns: int | None = None
     ends: int = 0
-    decode: str | None = None
-    waiting: set[tuple[str, int]] = field(default_factory=set)
+    freed_seconds: float = inf
+    holders: dict[str, Holder] = field(default_factory=dict)
+    waiting: dict[Consumer, tuple[str, float]] = field(default_factory=dict)
+    decodes: set[str] = field(default_factory=set)
     let_go_seconds: float = 0.0
-    has_lapsed: bool = False
+    is_reused: bool = False
+
+    @property
+    def is_at_its_bound(self) -> bool:
+        return self.latest_ns is not None and self.deadline_ns >= self.latest_ns
 
 
 @dataclass
@@ -132,6 +178,11 @@ class Oracles:
     coverage: Counter[str] = field(default_factory=Counter)
     """What must occur somewhere in the seeds, so that a test can say that it did."""
     _crashes: list[tuple[str, float]] = field(default_factory=list)
+    _pull_of_block: dict[tuple[str, int], Pull] = field(default_factory=dict)
+    """By engine and block, the last one that reads into it."""
+    _acquainted: set[tuple[str, int, str]] = field(default_factory=set)
+    """Decode engine, rank of it and owner of leases, once a request between them was done there; until the decode
+    engine dies."""
 
     def complain(self, oracle: str, detail: str) -> None:
         self.violations.append(Violation(oracle=oracle, detail=detail, at_seconds=trio.current_time()))
@@ -142,6 +193,15 @@ class Oracles:
         self.pulls[pull.request_id] = pull
         if not pull.awaited:
             self.let_go(pull.owner, pull.remote_request_id, pull.request_id)
+            return
+        for block in pull.blocks:
+            self._pull_of_block[pull.decode, block] = pull
+
+    def note_read_end(self, decode: str, tp_rank: int, block: int) -> None:
+        """All bytes of a READ are here; `block` is one of those it was for."""
+        pull = self._pull_of_block.get((decode, block))
+        if pull is not None:
+            pull.read_until_seconds[tp_rank] = trio.current_time()
 
     def report(self, request_id: str, tp_rank: int, failure: Failure | None) -> None:
         """The connector emitted a ReceiveEnded on this rank."""
@@ -159,8 +219,11 @@ class Oracles:
             pull.failure = failure
         if pull.has_bad_params and failure is None:
             self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
-        has_lapsed = failure is not None and failure.kind == LeaseNotProven.__name__
-        self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank, has_lapsed=has_lapsed)
+        if failure is None:
+            self._check_proof(pull, tp_rank)
+            self._acquainted.add((pull.decode, tp_rank, pull.owner))
+        self._check_params(pull, failure)
+        self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank)
         self._check_cause(f"request {request_id}", failure)
         self._check_isolation(pull, failure)
         self._check_bound(pull)
@@ -172,8 +235,9 @@ class Oracles:
                 pull.is_lost = True
         for lents in self.leases.values():
             for lent in lents:
-                if lent.decode == decode:
-                    lent.waiting.clear()
+                for consumer in [each for each, (engine, _) in lent.waiting.items() if engine == decode]:
+                    del lent.waiting[consumer]
+        self._acquainted = {pair for pair in self._acquainted if pair[0] != decode}
 
     def check_bytes(self, pull: Pull, tp_rank: int, wrong: list[int], when: str) -> None:
         """`wrong`: blocks that do not hold this rank's part of the prompt's KV."""
@@ -181,13 +245,26 @@ class Oracles:
             where = f"rank {tp_rank} of {pull.decode}"
             self.complain("bytes", f"{pull.request_id} {when}: blocks {wrong} of {where} hold something else")
 
-    def check_proof(self, request_id: str, proven_until_seconds: float) -> None:
-        """A request believes in its lease until then, in true time."""
-        pull = self.pulls[request_id]
-        latest = pull.lease_ends_seconds - self.options.lease_margin_seconds
-        if proven_until_seconds > latest + CLOCK_RESOLUTION_SECONDS:
-            late_ms = (proven_until_seconds - latest) * 1e3
-            self.complain("proof", f"{request_id} believes in its lease {late_ms:.3f} ms longer than it may")
+    def _check_proof(self, pull: Pull, tp_rank: int) -> None:
+        """One rank has reported it as done."""
+        read_until = pull.read_until_seconds.get(tp_rank)
+        if read_until is None:
+            return  # a rank that reads nothing
+        for lent, readers in self._readers(pull.owner, pull.remote_request_id, pull.ranks):
+            if tp_rank in readers and lent.freed_seconds < read_until:
+                late_ms = (read_until - lent.freed_seconds) * 1e3
+                whose = f"rank {lent.tp_rank} of {lent.owner}"
+                self.complain(
+                    "proof",
+                    f"{pull.request_id} is done on rank {tp_rank}, and its last READ was over {late_ms:.3f} ms after "
+                    f"{whose} had ended the lease",
+                )
+
+    def _check_params(self, pull: Pull, failure: Failure | None) -> None:
+        if not (pull.has_wrong_sizes and self.isolates) or isinstance(failure, BadParams) or pull.is_aborted:
+            return
+        if not self._is_touched([pull.decode], pull.prefill, pull.announced_seconds, trio.current_time()):
+            self.complain("params", f"{pull.request_id} named wrong sizes, and ended with {failure}")
 
     def check_attempts(self, attempts: int, request_id: str) -> None:
         if attempts > self.options.transfer_retries + 1:
@@ -204,19 +281,18 @@ class Oracles:
         earliest = pull.started_seconds - RESTART_DELAY_SECONDS_MAX
         crashes = sum(name == pull.decode and at >= earliest for name, at in self._crashes)
         limit = self.options.request_timeout_seconds + self.options.quiesce_timeout_seconds
+        limit /= CLOCK_PACE_MIN
         limit += SCHEDULING_SLACK_SECONDS + crashes * RESTART_DELAY_SECONDS_MAX
         if took_seconds > limit:
             self.complain("bound", f"{pull.request_id} took {took_seconds:.3f} s, limit {limit:g} s")
 
     def _check_isolation(self, pull: Pull, failure: Failure | None) -> None:
         now = trio.current_time()
-        touched = self._is_touched(pull.decode, pull.prefill, pull.started_seconds, now)
+        touched = self._is_touched([pull.decode], pull.prefill, pull.announced_seconds, now)
         if not self.isolates or pull.is_aborted or pull.may_fail or touched:
             return
         took_seconds = now - pull.started_seconds
-        if pull.lease_ends_seconds - pull.started_seconds < SERVED_SOON_SECONDS:
-            return
-        if failure is not None:
+        if failure is not None and not (isinstance(failure, LeaseOver) and self._came_too_late(pull)):
             self.complain(
                 "isolation",
                 f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches: {failure}",
@@ -228,14 +304,32 @@ class Oracles:
                 f"{took_seconds:.3f} s",
             )
 
-    def _is_touched(self, decode: str, prefill: str, since: float, until: float, but_for: Kind | None = None) -> bool:
-        """Whether a fault may be felt between these two engines at that time."""
+    def _came_too_late(self, pull: Pull) -> bool:
+        """Whether its engine had no time to hold the lease before others had released it, or it was at its bound."""
+        soon = max(self._hold_seconds(pull.decode, rank, pull.owner) for rank in range(pull.ranks))
         return any(
-            fault.kind not in WORKLOAD_KINDS
-            and fault.kind is not but_for
-            and fault.touches(decode, prefill)
+            lent.is_at_its_bound or lent.freed_seconds < pull.announced_seconds + soon
+            for lent in self.leases.get((pull.owner, pull.remote_request_id), ())
+        )
+
+    def _hold_seconds(self, decode: str, tp_rank: int, owner: str) -> float:
+        """How soon a rank of a decode engine holds a lease of whose consumer it has heard."""
+        return HELD_SOON_SECONDS if (decode, tp_rank, owner) in self._acquainted else SERVED_SOON_SECONDS
+
+    def _is_touched(
+        self,
+        decodes: Iterable[str],
+        prefill: str,
+        since: float,
+        until: float,
+        harmless: frozenset[Kind] = HARMLESS_KINDS,
+    ) -> bool:
+        """Whether a fault may be felt between one of these engines and that one at that time."""
+        return any(
+            fault.kind not in harmless
             and fault.at_seconds <= until
             and since <= fault.end_seconds + AFTERMATH_SECONDS
+            and any(fault.touches(decode, prefill) for decode in decodes)
             for fault in self.faults
         )
 
@@ -245,23 +339,57 @@ class Oracles:
         """`lents`: of all ranks of an engine, in their order."""
         self.leases[lents[0].owner, lents[0].request_id] = lents
 
+    def grant(self, owner: str, request_id: str, now_ns: Sequence[int]) -> None:
+        """The engine has decided to lend. `now_ns`: of the clock of each rank."""
+        options = self.options
+        for lent, at_ns in zip(self.leases[owner, request_id], now_ns, strict=True):
+            lent.is_granted, lent.granted_seconds = True, trio.current_time()
+            lent.deadline_ns = max(lent.deadline_ns, at_ns + to_ns(options.kv_lease_duration))
+            lent.latest_ns = max(lent.deadline_ns, at_ns + to_ns(options.lease_limit_seconds))
+
+    def lent(self, owner: str, name: LeaseName, tp_rank: int) -> Lent | None:
+        """The lease of one rank that a message names, unless it is over."""
+        lents = self.leases.get((owner, name.request_id))
+        if lents is None or lents[tp_rank].ends or name.number not in (0, lents[tp_rank].number):
+            return None
+        return lents[tp_rank]
+
+    def hold(self, lent: Lent, engine_id: str, rank: int, ranks: int, now_ns: int) -> None:
+        """A message has arrived that asks for it; a rank that has released it wants it again."""
+        holder = lent.holders.setdefault(engine_id, Holder(ranks=ranks))
+        holder.ranks = max(holder.ranks, ranks)
+        holder.released.discard(rank)
+        deadline_ns = now_ns + to_ns(self.options.kv_lease_duration)
+        if lent.latest_ns is not None:
+            deadline_ns = min(deadline_ns, lent.latest_ns)
+        lent.deadline_ns = max(lent.deadline_ns, deadline_ns)
+
+    def release(self, lent: Lent, engine_id: str, rank: int, ranks: int) -> None:
+        """A message has arrived that it is needed no more."""
+        holder = lent.holders.setdefault(engine_id, Holder(ranks=ranks))
+        holder.ranks = max(holder.ranks, ranks)
+        holder.released.add(rank)
+
     def take_over(self, owner: str, request_id: str, decode: str, consumer: str, ranks: int) -> None:
         """`consumer` on the ranks of `decode` is going to read the blocks."""
+        now = trio.current_time()
         for lent, readers in self._readers(owner, request_id, ranks):
             if lent.ends == 0:
-                lent.decode = decode
-                lent.waiting.update((consumer, reader) for reader in readers)
+                lent.decodes.add(decode)
+                lent.waiting.update({Consumer(consumer, reader): (decode, now) for reader in readers})
 
-    def let_go(
-        self, owner: str, request_id: str, consumer: str, tp_rank: int | None = None, *, has_lapsed: bool = False
-    ) -> None:
+    def reuse(self, owner: str, request_id: str) -> None:
+        """A router repeats itself: who reads once more may be too late, or may keep the blocks for longer."""
+        for lent in self.leases.get((owner, request_id), ()):
+            lent.is_reused = True
+
+    def let_go(self, owner: str, request_id: str, consumer: str, tp_rank: int | None = None) -> None:
         """`consumer` needs the blocks no more; on this rank, or (None) on none."""
         for lent in self.leases.get((owner, request_id), ()):
-            gone = {each for each in lent.waiting if each[0] == consumer and tp_rank in (None, each[1])}
-            if gone:
-                lent.waiting -= gone
+            gone = [each for each in lent.waiting if each.request_id == consumer and tp_rank in (None, each.rank)]
+            for each in gone:
+                del lent.waiting[each]
                 lent.let_go_seconds = trio.current_time()
-                lent.has_lapsed |= has_lapsed
 
     def _readers(self, owner: str, request_id: str, ranks: int) -> list[tuple[Lent, list[int]]]:
         """The ranks out of `ranks` that have to let go of each rank's blocks: those whose part of the model overlaps
@@ -272,8 +400,8 @@ class Oracles:
             for lent in lents
         ]
 
-    def free(self, owner: str, request_id: str, tp_rank: int) -> bool:
-        """The connector emitted a SendEnded on this rank; returns whether it was due."""
+    def free(self, owner: str, request_id: str, tp_rank: int, now_ns: int, *, expired: bool) -> bool:
+        """The connector emitted a SendEnded on this rank, whose clock shows `now_ns`; returns whether it was due."""
         lents = self.leases.get((owner, request_id))
         if lents is None or not lents[tp_rank].is_granted:
             self.complain("free once", f"rank {tp_rank} of {owner} freed {request_id}, which it does not lend")
@@ -283,48 +411,92 @@ class Oracles:
         if lent.ends > 1:
             self.complain("free once", f"rank {tp_rank} of {owner} freed {request_id} {lent.ends} times")
             return False
-        self._check_moment(lent)
+        lent.freed_seconds = trio.current_time()
+        if expired:
+            self._check_expiry(lent, now_ns)
+        else:
+            self._check_reading(lent)
+        self._check_in_time(lent, now_ns)
+        self._check_handed_back(lent)
         return True
 
-    def _check_moment(self, lent: Lent) -> None:
-        """A lease ends now: not too early, and not too late."""
-        now = trio.current_time()
-        wanted = lent.decode is None or bool(lent.waiting)
-        if now < lent.ends_seconds:
-            # A consumer that waits in the queue is not known to the actors where the table of peers is full.
-            if wanted and self.isolates:
-                who = sorted(lent.waiting) or "a decode engine that is to come"
-                self.complain("held", f"{lent.owner} freed {lent.request_id} early, and {who} wants it")
-            return
-        if lent.decode is None or not self.isolates:
-            return
-        if not wanted:
-            self._check_deadline(lent)
-        if self._is_touched(lent.decode, lent.prefill, lent.granted_seconds, now):
-            return
-        if wanted:
-            self.complain("kept alive", f"{lent.owner} freed {lent.request_id}, and {sorted(lent.waiting)} wait for it")
-        elif not lent.has_lapsed and now - lent.let_go_seconds > HANDED_BACK_SECONDS:
-            late_seconds = now - lent.let_go_seconds
-            self.complain(
-                "handed back", f"{lent.owner} freed {lent.request_id} {late_seconds:.3f} s after its last use"
-            )
+    def _check_expiry(self, lent: Lent, now_ns: int) -> None:
+        """It ends because its time is over."""
+        whose = f"rank {lent.tp_rank} of {lent.owner}"
+        # A crash may have held up the messages that would have kept it.
+        if now_ns < lent.deadline_ns and not self._keeper_crashed(lent):
+            early_ms = (lent.deadline_ns - now_ns) / 1e6
+            self.complain("held", f"{whose} let {lent.request_id} expire {early_ms:.3f} ms before its deadline")
+        if lent.waiting and self.isolates and not lent.is_at_its_bound and not self._is_near_a_fault(lent):
+            waiting = sorted(each.request_id for each in lent.waiting)
+            self.complain("kept alive", f"{whose} let {lent.request_id} expire, and {waiting} wait for it")
 
-    def _check_deadline(self, lent: Lent) -> None:
-        """A lease that everybody has let go of ends now, and nobody but the clock has ended it."""
-        now = trio.current_time()
-        renewed_until = lent.let_go_seconds + RENEWAL_FRACTION * self.options.kv_lease_duration
-        late_seconds = now - max(lent.ends_seconds, renewed_until)
-        assert lent.decode is not None
-        if late_seconds > HANDED_BACK_SECONDS and not self._is_touched(
-            lent.decode, lent.prefill, lent.granted_seconds, now, but_for=Kind.NOTIFICATION_LOSS
-        ):
-            self.complain("in time", f"{lent.owner} freed {lent.request_id} {late_seconds:.3f} s after its deadline")
+    def _check_reading(self, lent: Lent) -> None:
+        """It ends because everybody has read it."""
+        whose = f"rank {lent.tp_rank} of {lent.owner}"
+        readers = [each for each, (decode, _) in lent.waiting.items() if decode == BUILTIN_READERS]
+        open_holders = [engine_id for engine_id, holder in lent.holders.items() if not holder.is_complete]
+        if readers or open_holders or not (lent.holders or BUILTIN_READERS in lent.decodes):
+            who = open_holders or readers or "nobody has read it"
+            self.complain("held", f"{whose} freed {lent.request_id} as read: {who}")
+            return
+        self.coverage["a lease read by several engines"] += len(lent.holders) > 1
+        if not self.isolates or self._is_near_a_fault(lent):
+            return
+        for consumer, (decode, announced_seconds) in lent.waiting.items():
+            waited_seconds = lent.freed_seconds - announced_seconds
+            if waited_seconds > self._hold_seconds(decode, consumer.rank, lent.owner):
+                self.complain(
+                    "held",
+                    f"{whose} freed {lent.request_id}, and {consumer.request_id} has waited for it for "
+                    f"{waited_seconds:.3f} s",
+                )
+
+    def _check_in_time(self, lent: Lent, now_ns: int) -> None:
+        late_seconds = (now_ns - lent.deadline_ns) / NS_PER_SECOND
+        if late_seconds > HANDED_BACK_SECONDS and not self._keeper_crashed(lent):
+            whose = f"rank {lent.tp_rank} of {lent.owner}"
+            self.complain("in time", f"{whose} freed {lent.request_id} {late_seconds:.3f} s after its deadline")
+
+    def _check_handed_back(self, lent: Lent) -> None:
+        if not lent.decodes or lent.waiting or lent.is_reused or not self.isolates:
+            return
+        lossy = [
+            fault.end_seconds
+            for fault in self.faults
+            if fault.kind in LOSSY_KINDS and any(fault.touches(decode, lent.prefill) for decode in lent.decodes)
+        ]
+        if any(lent.granted_seconds <= end + AFTERMATH_SECONDS for end in lossy):
+            late_seconds = lent.freed_seconds - max(lent.let_go_seconds, *lossy)
+            limit_seconds = SAID_AGAIN_SECONDS
+        else:
+            late_seconds = lent.freed_seconds - lent.let_go_seconds
+            limit_seconds = HANDED_BACK_SECONDS
+        others = HARMLESS_KINDS | LOSSY_KINDS
+        if late_seconds > limit_seconds and not self._is_near_a_fault(lent, others):
+            whose = f"rank {lent.tp_rank} of {lent.owner}"
+            self.complain("handed back", f"{whose} freed {lent.request_id} {late_seconds:.3f} s after its last use")
+
+    def _is_near_a_fault(self, lent: Lent, harmless: frozenset[Kind] = HARMLESS_KINDS) -> bool:
+        return self._is_touched(lent.decodes, lent.prefill, lent.granted_seconds, lent.freed_seconds, harmless)
+
+    def _keeper_crashed(self, lent: Lent) -> bool:
+        """Whether its lease keeper, which starts again after a while, may have been away when it mattered."""
+        since = lent.granted_seconds
+        return any(
+            fault.kind in KEEPER_KINDS
+            and fault.touches(lent.prefill, lent.prefill)
+            and since <= fault.end_seconds + AFTERMATH_SECONDS
+            for fault in self.faults
+        )
 
     def forget_leases(self, owner: str) -> None:
-        """A prefill engine has died."""
-        for key in [key for key in self.leases if key[0] == owner]:
-            del self.leases[key]
+        """A prefill engine has died, and with it whatever it lent."""
+        for (whose, _), lents in self.leases.items():
+            if whose == owner:
+                for lent in lents:
+                    lent.is_granted = False
+                    lent.freed_seconds = min(lent.freed_seconds, trio.current_time())
 
     # --- health -----------------------------------------------------------------------------------------------------
 

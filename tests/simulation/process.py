@@ -1,8 +1,8 @@
 """The processes of a simulated engine: the ranks that run the production actors, and the listener.
 
-`Process` is one life of one engine. Each `Rank` of it is a worker process with a clock, a KV cache, a NIXL agent and
-actors of its own; one listener answers the handshakes about all of them. A rank may die alone, and then nothing is
-heard of it any more; the rest of its engine goes on until it is killed too.
+`Process` is one life of one engine. Each `Rank` of it is a worker process on a machine of its own, with a clock, a KV
+cache, a NIXL agent, a control socket and actors; one listener answers the handshakes about all of them. A rank may die
+alone, and then nothing is heard of it any more; the rest of its engine goes on until it is killed too.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from typing import Protocol
 
 import trio
 
+from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
+from connector.layout.advertised import describe
+from connector.layout.local import LocalRank
 from connector.ports.nixl import MemoryRange
-from connector.runtime.clock import NS_PER_SECOND
-from connector.runtime.context import LocalRank
+from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
 from connector.runtime.listener import HandshakeListener
-from connector.runtime.messages import Command, Outcome, PeerAddress
+from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
-from connector.runtime.tracked import Recorder
-from connector.wire.handshake import encode_payload
-from connector.wire.metadata import describe, encode_agent_metadata
-from statemachine import request
+from connector.wire import control
+from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.metadata import encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
-from tests.simulation.faults import ActiveFaults
-from tests.simulation.model import WORD_BYTES, EngineShape, Model, RankMemory
+from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
+from tests.simulation.shapes import EngineShape, Model
 
 PORT = 5600
 RANK_LAG_SECONDS_MAX = 0.0005
 """How much later than the first one another rank may take up a step."""
-DRIFT_PPB_MAX = 45_000
-"""Two clocks drift apart by at most twice this, which is within what the product allows for."""
+DRIFT_PPB_MAX = 500_000
+"""How fast or slow the crystal of a machine may run."""
+SLEW_PPB_MAX = 83_333_000
+"""What chrony adds to it at most; `statemachine.remote_engine.DRIFT_DIVISOR` allows for both, on two machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +63,46 @@ class Surroundings:
     """Those that are not built the usual way."""
 
 
-class ProcessClock:
-    """The clock of one process: trio's, from another zero, running a little fast or slow; its wall time jumps."""
+class Machine:
+    """Time on one machine: trio's, a little fast or slow, and at another rate after each `slew`; its wall time jumps.
 
-    def __init__(self, offset_ns: int, drift_ppb: int) -> None:
-        self._offset_ns = offset_ns
+    `drift_ppb`: of its crystal.
+    """
+
+    def __init__(self, drift_ppb: int) -> None:
         self._drift_ppb = drift_ppb
+        self._rate_ppb = drift_ppb
+        # When the present rate began, in true and in local time.
+        self._since_ns = 0
+        self._local_since_ns = 0
         self.wall_error_seconds = 0.0
 
     def now_ns(self) -> int:
-        true_ns = round(trio.current_time() * NS_PER_SECOND)
-        return self._offset_ns + true_ns + true_ns * self._drift_ppb // NS_PER_SECOND
+        elapsed_ns = round(trio.current_time() * NS_PER_SECOND) - self._since_ns
+        return self._local_since_ns + elapsed_ns + elapsed_ns * self._rate_ppb // NS_PER_SECOND
 
-    def true_seconds(self, local_ns: int) -> float:
-        """When, in trio's time, this clock shows `local_ns`."""
-        return (local_ns - self._offset_ns) / (1 + self._drift_ppb / NS_PER_SECOND) / NS_PER_SECOND
+    def slew(self, rate_ppb: int) -> None:
+        """From now on run this much faster or slower than the crystal does."""
+        self._local_since_ns, self._since_ns = self.now_ns(), round(trio.current_time() * NS_PER_SECOND)
+        self._rate_ppb = self._drift_ppb + rate_ppb
+
+
+class ProcessClock:
+    """The clock of one process: that of its machine, from another zero."""
+
+    def __init__(self, machine: Machine, offset_ns: int) -> None:
+        self.machine = machine
+        self._offset_ns = offset_ns
+
+    def now_ns(self) -> int:
+        return self._offset_ns + self.machine.now_ns()
 
     def ahead_by(self, offset_ns: int) -> ProcessClock:
-        """The clock of another process on the same machine: at the same pace, from another zero."""
-        return ProcessClock(self._offset_ns + offset_ns, self._drift_ppb)
+        """The clock of another process on the same machine."""
+        return ProcessClock(self.machine, self._offset_ns + offset_ns)
 
     def wall(self) -> float:
-        return 1.7e9 + trio.current_time() + self.wall_error_seconds
+        return 1.7e9 + trio.current_time() + self.machine.wall_error_seconds
 
 
 class Variant(enum.Enum):
@@ -116,6 +139,8 @@ class Rank:
         self.clock = clock
         self.memory = memory
         self.is_dead = False
+        self.has_stopped = False
+        """It has said that it can serve no more."""
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
@@ -124,6 +149,12 @@ class Rank:
         self.port = around.nixl.open(f"{name}.{process.life}", ranges, clock.now_ns, reads_inline=around.reads_inline)
         word_bytes = WORD_BYTES // 2 if process.variant is Variant.OTHER_BLOCKS else WORD_BYTES
         shapes = memory.shapes(word_bytes=word_bytes)
+        side_channel = FakeSideChannel(around.network, name)
+        self.control = side_channel.listen(name, 0, frame_bytes_max=control.MESSAGE_BYTES_MAX)
+        self.control.on_arrival = self._overhear
+        self.host = name
+        self._tp_size = process.shape.tp_size
+        self._owner = f"{engine.name}.{process.life}"
         self._local = LocalRank(
             layout=memory.layout(process.engine_id, shapes),
             shapes=shapes,
@@ -133,20 +164,30 @@ class Rank:
             options=around.options,
             local=self._local,
             nixl_port=self.port,
-            side_channel=FakeSideChannel(around.network, name),
+            side_channel=side_channel,
+            control=self.control,
             clock=clock,
             recorder=Recorder(engine_id=process.engine_id, rank=tp_rank, role="worker", clock=clock, sink=self),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
-            jitter=random.Random(chance.getrandbits(64)),
         )
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
 
-    def payload(self, incarnation: str) -> bytes:
+    def payload(self, life: str) -> bytes:
         """What the listener says of this rank."""
         metadata = encode_agent_metadata(describe(self._local.layout, self.port.agent_metadata))
-        return encode_payload(self._local.compatibility_hash, metadata, incarnation)
+        extension = ActorExtension(
+            life=life,
+            tp_size=self._tp_size,
+            dcp_size=1,
+            pp_size=1,
+            tp_rank=self.tp_rank,
+            pp_rank=0,
+            control_host=self.host,
+            control_port=self.control.port,
+        )
+        return encode_payload(self._local.compatibility_hash, metadata, extension)
 
     async def run(self) -> None:
         with self._scope:
@@ -168,6 +209,7 @@ class Rank:
         if not self.is_dead:
             self.is_dead = True
             self.port.kill()
+            self._around.network.kill(self.host)
             self._scope.cancel()
 
     def blocks_written_to(self) -> set[int]:
@@ -178,22 +220,30 @@ class Rank:
     def write(self, record: TransitionRecord) -> None:
         if not self.is_dead:
             self._around.trace.append(record)
-            if record.event == request.PeerReady.__name__ and record.to_state == request.State.READING.value:
-                self._check_proof(record)
-
-    def _check_proof(self, record: TransitionRecord) -> None:
-        """The one look inside an actor: wrong by a clock's error, a proof would be caught by chance only."""
-        assert record.peer is not None
-        proof = self.supervisor._peers[record.peer]._runs[record.subject].machine.value.proof
-        assert proof is not None
-        self._around.oracles.check_proof(record.subject, self.clock.true_seconds(proof.proven_until_ns))
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""
 
     def _emit(self, outcome: Outcome) -> None:
+        self.has_stopped |= isinstance(outcome, WorkerStopped)
         if not self.is_dead:
             self._engine.hear(self.tp_rank, outcome)
+
+    def _overhear(self, frames: tuple[bytes, ...]) -> None:
+        """A message has arrived at the control socket: whether a lease may end depends on what P was told."""
+        try:
+            message = control.decode_request(frames)
+        except (BadFrame, DecodeFailed):
+            return
+        oracles, now_ns = self._around.oracles, self.clock.now_ns()
+        for lease in message.leases:
+            lent = oracles.lent(self._owner, lease, self.tp_rank)
+            if lent is None:
+                continue
+            if isinstance(message, control.Hold):
+                oracles.hold(lent, message.engine_id, message.rank, message.ranks, now_ns)
+            else:
+                oracles.release(lent, message.engine_id, message.rank, message.ranks)
 
     def _log_failure(self, subject: str, failure: Failure) -> None:
         if not self.is_dead:
@@ -224,17 +274,19 @@ class Process:
         self.life = life
         self.variant = variant
         self.shape = around.engines.get(engine.name, EngineShape())
-        self.incarnation = f"{chance.getrandbits(128):032x}"
-        self.clock = ProcessClock(chance.randrange(10**15), chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX))
+        self.life_name = f"{chance.getrandbits(128):032x}"
+        self.clock = _new_clock(chance)
         self.listener_clock = self.clock.ahead_by(listener_offset_ns)
         self._is_dead = False
         self.has_ended = False
+        self.refuses_because: str | None = None
+        """A worker has said that it can serve no more."""
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
         self.ranks: list[Rank] = []
         for tp_rank in range(self.shape.tp_size):
-            clock = self.clock.ahead_by(chance.randrange(10**15)) if tp_rank else self.clock
+            clock = _new_clock(chance) if tp_rank else self.clock
             memory = RankMemory(around.model, self.shape, tp_rank, blocks)
             self.ranks.append(Rank(around, engine, self, tp_rank, clock, memory, chance))
         host = self.address.host
@@ -242,9 +294,10 @@ class Process:
             side_channel=FakeSideChannel(around.network, host),
             host=host,
             port=PORT,
-            payloads={(0, rank.tp_rank): rank.payload(self.incarnation) for rank in self.ranks},
-            clock=self.listener_clock,
+            payloads={(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks},
+            perf_counter=lambda: self.listener_clock.now_ns() / NS_PER_SECOND,
             log_bad_frame=lambda detail: None,
+            log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
         )
 
     @property
@@ -274,6 +327,12 @@ class Process:
             rank.supervisor.stop()
         self.listener.stop()
 
+    def stop_serving(self, reason: str) -> None:
+        """A worker can serve KV no more."""
+        if self.refuses_because is None:
+            self.refuses_because = reason
+            self.listener.stop_serving(reason)
+
     def has_died(self) -> bool:
         return self._is_dead
 
@@ -285,8 +344,14 @@ class Process:
         self._is_dead = True
         for rank in self.ranks:
             rank.kill()
+        self._around.network.kill(self.address.host)
         self._scope.cancel()
 
     def blocks_written_to(self) -> set[int]:
         """Blocks that READs of any rank may still write into."""
         return set().union(*(rank.blocks_written_to() for rank in self.ranks))
+
+
+def _new_clock(chance: random.Random) -> ProcessClock:
+    """On a machine of its own."""
+    return ProcessClock(Machine(chance.randint(-DRIFT_PPB_MAX, DRIFT_PPB_MAX)), chance.randrange(10**15))

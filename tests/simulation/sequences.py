@@ -1,9 +1,9 @@
 """Sequence diagrams of single requests, drawn from simulated runs: `python -m tests.simulation.sequences DIRECTORY`.
 
 Each `Story` is one request between one prefill and one decode engine in the simulator, with what goes wrong in it. What
-is drawn is what happened: commands and outcomes at the doors of the connector, messages on the side channel, READs and
-notifications, and every transition of the machines, in the order of virtual time. Nothing here says how the story goes,
-so a change of the product changes the diagram, and the test on drift says so.
+is drawn is what happened: commands and outcomes at the doors of the connector, messages on the side channel and to the
+control socket, READs, and every transition of the machines, in the order of virtual time. Nothing here says how the
+story goes, so a change of the product changes the diagram, and the test on drift says so.
 
 The engines are the simulator's, with a generator that always draws the middle (`_Steady`): no queue, no client that
 leaves, no prefix hit, unless the story says so.
@@ -21,19 +21,21 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
+from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
-from connector.ports.nixl import AgentName
-from connector.runtime.messages import Command, Outcome, ReceiveEnded
+from connector.protocol import Command, Outcome, ReceiveEnded
+from connector.wire import control
 from statemachine.trace import TransitionRecord
+from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import make_trio_deterministic, options_of
 from tests.simulation.engines import DecodeEngine, Engine, PrefillEngine
-from tests.simulation.fake_network import FakeNetwork
-from tests.simulation.fake_nixl import FakeNixlPort, FakeNixlWorld, FlyingRead
-from tests.simulation.faults import ActiveFaults, Fault, Kind, Plan, draw_shape, engine_of
-from tests.simulation.model import BLOCK_TOKENS
+from tests.simulation.fake_network import FakeLink, FakeNetwork
+from tests.simulation.fake_nixl import FakeNixlWorld, FlyingRead
+from tests.simulation.faults import Fault, Kind, Plan, draw_shape, engine_of
 from tests.simulation.oracles import Oracles
 from tests.simulation.process import Surroundings, Variant
+from tests.simulation.shapes import BLOCK_TOKENS
 
 LINK = "d0>p0"
 BLOCKS = 4
@@ -75,6 +77,27 @@ async def _replace_prefill(stage: Stage) -> None:
     stage.note("p0", "a new process, the same engine id")
 
 
+async def _lose_a_release(stage: Stage) -> None:
+    """The first one does not arrive."""
+    network = stage.network
+    carry = network.carry
+
+    def lossy(link: FakeLink, frames: tuple[bytes, ...]) -> None:
+        if isinstance(control.decode_request(frames), control.Release):
+            stage.sheet.add(f"Dw--xPw: {_said_by_decode(frames)}")
+            network.carry = carry  # type: ignore[method-assign]
+        else:
+            carry(link, frames)
+
+    await trio.lowlevel.checkpoint()
+    network.carry = lossy  # type: ignore[method-assign]
+
+
+async def _reset_links(stage: Stage) -> None:
+    await trio.sleep(0.1)
+    stage.network.reset_links(lambda source, target: True)
+
+
 async def _kill_decode(stage: Stage) -> None:
     await trio.sleep(0.1)
     stage.decode.crash()
@@ -110,11 +133,16 @@ STORIES = (
         title="A READ fails: its connection is rebuilt, and the request is tried again",
         faults=(_fault(Kind.READ_ERROR, LINK, 0.0246),),
     ),
+    Story(
+        name="read-errs-early",
+        title="A READ is said to have failed, and goes on in part: nothing is read again before it is over",
+        faults=(_fault(Kind.READ_ERRS_EARLY, LINK, 0.0246),),
+    ),
     Story(name="read-fails", title="Both READs fail", faults=(_fault(Kind.READ_ERROR, LINK),)),
     Story(
         name="lease-lapses",
-        title="The lease ends during a READ: the request waits until nothing writes into its blocks any more",
-        faults=(_fault(Kind.READ_STALL, LINK, 4.5),),
+        title="The network is cut for longer than a lease: the READ ends well, and P says that its blocks were gone",
+        faults=(_fault(Kind.PARTITION, LINK, 4.5),),
     ),
     Story(
         name="read-never-ends",
@@ -147,8 +175,19 @@ STORIES = (
     ),
     Story(
         name="release-is-lost",
-        title="The release is lost: P keeps the blocks until the lease ends",
-        faults=(_fault(Kind.NOTIFICATION_LOSS, LINK),),
+        title="A release is lost: it is said again until P answers",
+        meanwhile=_lose_a_release,
+    ),
+    Story(
+        name="hold-is-lost",
+        title="Holds are lost: the READ does not wait for them, the report does",
+        faults=(_fault(Kind.MESSAGE_LOSS, LINK, 0.5),),
+    ),
+    Story(
+        name="link-is-reset",
+        title="A control connection is reset in the middle of a READ: the connection is rebuilt when the READ is over",
+        faults=(_fault(Kind.READ_STALL, LINK, 0.3),),
+        meanwhile=_reset_links,
     ),
     Story(
         name="decode-dies",
@@ -173,10 +212,16 @@ class _Sheet:
         self.lines: list[str] = []
         self.is_open = False
         self._last_seconds = -1.0
+        self._last_line = ""
 
     def add(self, line: str) -> None:
         if not self.is_open:
             return
+        if "--x" in line and line == self._last_line:
+            line += ", again and again"
+        elif line == self._last_line.removesuffix(", again and again") and "--x" in line:
+            return
+        self._last_line = line
         now = trio.current_time()
         if now - self._last_seconds >= 0.0005:
             self.lines.append(f"Note over D: {_moment(now - BEGINS_SECONDS)}")
@@ -185,7 +230,7 @@ class _Sheet:
 
     def append(self, record: TransitionRecord) -> None:
         """As the list that `Rank.write` appends to."""
-        if record.from_state is None or record.machine == "transfer" or record.event == "Renewed":
+        if record.from_state in (None, record.to_state):
             return
         side = "D" if record.engine_id.startswith("d") else "P"
         reason = f", {record.reason}" if record.reason and record.to_state in ("draining", "failed", "expired") else ""
@@ -204,6 +249,7 @@ class Stage:
 
     sheet: _Sheet
     nursery: trio.Nursery
+    network: FakeNetwork
     prefill: PrefillEngine
     decode: DecodeEngine
 
@@ -261,7 +307,7 @@ async def _play(story: Story, agenda: Agenda, sheet: _Sheet) -> None:
     async with trio.open_nursery() as nursery:
         prefill = PrefillEngine(around, "p0", _Steady(0), story.variant)
         decode = DecodeEngine(around, "d0", _Steady(0))
-        stage = Stage(sheet, nursery, prefill, decode)
+        stage = Stage(sheet, nursery, around.network, prefill, decode)
         for engine in (prefill, decode):
             _watch_outcomes(engine, sheet)
             stage.watch(engine)
@@ -277,6 +323,7 @@ async def _play(story: Story, agenda: Agenda, sheet: _Sheet) -> None:
             nursery.start_soon(story.meanwhile, stage)
         await _serve(stage, agenda, 2)
         await trio.sleep(FOREVER_SECONDS)
+        sheet.is_open = False
         assert around.oracles.violations == [], around.oracles.violations
         nursery.cancel_scope.cancel()
 
@@ -298,7 +345,12 @@ async def _serve(stage: Stage, agenda: Agenda, number: int) -> None:
 
 def _plain_options() -> ConnectorOptions:
     shape = msgspec.structs.replace(
-        draw_shape(0), lease_seconds=4.0, request_timeout_seconds=6.0, handshake_timeout_seconds=0.8, peer_limit=8
+        draw_shape(0),
+        lease_seconds=4.0,
+        lease_limit_seconds=900.0,
+        request_timeout_seconds=6.0,
+        handshake_timeout_seconds=0.8,
+        peer_limit=8,
     )
     return options_of(shape)
 
@@ -323,21 +375,74 @@ def _watch_outcomes(engine: Engine, sheet: _Sheet) -> None:
 
 
 def _watched_network(network: FakeNetwork, sheet: _Sheet) -> FakeNetwork:
+    """Draw what is sent over the network, and whether it arrives."""
     rules, delays = network.rules, network.rules.delays
+    ask, answer, carry, connect, end = network.ask, network.answer, network.carry, network._connect, network._end
+    said = "?"
 
     def watched(source: str, target: str) -> Sequence[float]:
         found = delays(source, target)
         sender, receiver = (engine_of(name)[0].upper() for name in (source, target))
-        what = "handshake" if sender == "D" else "what its rank looks like, its clock, its incarnation"
-        sheet.add(f"{sender}w{'--)' if found else '--x'}{receiver}w: {what}")
+        sheet.add(f"{sender}w{'--)' if found else '--x'}{receiver}w: {said}")
         return found
 
+    def watched_ask(source: str, host: str, port: int, identity: bytes, frames: tuple[bytes, ...]) -> None:
+        nonlocal said
+        said = "handshake"
+        ask(source, host, port, identity, frames)
+
+    def watched_answer(source: str, identity: bytes, frames: tuple[bytes, ...]) -> bool:
+        nonlocal said
+        said = _said_by_prefill(frames)
+        return answer(source, identity, frames)
+
+    def watched_carry(link: FakeLink, frames: tuple[bytes, ...]) -> None:
+        nonlocal said
+        said = _said_by_decode(frames)
+        carry(link, frames)
+
+    def watched_connect(link: FakeLink, identity: bytes) -> None:
+        nonlocal said
+        said = "connects to the control socket"
+        connect(link, identity)
+
+    def watched_end(link: FakeLink, error: str) -> None:
+        nonlocal said
+        said = error
+        end(link, error)
+
     rules.delays = watched  # type: ignore[method-assign]
+    network.ask = watched_ask  # type: ignore[method-assign]
+    network.answer = watched_answer  # type: ignore[method-assign]
+    network.carry = watched_carry  # type: ignore[method-assign]
+    network._connect = watched_connect  # type: ignore[method-assign]
+    network._end = watched_end  # type: ignore[method-assign]
     return network
 
 
+def _said_by_decode(frames: tuple[bytes, ...]) -> str:
+    """On a control socket."""
+    message = control.decode_request(frames)
+    names = ", ".join(lease.request_id for lease in message.leases)
+    if isinstance(message, control.Release):
+        return f"Release {names}"
+    return f"Hold {names}" if names else "Hold nothing: does the control socket work?"
+
+
+def _said_by_prefill(frames: tuple[bytes, ...]) -> str:
+    """On the side channel or on a control socket."""
+    if len(frames) > 1:
+        return "what its rank looks like, its sizes, its life, its control socket"
+    message = control.decode_answer(frames)
+    if isinstance(message, control.Released):
+        return "Released " + ", ".join(lease.request_id for lease in message.leases)
+    held = [f"{each.request_id} for {each.remaining_ns / NS_PER_SECOND:.1f} s" for each in message.held]
+    gone = [f"{each.request_id} is gone ({each.why})" for each in message.gone]
+    return "Held: " + (", ".join([*held, *gone]) or "nothing")
+
+
 def _watched_nixl(world: FakeNixlWorld, sheet: _Sheet) -> FakeNixlWorld:
-    launch, end, send = world.launch, world.end, world.send
+    launch, end = world.launch, world.end
 
     def watched_launch(read: FlyingRead) -> None:
         sheet.add(f"Dw->>Pw: READ {len(read.pieces)} descriptors, {read.length_bytes} bytes")
@@ -348,19 +453,8 @@ def _watched_nixl(world: FakeNixlWorld, sheet: _Sheet) -> FakeNixlWorld:
             sheet.add("Pw-xDw: the READ ends with an error" if error else "Pw->>Dw: the READ is complete")
         end(read, error)
 
-    def watched_send(sender: AgentName, receiver: FakeNixlPort, message: bytes, *, in_order: bool) -> None:
-        lost = not world.rules.notification_delays(sender, receiver.agent_name)
-        arrow = "-x" if lost else "-)"
-        if not message.startswith(b"HB:"):
-            request_id, _, consumers = message.decode().partition(":")
-            sheet.add(f"Dw{arrow}Pw: release of {request_id}, one of {consumers}")
-        elif not any("heartbeats" in line for line in sheet.lines):
-            sheet.add(f"Dw{arrow}Pw: heartbeats, from now on")
-        send(sender, receiver, message, in_order=in_order)
-
     world.launch = watched_launch  # type: ignore[method-assign]
     world.end = watched_end  # type: ignore[method-assign]
-    world.send = watched_send  # type: ignore[method-assign]
     return world
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from tests.simulation.faults import Plan
-from tests.simulation.oracles import Violation
+from tests.simulation.verdict import Violation
 
 RUNS_MAX = 100
 

@@ -1,7 +1,7 @@
-"""Level 1 over several dozen seeds, its determinism, its coverage of the tables, and oracles that do complain.
+"""Level 1 over a few hundred seeds, its determinism, its coverage of the tables, and oracles that do complain.
 
 A seed that fails here is replayed by `python -m tests.simulation --level 1 --seed N`. What is broken on purpose is a
-handler of a table or a part of the modelled shell; each must be noticed by the oracle that is there for it.
+handler of a table or a rule of a core; each must be noticed by the oracle that is there for it.
 """
 
 from __future__ import annotations
@@ -9,34 +9,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from connector.runtime.clock import ClockSample
-from statemachine import lease, peer, request, transfer
-from statemachine.explore import Machines
+from statemachine import hold, lease, lending, peer, remote_engine, request
 from statemachine.failures import AbortedByClient, Quarantined
-from statemachine.kernel import NO_EFFECTS, Effects
-from tests.simulation.broken import broken
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, Pair, to
+from statemachine.lending import AnswerHold, Lending
+from statemachine.remote_engine import ReadEnded, RemoteEngine, Report, SendRelease
+from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import LEVEL1_KINDS, Fault, Kind, Plan, draw_plan
-from tests.simulation.level1.actor import PeerActor, Question, Run
-from tests.simulation.level1.clock import DriftingClock
-from tests.simulation.level1.decode import DecodeRank, Pull
-from tests.simulation.level1.heap import LOOK_NS, MILLISECOND, SECOND, EventHeap
-from tests.simulation.level1.prefill import RATE_PPB_MAX
+from tests.simulation.level1.clock import SLEW_PPB_MAX, DriftingClock
+from tests.simulation.level1.heap import SECOND, EventHeap
 from tests.simulation.level1.run import Result, simulate
 from tests.simulation.level1.shape import draw_cluster
-from tests.simulation.level1.transport import Read
+from tests.simulation.level1.world import Cores
 from tests.simulation.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 60
-SEEDS_OF_A_MUTANT = 60
-MACHINES = (request.MACHINE, lease.MACHINE, peer.MACHINE, transfer.MACHINE)
+SEEDS = 200
+SEEDS_OF_A_MUTANT = 40
 
 
 def fault(kind: Kind, target: str, at: float, seconds: float, probability: float = 1.0) -> Fault:
@@ -60,14 +58,43 @@ def test_without_faults_every_request_is_served() -> None:
     for seed in range(6):
         result = simulate(Plan(seed=seed, faults=[]))
         assert result.violations == []
-        allowed = {"done", "not awaited", "AbortedByClient", "TooManyPeers", "BlocksConsumed", "LeaseNotProven"}
-        assert set(result.outcomes) <= allowed
-        assert result.outcomes["LeaseNotProven"] < 0.1 * result.requests  # they queue for longer than a lease lasts
+        allowed = {"done", "not awaited", "served by a built-in engine", "lost with its engine", "AbortedByClient"}
+        # Whoever comes after the release, or with parameters that were used, is refused.
+        assert set(result.outcomes) <= allowed | {"TooManyPeers", "BlocksConsumed", "LeaseOver"}
 
 
+def test_two_engines_read_from_one_lease() -> None:
+    coverage: Counter[str] = Counter()
+    for seed in range(5):
+        coverage += simulate(Plan(seed=seed, faults=[])).coverage
+    assert coverage["two engines held one lease"] > 50
+    assert coverage["two engines were served from one lease"] > 50
+
+
+NEVER_TAKEN = {
+    # A request asks a peer that is ready for its blocks itself.
+    ("peer", "ready", "Wanted"),
+    # A P with the built-in connector would have to come back with ours, under its id, and lend under the same name.
+    ("hold", "assumed", "HeldByPeer"),
+}
+
+
+RARELY_TAKEN = {
+    # Seeds that take them are too rare to wait for; tests/unit/test_request_machine.py, test_hold_machine.py,
+    # test_peer_machine.py and test_remote_engine.py do.
+    ("hold", "assumed", "Reconnected"),
+    ("peer", "disconnecting", "Retired"),
+    ("request", "proving", "DeadlinePassed"),
+    ("request", "proving", "ProofTimeout"),
+    ("request", "proving", "ShellFailed"),
+}
+
+
+@pytest.mark.timeout(300)
 def test_every_transition_of_every_table_is_taken() -> None:
     missing = {(machine.name, state.value, event.__name__) for machine in MACHINES for state, event in machine.table}
-    for seed in range(100):
+    missing -= NEVER_TAKEN | RARELY_TAKEN
+    for seed in range(30):
         for plan in (draw_plan(seed, LEVEL1_KINDS), stubborn_plan(seed), Plan(seed=seed, faults=[INCOMPATIBLE])):
             missing -= set(simulate(plan).transitions)
         if not missing:
@@ -98,19 +125,20 @@ def stubborn_plan(seed: int) -> Plan:
 PRINT_FINGERPRINTS = """
 from tests.simulation.faults import LEVEL1_KINDS, draw_plan
 from tests.simulation.level1.run import simulate
-for seed in (3, 7, 9):
+for seed in (3, 9):
     print(simulate(draw_plan(seed, LEVEL1_KINDS)).fingerprint())
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_seed_gives_the_same_fingerprint_in_every_process() -> None:
-    here = [simulate(draw_plan(seed, LEVEL1_KINDS)).fingerprint() for seed in (3, 7, 9)]
-    assert len(set(here)) == 3
+    here = [simulate(draw_plan(seed, LEVEL1_KINDS)).fingerprint() for seed in (3, 9)]
+    assert len(set(here)) == 2
     for hash_seed in ("1", "4711"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PRINT_FINGERPRINTS]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, check=True, timeout=60, capture_output=True, text=True
+            command, cwd=ROOT, env=environment, check=True, timeout=200, capture_output=True, text=True
         )
         assert done.stdout.split() == here
 
@@ -126,6 +154,15 @@ def test_wall_clocks_that_jump_change_nothing_but_the_trace() -> None:
     assert [each.wall for each in jumping.trace()] != [each.wall for each in plain.trace()]
 
 
+def test_clocks_of_any_rate_disturb_nobody() -> None:
+    """A decode engine whose clock is slow, a prefill engine whose clock is fast, and the other way round."""
+    slews = [fault(Kind.CLOCK_SLEW, engine, at, 0.1) for engine in ("p0", "d0") for at in (0.5, 1.5, 2.5)]
+    for seed in range(6):
+        result = simulate(Plan(seed=seed, faults=slews))
+        assert result.violations == []
+        assert result.faults_fired[Kind.CLOCK_SLEW] > 0
+
+
 def test_the_trace_follows_each_instance_from_state_to_state() -> None:
     result = simulate(draw_plan(5, LEVEL1_KINDS))
     state: dict[tuple[str, int, str, str], str] = {}
@@ -133,10 +170,11 @@ def test_the_trace_follows_each_instance_from_state_to_state() -> None:
     assert len(records) > 1000
     assert result.trace_lines().count(b"\n") == len(records)
     for record in records:
-        if record.machine == "peer":
-            continue  # Another life of the decode engine has peers of the same names.
         key = (record.engine_id, record.rank, record.machine, record.subject)
-        assert record.from_state == state.get(key, record.from_state)
+        if record.from_state is None or record.machine == "peer":
+            pass  # made anew; peers are by every life of the decode engine, without a record
+        else:
+            assert record.from_state == state[key]
         state[key] = record.to_state
 
 
@@ -160,33 +198,8 @@ def test_events_happen_in_the_order_of_time_and_then_of_entry() -> None:
     assert happened[-1] == (5, "c")
 
 
-class Thing:
-    def __init__(self) -> None:
-        self.is_over = False
-
-
-@pytest.mark.parametrize("delay_ns", [0, 1, LOOK_NS, 2 * LOOK_NS - 1, 2 * LOOK_NS, 3 * LOOK_NS + 7, SECOND])
-def test_timers_that_are_kept_aside_fire_on_time(delay_ns: int) -> None:
-    heap, fired = EventHeap(), list[tuple[int, int]]()
-    things = [Thing() for _ in range(100)]
-
-    def fire(argument: tuple[int, Thing]) -> None:
-        fired.append((heap.now_ns, argument[0]))
-
-    def start(argument: tuple[int, Thing]) -> None:
-        heap.unless_over(heap.now_ns + delay_ns, fire, argument, argument[1])
-
-    for number, thing in enumerate(things):
-        heap.at(number * 7 * MILLISECOND, start, (number, thing))
-        if number % 2:
-            heap.at(number * 7 * MILLISECOND + 1, lambda thing: setattr(thing, "is_over", True), thing)
-    heap.run_until(3 * SECOND)
-    step = 1 if delay_ns < 2 * LOOK_NS else 2  # those that are over by then are left out
-    assert fired == [(number * 7 * MILLISECOND + delay_ns, number) for number in range(0, 100, step)]
-
-
 def test_a_clock_finds_the_first_moment_at_which_it_shows_a_time() -> None:
-    for rate_ppb in (-RATE_PPB_MAX, -1, 0, 1, RATE_PPB_MAX):
+    for rate_ppb in (-SLEW_PPB_MAX, -1, 0, 1, SLEW_PPB_MAX):
         clock = DriftingClock(zero_ns=123_456_789, rate_ppb=rate_ppb)
         clock.change_rate(10 * SECOND, -rate_ppb)
         for true_ns in (10 * SECOND, 10 * SECOND + 1, 17 * SECOND + 123, 999 * SECOND + 999_999_999):
@@ -200,310 +213,353 @@ def test_a_clock_finds_the_first_moment_at_which_it_shows_a_time() -> None:
 
 State = request.State
 PENDING, READING, DRAINING, FAILED = State.PENDING_HANDSHAKE, State.READING, State.DRAINING, State.FAILED
-Broken = Callable[[], Machines]
+Patch = pytest.MonkeyPatch
 
 
 def ended(value: request.Request, state: State, failure: Any) -> request.Request:
     return msgspec.structs.replace(value, state=state, failure=failure, in_flight=frozenset())
 
 
-def report_before_drained() -> Machines:
+def nothing(value: Any, event: Any) -> tuple[Any, Effects]:
+    return value, NO_EFFECTS
+
+
+def replace(patch: Patch, machine: Machine[Any], pair: Pair, handler: Any) -> None:
+    """Another handler for one pair of a table, which may lead anywhere."""
+    patch.setitem(machine.table, pair, to(handler, *machine.states))
+
+
+def report_before_drained(patch: Patch) -> None:
     def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
         failure = AbortedByClient()
         return ended(value, FAILED, failure), (request.Report(failure=failure),)
 
-    return Machines(request=broken(request.MACHINE, (READING, request.Aborted), handler, FAILED))
+    replace(patch, request.MACHINE, (READING, request.Aborted), handler)
 
 
-def done_without_proof() -> Machines:
-    """Neither the end of the READ nor the timer of the lease asks whether P still held the blocks."""
-
-    def complete(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        left = value.in_flight - {event.read}
-        if left:
-            return msgspec.structs.replace(value, in_flight=left), NO_EFFECTS
-        return ended(value, State.DONE, None), (request.SendRelease(), request.Report(failure=None))
-
-    def go_on(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        return value, NO_EFFECTS
-
-    believing = broken(request.MACHINE, (READING, request.ReadCompleted), complete, State.DONE)
-    return Machines(request=broken(believing, (READING, request.LeaseLapsed), go_on, READING))
-
-
-def quarantine_nothing() -> Machines:
+def done_without_proof(patch: Patch) -> None:
     def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        failure = Quarantined(transfers=1, waited_seconds=1, cause="x")
+        return request._complete(value, msgspec.structs.replace(event, proven_until_ns=1 << 62))
+
+    replace(patch, request.MACHINE, (READING, request.ReadCompleted), handler)
+
+
+def quarantine_nothing(patch: Patch) -> None:
+    def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
+        failure = Quarantined(reads=1, waited_seconds=1, cause="x")
         return ended(value, FAILED, failure), (request.Report(failure=failure),)
 
-    return Machines(request=broken(request.MACHINE, (DRAINING, request.QuiesceTimeout), handler, FAILED))
+    replace(patch, request.MACHINE, (DRAINING, request.QuiesceTimeout), handler)
 
 
-def abort_without_release() -> Machines:
-    def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        after, effects = request.MACHINE.step(value, event)
-        return after, tuple(effect for effect in effects if not isinstance(effect, request.SendRelease))
-
-    drain = broken(request.MACHINE, (DRAINING, request.ReadCompleted), handler)
-    return Machines(request=broken(drain, (PENDING, request.Aborted), handler))
-
-
-def report_twice_after_draining() -> Machines:
-    def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        after, effects = request.MACHINE.step(value, event)
-        return after, (*effects, *(effect for effect in effects if isinstance(effect, request.Report)))
-
-    return Machines(request=broken(request.MACHINE, (DRAINING, request.ReadCompleted), handler))
-
-
-def fail_without_report() -> Machines:
+def fail_without_report(patch: Patch) -> None:
     def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
         return ended(value, FAILED, event.failure), NO_EFFECTS
 
-    return Machines(request=broken(request.MACHINE, (PENDING, request.PeerFailed), handler, FAILED))
+    replace(patch, request.MACHINE, (PENDING, request.PeerFailed), handler)
 
 
-def wait_for_reads_for_ever() -> Machines:
-    def handler(value: request.Request, event: Any) -> tuple[request.Request, Effects]:
-        return value, NO_EFFECTS
-
-    return Machines(request=broken(request.MACHINE, (DRAINING, request.QuiesceTimeout), handler, DRAINING))
+def wait_for_reads_for_ever(patch: Patch) -> None:
+    replace(patch, request.MACHINE, (DRAINING, request.QuiesceTimeout), nothing)
 
 
-def free_at_the_first_consumer() -> Machines:
+def wait_for_proof_for_ever(patch: Patch) -> None:
+    replace(patch, request.MACHINE, (State.PROVING, request.ProofTimeout), nothing)
+    replace(patch, request.MACHINE, (State.PROVING, request.DeadlinePassed), nothing)
+
+
+def keep_proofs_across_connections(patch: Patch) -> None:
+    replace(patch, hold.MACHINE, (hold.State.HELD, hold.Reconnected), nothing)
+
+
+def free_at_the_first_release(patch: Patch) -> None:
+    patch.setattr(lease, "_is_read", lambda value: any(holder.released for holder in value.holders))
+
+
+def free_when_one_engine_is_done(patch: Patch) -> None:
+    patch.setattr(lease, "_is_read", lambda value: any(holder.is_complete for holder in value.holders))
+
+
+def release_for_ever(patch: Patch) -> None:
+    """A rank that holds again is still counted as one that has released."""
+    with_holder = lease._with_holder
+
+    def without_memory(value: lease.Lease, engine_id: str, ranks: int, **what: Any) -> lease.Lease:
+        return with_holder(value, engine_id, ranks, released=what.get("released", frozenset()))
+
+    patch.setattr(lease, "_with_holder", without_memory)
+
+
+def never_expire(patch: Patch) -> None:
+    replace(patch, lease.MACHINE, (lease.State.HELD, lease.DeadlinePassed), nothing)
+
+
+def free_twice(patch: Patch) -> None:
     def handler(value: lease.Lease, event: Any) -> tuple[lease.Lease, Effects]:
-        return msgspec.structs.replace(value, state=lease.State.DONE), (lease.FreeBlocks(),)
-
-    return Machines(lease=broken(lease.MACHINE, (lease.State.HELD, lease.ConsumerNotified), handler))
-
-
-def count_messages_instead_of_senders() -> Machines:
-    def handler(value: lease.Lease, event: Any) -> tuple[lease.Lease, Effects]:
-        stranger = f"{event.sender}, message {len(value.consumers)}"
-        return lease.MACHINE.step(value, msgspec.structs.replace(event, sender=stranger))
-
-    return Machines(lease=broken(lease.MACHINE, (lease.State.HELD, lease.ConsumerNotified), handler))
-
-
-def never_expire() -> Machines:
-    def handler(value: lease.Lease, event: Any) -> tuple[lease.Lease, Effects]:
-        return value, NO_EFFECTS
-
-    return Machines(lease=broken(lease.MACHINE, (lease.State.HELD, lease.DeadlinePassed), handler))
-
-
-def free_twice() -> Machines:
-    def handler(value: lease.Lease, event: Any) -> tuple[lease.Lease, Effects]:
-        after, effects = lease.MACHINE.step(value, event)
+        after, effects = lease._finish_reader(value, event)
         return after, effects * 2
 
-    return Machines(lease=broken(lease.MACHINE, (lease.State.HELD, lease.DeadlinePassed), handler))
+    replace(patch, lease.MACHINE, (lease.State.HELD, lease.ReaderDone), handler)
 
 
-def renew_backwards() -> Machines:
-    def handler(value: lease.Lease, event: Any) -> tuple[lease.Lease, Effects]:
-        sooner = event.deadline_ns - 3 * SECOND
-        return msgspec.structs.replace(value, deadline_ns=sooner), (lease.StartLeaseTimer(deadline_ns=sooner),)
-
-    return Machines(lease=broken(lease.MACHINE, (lease.State.HELD, lease.Renewed), handler))
+def ignore_heartbeats(patch: Patch) -> None:
+    replace(patch, lease.MACHINE, (lease.State.HELD, lease.Renewed), nothing)
 
 
-def rebuild_under_reads() -> Machines:
-    def handler(value: peer.Peer, event: Any) -> tuple[peer.Peer, Effects]:
-        return msgspec.structs.replace(value, state=peer.State.IDLE), (peer.TearDownConnection(),)
-
-    return Machines(peer=broken(peer.MACHINE, (peer.State.READY, peer.Retired), handler, peer.State.IDLE))
+def back_off_for_ever(patch: Patch) -> None:
+    replace(patch, peer.MACHINE, (peer.State.BACKOFF, peer.BackoffElapsed), nothing)
 
 
-def leave_the_wanting_unanswered() -> Machines:
-    def handler(value: peer.Peer, event: Any) -> tuple[peer.Peer, Effects]:
-        return value, NO_EFFECTS
-
-    return Machines(peer=broken(peer.MACHINE, (peer.State.READY, peer.Wanted), handler))
-
-
-def back_off_for_ever() -> Machines:
-    def handler(value: peer.Peer, event: Any) -> tuple[peer.Peer, Effects]:
-        return value, NO_EFFECTS
-
-    pair = (peer.State.BACKOFF, peer.BackoffElapsed)
-    return Machines(peer=broken(peer.MACHINE, pair, handler, peer.State.BACKOFF))
-
-
-def lift_no_quarantine() -> Machines:
-    def handler(value: transfer.Transfer, event: Any) -> tuple[transfer.Transfer, Effects]:
-        return msgspec.structs.replace(value, state=transfer.State.DONE), (transfer.ReleaseHandle(),)
-
-    return Machines(transfer=broken(transfer.MACHINE, (transfer.State.STUCK, transfer.Completed), handler))
-
-
-def keep_handles_of_errors() -> Machines:
-    def handler(value: transfer.Transfer, event: Any) -> tuple[transfer.Transfer, Effects]:
-        errored = msgspec.structs.replace(value, state=transfer.State.ERRORED, failure=event.failure)
-        return errored, (transfer.Inform(failure=event.failure),)
-
-    return Machines(transfer=broken(transfer.MACHINE, (transfer.State.POSTED, transfer.Errored), handler))
+def believe_in_both_clocks(patch: Patch) -> None:
+    patch.setattr(remote_engine, "DRIFT_DIVISOR", 1 << 62)
 
 
 STALL = fault(Kind.READ_STALL, "d0>p0", 0.2, 4.0)
 LATE = fault(Kind.READ_LATE, "d0>p0", 0.2, 4.0, 0.3)
-ERRORS = fault(Kind.READ_ERROR, "d0>p0", 0.2, 4.0)
+ERRS_EARLY = fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 4.0, 0.3)
 SLOW = fault(Kind.READ_SLOW, "d0>p0", 0.2, 4.0)
 ABORTS = fault(Kind.ABORT, "d0", 0.2, 4.0)
 DUPLICATES = fault(Kind.NOTIFICATION_DUPLICATE, "d0>p0", 0.0, 4.0)
-LOSSES = fault(Kind.NOTIFICATION_LOSS, "d0>p0", 0.0, 4.0)
-CRASH = fault(Kind.CRASH_NEW_ID, "p0", 1.0, 0.05)
+HANGING_RESTART = [
+    fault(Kind.READ_STALL, "d0>p0", 0.4, 0.62),
+    fault(Kind.CRASH_SAME_ID, "p0", 1.0, 0.03),
+    fault(Kind.MESSAGE_DELAY, "p0>d0", 1.0, 0.5, 0.5),
+]
+"""READs hang when their engine restarts under its id, and are tried again; what it says of leases may come late."""
+UNHEARD = [fault(Kind.READ_LATE, "d0>p0", 0.2, 4.0), fault(Kind.MESSAGE_LOSS, "d0>p0", 0.8, 8.0)]
+"""READs end at any time, and leases are not renewed."""
 DEAF = fault(Kind.MESSAGE_LOSS, "d0>p0", 0.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("machines", "faults", "oracle"),
-    [
-        (report_before_drained, [STALL, ABORTS], "block reuse"),
-        (done_without_proof, [STALL], "bytes"),
-        (quarantine_nothing, [LATE], "block reuse"),
-        (abort_without_release, [], "give back"),
-        (report_twice_after_draining, [STALL], "report once"),
-        (fail_without_report, [DEAF], "bound"),
-        (wait_for_reads_for_ever, [LATE], "bound"),
-        (free_at_the_first_consumer, [], "bytes"),
-        (count_messages_instead_of_senders, [DUPLICATES, SLOW], "bytes"),
-        (never_expire, [LOSSES], "free once"),
-        (free_twice, [LOSSES], "free once"),
-        (renew_backwards, [SLOW], "bytes"),
-        (rebuild_under_reads, [LATE, CRASH], "agent"),
-        (leave_the_wanting_unanswered, [], "isolation"),
-        (back_off_for_ever, [DEAF], "recovery"),
-        (lift_no_quarantine, [LATE], "leaks"),
-        (keep_handles_of_errors, [ERRORS], "leaks"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else "",
-)
-def test_broken_table_is_noticed(machines: Broken, faults: list[Fault], oracle: str) -> None:
-    made = machines()
-    expect(oracle, lambda plan: simulate(plan, made), faults)
-
-
-def expect(oracle: str, run: Callable[[Plan], Result], faults: list[Fault]) -> None:
-    for seed in range(SEEDS_OF_A_MUTANT):
-        if any(each.oracle == oracle for each in run(Plan(seed=seed, faults=faults)).violations):
-            return
-    pytest.fail(f"the oracle {oracle!r} saw nothing in {SEEDS_OF_A_MUTANT} seeds")
-
-
-# --- a broken shell -------------------------------------------------------------------------------------------------
-
-
-def let_go_before_the_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = PeerActor._leave
-
-    def at_once(self: PeerActor, remote_id: str, pull: Pull) -> None:
-        self.holders.get(remote_id, set()).intersection_update({pull})
-        leave(self, remote_id, pull)
-
-    monkeypatch.setattr(PeerActor, "_leave", at_once)
-    monkeypatch.setattr(DecodeRank, "__init__", without_memory_of_what_was_consumed(DecodeRank.__init__))
-
-
-def forget_what_was_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an actor that is evicted would, if its memory were its own."""
-    retire = PeerActor.retire
-
-    def forget(self: PeerActor, argument: None) -> None:
-        self.rank.consumed.clear()
-        retire(self, argument)
-
-    monkeypatch.setattr(PeerActor, "retire", forget)
-
-
-def without_memory_of_what_was_consumed(init: Callable[..., None]) -> Callable[..., None]:
-    class Forgetful(set[str]):
-        def add(self, element: str) -> None:
-            pass
-
-    def made(self: DecodeRank, *arguments: Any) -> None:
-        init(self, *arguments)
-        self.consumed = Forgetful()
-
-    return made
-
-
-def believe_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the clock counts for the proof, not against it."""
-    monkeypatch.setattr(
-        ClockSample, "earliest_local_ns", lambda self, remote_ns: remote_ns - self.offset_ns + self.error_ns
+DEAF_TO_ANSWERS = fault(Kind.MESSAGE_LOSS, "p0>d0", 0.5, 3.0, 0.7)
+RESETS = fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0)
+RETRIES = [fault(Kind.ROUTER_RETRY, f"d{number}", 0.0, 4.0, 0.5) for number in range(3)]
+REORDERED = fault(Kind.MESSAGE_REORDER, "d0>p0", 0.0, 4.0)
+TWO_HOLDERS = [fault(Kind.TWO_HOLDERS, f"p{number}", 0.0, 4.0) for number in range(3)]
+SLEWED = [fault(Kind.CLOCK_SLEW, engine, 0.1, 0.1) for engine in ("p0", "d0")]
+ASSUMED = [
+    each
+    for number in range(3)
+    for each in (
+        fault(Kind.READ_LATE, f"d0>p{number}", 0.2, 4.0, 0.5),
+        fault(Kind.NOTIFICATION_LOSS, f"d0>p{number}", 0.0, 8.0),
     )
-
-
-def keep_the_first_clock_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that was measured badly is not measured again before a request is told that nothing is proven."""
-    monkeypatch.setattr(PeerActor, "_is_clock_to_blame", lambda self, run, latest_ns, now_ns: False)
-
-
-def quarantine_on_paper_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report(self: PeerActor, run: Run, effect: request.Report) -> None:
-        self.rank.life.hear_report(run.pull, self.rank.number, effect.failure, is_quarantined=False)
-
-    monkeypatch.setattr(PeerActor, "_report", report)
-
-
-def ask_one_peer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = PeerActor._ask
-
-    def in_turn(self: PeerActor, question: Question) -> None:
-        if any(actor._questions for actor in self.rank.peers.values() if actor is not self):
-            self._heap.after(100 * MILLISECOND, self._ask, question)
-        else:
-            ask(self, question)
-
-    monkeypatch.setattr(PeerActor, "_ask", in_turn)
-
-
-def post_what_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retry finds the blocks still being written: the end of a READ is told before it has ended."""
-    order = DecodeRank.order
-
-    def tell_early(self: DecodeRank, read: Read) -> None:
-        order(self, read)
-        self._heap.after(MILLISECOND, forget_attempt, read)
-
-    def forget_attempt(read: Read) -> None:
-        if read.run.actor is not None and not read.run.is_over and read.is_flying:
-            read.run.actor._apply(read.run, request.ReadCompleted(read=read.piece, completed_ns=0))
-
-    monkeypatch.setattr(DecodeRank, "order", tell_early)
+]
+"""READs end at any time, and built-in engines hear nothing."""
+QUEUES = fault(Kind.LONG_QUEUE, "d0", 0.2, 3.5)
 
 
 @pytest.mark.parametrize(
     ("break_it", "faults", "oracle"),
     [
-        (let_go_before_the_siblings, [], "bytes"),
-        (forget_what_was_consumed, [], "bytes"),
-        (believe_the_clock, [fault(Kind.MESSAGE_DELAY, "p0>d0", 0.0, 4.0)], "bytes"),
-        (keep_the_first_clock_sample, [fault(Kind.CLOG, "d0>p0", 0.0, 2.0)], "recovery"),
-        (quarantine_on_paper_only, [LATE], "block reuse"),
-        (ask_one_peer_at_a_time, [DEAF], "isolation"),
-        (post_what_nobody_wants, [LATE], "bytes"),
+        (report_before_drained, [STALL, ABORTS], "block reuse"),
+        (done_without_proof, [STALL, *TWO_HOLDERS], "proof"),
+        (quarantine_nothing, [LATE], "block reuse"),
+        (fail_without_report, [DEAF], "bound"),
+        (wait_for_reads_for_ever, [LATE], "bound"),
+        (wait_for_proof_for_ever, [DEAF_TO_ANSWERS, SLOW], "bound"),
+        (keep_proofs_across_connections, HANGING_RESTART, "proof"),
+        (free_at_the_first_release, [], "held"),
+        (free_when_one_engine_is_done, TWO_HOLDERS, "held"),
+        (release_for_ever, [REORDERED], "held"),
+        (never_expire, [], "free once"),
+        (free_twice, [], "free once"),
+        (ignore_heartbeats, [], "kept alive"),
+        (back_off_for_ever, [DEAF], "recovery"),
+        (believe_in_both_clocks, [*SLEWED, *UNHEARD], "proof"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_broken_shell_is_noticed(
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    faults: list[Fault],
-    oracle: str,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.timeout(300)
+def test_broken_table_is_noticed(
+    break_it: Callable[[Patch], None], faults: list[Fault], oracle: str, monkeypatch: Patch
 ) -> None:
     break_it(monkeypatch)
-    expect(oracle, simulate, faults)
+    expect(oracle, Cores(), faults)
+
+
+def seeds_of_a_mutant(core: type[Any] | None) -> Iterator[int]:
+    """Where it matters, those with a P that has the built-in connector."""
+    for seed in range(1000):
+        cluster = draw_cluster(seed)
+        if core not in OF_BUILTIN or (cluster.remembers_peers and any(name[0] == "p" for name in cluster.builtin)):
+            yield seed
+
+
+def expect(oracle: str, cores: Cores, faults: list[Fault], core: type[Any] | None = None) -> None:
+    for seed in islice(seeds_of_a_mutant(core), SEEDS_OF_A_MUTANT):
+        if any(each.oracle == oracle for each in simulate(Plan(seed=seed, faults=faults), cores).violations):
+            return
+    pytest.fail(f"the oracle {oracle!r} saw nothing in {SEEDS_OF_A_MUTANT} seeds")
+
+
+# --- broken cores ---------------------------------------------------------------------------------------------------
+
+
+class LetsGoBeforeTheSiblings(RemoteEngine):
+    def _leave(self, lease: Any, request_id: str, now_ns: int) -> None:
+        claim = self._claims.get(lease)
+        if claim is not None and request_id in claim.users:
+            claim.users = {request_id: None}
+        super()._leave(lease, request_id, now_ns)
+
+
+class ForgetsWhatWasConsumed(RemoteEngine):
+    def _is_consumed(self, lease: Any) -> bool:
+        return False
+
+
+class SaysNoReleases(RemoteEngine):
+    def _take_effects(self) -> list[Effect]:
+        return [effect for effect in super()._take_effects() if not isinstance(effect, SendRelease)]
+
+
+class NeverRenews(RemoteEngine):
+    """It asks once."""
+
+    def _prove(self, claim: Any, rank: int, *arguments: Any) -> None:
+        super()._prove(claim, rank, *arguments)
+        if self._dues:
+            self._dues[rank].cancel(claim.lease)
+
+
+class QuarantinesOnPaper(RemoteEngine):
+    def _take_effects(self) -> list[Effect]:
+        return [
+            msgspec.structs.replace(effect, is_quarantined=False) if isinstance(effect, Report) else effect
+            for effect in super()._take_effects()
+        ]
+
+
+class ReportsTwice(RemoteEngine):
+    def _take_effects(self) -> list[Effect]:
+        effects = super()._take_effects()
+        return [*effects, *(effect for effect in effects if isinstance(effect, Report))]
+
+
+class TakesErrorsForTheEnd(RemoteEngine):
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        if isinstance(event, ReadEnded):
+            event = msgspec.structs.replace(event, is_quiescent=True)
+        return super().handle(event, now_ns)
+
+
+class KnowsNoGrace(RemoteEngine):
+    def _end_tear_down(self, number: int, now_ns: int) -> None:
+        super()._end_tear_down(number, now_ns)
+        if number in self._connections:
+            self._timers.cancel(("grace", number))
+            self._settle_reads(self._connections[number], now_ns)
+
+
+class SuspectsNothing(RemoteEngine):
+    def _suspect(self, number: int, failure: Any, now_ns: int) -> None:
+        pass
+
+
+class LiftsNoQuarantine(RemoteEngine):
+    def _quiesce_quarantined(self, request_id: str, read: int) -> None:
+        pass
+
+
+class RebuildsUnderReads(RemoteEngine):
+    def _settle(self, now_ns: int) -> None:
+        current = self._current
+        if current is not None and self._peer.state is peer.State.DRAINING and current.open_reads:
+            self._step_peer(peer.ReadsDrained(), now_ns)
+        super()._settle(now_ns)
+
+
+class AssumesForEver(RemoteEngine):
+    def _meet(self, claim: Any, connection: Any, now_ns: int) -> None:
+        if connection.is_builtin:
+            claim.heard_ns = now_ns + 3600 * SECOND
+        super()._meet(claim, connection, now_ns)
+
+
+class LosesThoseWhoWait(RemoteEngine):
+    """When the peer is ready, those who have waited are not told."""
+
+    def _announce_ready(self, now_ns: int) -> None:
+        waiting, self._waiting = self._waiting, {}
+        super()._announce_ready(now_ns)
+        self._waiting = waiting
+
+
+class PromisesTooMuch(Lending):
+    def _take_effects(self) -> list[Effect]:
+        return [
+            msgspec.structs.replace(effect, held=tuple((name, 2 * left) for name, left in effect.held))
+            if isinstance(effect, AnswerHold)
+            else effect
+            for effect in super()._take_effects()
+        ]
+
+
+class CallsWhatIsOverHeld(Lending):
+    def _take_effects(self) -> list[Effect]:
+        return [
+            msgspec.structs.replace(effect, held=(*effect.held, *((name, SECOND) for name, _ in effect.gone)), gone=())
+            if isinstance(effect, AnswerHold)
+            else effect
+            for effect in super()._take_effects()
+        ]
+
+
+class DeniesWhatIsHeld(Lending):
+    """Asked for several leases, it forgets the last one."""
+
+    def _hold(self, asked: Any, now_ns: int) -> None:
+        if len(asked.leases) > 1:
+            super()._hold(msgspec.structs.replace(asked, leases=asked.leases[:-1]), now_ns)
+            answer = self._effects[-1]
+            assert isinstance(answer, AnswerHold)
+            gone = (*answer.gone, (asked.leases[-1], lending.UNKNOWN))
+            self._effects[-1] = msgspec.structs.replace(answer, gone=gone)
+        else:
+            super()._hold(asked, now_ns)
+
+
+OF_BUILTIN = {ForgetsWhatWasConsumed, AssumesForEver}
+
+
+@pytest.mark.parametrize(
+    ("core", "faults", "oracle"),
+    [
+        (LetsGoBeforeTheSiblings, [], "proof"),
+        (ForgetsWhatWasConsumed, RETRIES, "proof"),
+        (SaysNoReleases, [], "handed back"),
+        (NeverRenews, [QUEUES], "kept alive"),
+        (QuarantinesOnPaper, [LATE], "block reuse"),
+        (ReportsTwice, [], "report once"),
+        (TakesErrorsForTheEnd, [ERRS_EARLY], "block reuse"),
+        (KnowsNoGrace, [ERRS_EARLY], "block reuse"),
+        (SuspectsNothing, [ERRS_EARLY, RESETS], "suspect"),
+        (LiftsNoQuarantine, [LATE], "leaks"),
+        (RebuildsUnderReads, [LATE, RESETS], "agent"),
+        (AssumesForEver, ASSUMED, "proof"),
+        (LosesThoseWhoWait, [], "isolation"),
+        (PromisesTooMuch, [LATE], "promise"),
+        (CallsWhatIsOverHeld, TWO_HOLDERS, "proof"),
+        (DeniesWhatIsHeld, [], "over"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+@pytest.mark.timeout(300)
+def test_broken_core_is_noticed(core: type[Any], faults: list[Fault], oracle: str) -> None:
+    cores = Cores(lending=core) if issubclass(core, Lending) else Cores(remote_engine=core)
+    expect(oracle, cores, faults, core)
 
 
 def test_a_failing_plan_is_shrunk_to_the_fault_that_matters() -> None:
-    machines = quarantine_nothing()
+    cores = Cores(remote_engine=QuarantinesOnPaper)
     harmless = [fault(Kind.WALL_CLOCK_JUMP, "d0", at, 0.1) for at in (0.5, 1.0)]
+
+    def run(plan: Plan) -> Result:
+        return simulate(plan, cores)
+
     for seed in range(SEEDS_OF_A_MUTANT):
         plan = Plan(seed=seed, faults=[harmless[0], LATE, harmless[1]])
-        if any(each.oracle == "block reuse" for each in simulate(plan, machines).violations):
-            assert shrink(plan, "block reuse", lambda plan: simulate(plan, machines)).faults == [LATE]
+        if any(each.oracle == "block reuse" for each in run(plan).violations):
+            assert shrink(plan, "block reuse", run).faults == [LATE]
             return
     pytest.fail("no seed failed")
 
@@ -513,3 +569,6 @@ def test_shapes_differ_in_what_matters() -> None:
     assert {(each.prefill_ranks, each.decode_ranks) for each in clusters} == {(1, 1), (1, 2), (2, 1), (2, 2)}
     assert {each.base.prefills for each in clusters} == {each.base.decodes for each in clusters} == {1, 2, 3}
     assert {each.reuses_last for each in clusters} == {True, False}
+    assert {each.resizes for each in clusters} == {each.keeps_decode_id for each in clusters} == {True, False}
+    assert any(name.startswith("p") for each in clusters for name in each.builtin)
+    assert any(name.startswith("d") for each in clusters for name in each.builtin)

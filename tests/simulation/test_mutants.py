@@ -3,87 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from connector.runtime.peer_actor import PeerActor
 from statemachine import request
-from tests.simulation.cluster import simulate
+from statemachine.lease import LeaseName
+from statemachine.remote_engine import RemoteEngine
+from tests.explore import explore
 from tests.simulation.faults import Plan
 from tests.simulation.mutants import __main__ as program
-from tests.simulation.mutants import actors, machines, ranks, runner, wire
-from tests.simulation.mutants.catalogue import CATALOGUE, FIELD_FAILURES
-from tests.simulation.mutants.mutant import Mutant, Patch
-from tests.simulation.mutants.runner import Verdict, complaints, in_processes, judge, plans_used
+from tests.simulation.mutants import runner
+from tests.simulation.mutants.catalogue import CATALOGUE, PARTS, TABLE, table
+from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Patch, Seeds, Set
+from tests.simulation.mutants.places import CORE, ONE, within
+from tests.simulation.mutants.rules import RULES
+from tests.simulation.mutants.runner import OneTest, Planned, Verdict, complaints, in_processes, judge, runs_used
+
+ROOT = Path(__file__).parents[2]
 
 HANDFUL = (
-    "believe what was begun",
+    "done without proof",
     "report before drained",
-    "first sample lets go",
-    "replaced engine kept",
+    "an error is the end",
+    "the first engine lets go for all",
+    "lease never expires",
     "drift ignored",
-    "one handshake at a time",
-    "one rank speaks for all",
-    "tail not zeroed",
+    "a release is said once",
+    "a READ that errs early raises no suspicion",
+    "the executor drops the quarantine",
+    "ends of leases lost",
+    "one of several sources read",
 )
-"""Every part of the product, and oracles of every sort: bytes, reuse, leases, leaks, proofs, delay."""
+"""Every part of the product and every place: the model checker, both levels of the simulator, tests."""
 
-CONTROL = Mutant(name="control", row=None, broken="nothing is", apply=lambda patch: None, seeds=3)
+CONTROL = Mutant(
+    name="control", broken="nothing is", changes=(), place=Seeds(level=1, oracle="bytes", faults=(), count=2)
+)
 
 
 @pytest.mark.parametrize("name", HANDFUL)
 def test_a_mutant_is_noticed(name: str) -> None:
-    verdict = judge(CATALOGUE[name])
-    assert verdict.oracle == CATALOGUE[name].oracle, verdict.detail
-    assert complaints(verdict.plans[-1:]) == []
+    mutant = CATALOGUE[name]
+    ((_, verdict),) = in_processes([mutant], judge, 1)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.oracle is not None, verdict.detail
+    assert verdict.oracle.startswith(mutant.place.oracle)
 
 
 def test_a_control_that_breaks_nothing_lives() -> None:
     verdict = judge(CONTROL)
     assert verdict.oracle is None
-    assert len(verdict.plans) == CONTROL.seeds
+    assert len(verdict.runs) == 2
     assert "was silent" in verdict.detail
 
 
 def test_an_oracle_that_is_not_the_named_one_does_not_kill() -> None:
     reported_twice = CATALOGUE["reported twice"]
-    wrong = Mutant(name="x", row=None, broken="x", apply=reported_twice.apply, oracle="isolation", seeds=1)
+    wrong = Mutant(name="x", broken="x", changes=reported_twice.changes, place=Explored(within(ONE, 0), "invariant 7"))
     verdict = judge(wrong)
     assert verdict.oracle is None
-    assert "not report once" in verdict.detail
+    assert "not invariant 2" in verdict.detail
+
+
+# --- the catalogue --------------------------------------------------------------------------------------------------
 
 
 def test_the_catalogue_is_in_order() -> None:
-    every = [*actors.MUTANTS, *machines.MUTANTS, *ranks.MUTANTS, *wire.MUTANTS]
-    assert len(every) >= 60
-    assert len({mutant.name for mutant in every}) == len(every) == len(CATALOGUE)
-    assert {mutant.row for mutant in every} - {None} == set(FIELD_FAILURES)
+    every = [mutant for part in PARTS.values() for mutant in part]
+    assert len(every) == len(CATALOGUE), "names are unique"
+    of_the_cores = sum(len(part) for name, part in PARTS.items() if "machine" in name)
+    assert of_the_cores >= 100
     for mutant in every:
         assert mutant.broken, mutant.name
-        assert mutant.oracle, mutant.name
+        assert mutant.changes, mutant.name
 
 
-def test_a_patch_leaves_nothing_behind() -> None:
-    report, table = PeerActor._report, dict(request.MACHINE.table)
-    untouched = simulate(Plan(seed=1, faults=[])).fingerprint()
-    with Patch() as patch:
-        for mutant in CATALOGUE.values():
+def test_every_rule_of_the_cores_is_removed_once() -> None:
+    removed = {mutant.rule for mutant in CATALOGUE.values()} - {None}
+    assert removed == set(RULES)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_quoted_as_they_are(name: str) -> None:
+    where, quotation = RULES[name]
+    said = " ".join((where.__doc__ or "").split())
+    assert quotation in said
+
+
+def test_every_test_that_a_mutant_names_exists() -> None:
+    for mutant in CATALOGUE.values():
+        if isinstance(mutant.place, ByTest):
+            path, _, function = mutant.place.test.partition("::")
+            assert f"def {function}(" in (ROOT / path).read_text(), mutant.name
+
+
+def test_the_table_is_that_of_the_catalogue() -> None:
+    assert TABLE.read_text() == table(), "python -m tests.simulation.mutants --table"
+
+
+# --- breaking and mending -------------------------------------------------------------------------------------------
+
+
+def test_every_mutant_can_be_applied_and_leaves_nothing_behind() -> None:
+    report, table_before = PeerActor._report.__code__, dict(request.MACHINE.table)
+    resend, untouched = RemoteEngine._resend_ns, explore(within(ONE, 1))
+    for mutant in CATALOGUE.values():
+        with Patch() as patch:
             mutant.apply(patch)
-        assert PeerActor._report is not report
-        assert request.MACHINE.table != table
-    assert PeerActor._report is report
-    assert request.MACHINE.table == table
-    assert simulate(Plan(seed=1, faults=[])).fingerprint() == untouched
+    assert PeerActor._report.__code__ is report
+    assert request.MACHINE.table == table_before
+    assert RemoteEngine._resend_ns is resend
+    again = explore(within(ONE, 1))
+    assert (again.states, again.edges) == (untouched.states, untouched.edges)
 
 
-def test_a_patch_refuses_what_does_not_exist() -> None:
+def test_an_edit_is_seen_wherever_the_function_is_held() -> None:
+    abort = request.MACHINE.table[request.State.READING, request.Aborted].handler
+    with Patch() as patch:
+        Edit(request._abort_reading, "State.FAILED", "State.EXPIRED").apply(patch)
+        value = request.Request(request_id="r", lease=LeaseName("r", 1), peer="p", retries_left=0)
+        assert abort(value, request.Aborted())[0].state is request.State.EXPIRED
+    assert abort(value, request.Aborted())[0].state is request.State.FAILED
+
+
+def test_edits_of_one_function_add_up() -> None:
+    with Patch() as patch:
+        Edit(request._abort_reading, "State.FAILED", "State.EXPIRED").apply(patch)
+        Edit(request._abort_reading, "State.EXPIRED", "State.DONE").apply(patch)
+
+
+def test_what_does_not_exist_cannot_be_changed() -> None:
     with Patch() as patch:
         with pytest.raises(AttributeError):
-            patch.attribute(PeerActor, "_no_such_method", None)
-        with pytest.raises(KeyError):
-            patch.handler(request.MACHINE, (request.State.DONE, request.Aborted), lambda value, event: (value, ()))
+            Set(PeerActor, "_no_such_method", None).apply(patch)
+        with pytest.raises(ValueError, match="0 times"):
+            Edit(RemoteEngine._leave, "no such text", "").apply(patch)
+        with pytest.raises(ValueError, match="times"):
+            Edit(RemoteEngine._leave, "claim", "").apply(patch)
 
 
 # --- the runner -----------------------------------------------------------------------------------------------------
@@ -114,19 +173,35 @@ def test_a_job_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers[0] == 0
 
 
-def test_plans_are_run_without_mutants_once_each() -> None:
-    plans = [Plan(seed=seed, faults=[]) for seed in range(3)]
-    other = msgspec.structs.replace(plans[0], faults=list(next(CATALOGUE["back off for ever"].plans()).faults))
-    verdicts = [Verdict(oracle="bytes", plans=used, seconds=0.0, detail="") for used in (plans[:1], plans, [other])]
-    assert plans_used(verdicts) == [plans, [other]]
+def test_what_mutants_went_through_is_run_once_without_them() -> None:
+    plans = [Planned(2, Plan(seed=seed, faults=[])) for seed in range(3)]
+    others = [Planned(1, Plan(seed=0, faults=[])), OneTest("a::b"), within(ONE, 0), within(ONE, 2), within(ONE, 1)]
+    verdicts = [Verdict(oracle="x", runs=runs, seconds=0.0, detail="") for runs in (plans[:1], plans, others)]
+    assert runs_used(verdicts) == [[within(ONE, 2)], plans, [others[0]], [OneTest("a::b")]]
+
+
+def test_complaints_say_where() -> None:
+    good = OneTest(f"{CORE}::test_a_request_that_needs_no_read_is_done_at_once")
+    with Patch() as patch:
+        CATALOGUE["park full hits"].apply(patch)
+        ((_, answer),) = in_processes([[good]], complaints, 1)
+    assert isinstance(answer, list)
+    assert answer
+    assert answer[0].startswith(f"test {good.name}")
+
+
+def test_a_test_that_is_not_there_is_no_verdict() -> None:
+    missing = Mutant(name="x", broken="x", changes=(), place=ByTest(f"{CORE}::test_no_such_test"))
+    ((_, answer),) = in_processes([missing], judge, 1)
+    assert isinstance(answer, RuntimeError)
 
 
 @pytest.mark.parametrize(
     ("answer", "wrong", "status"),
     [
-        (Verdict(oracle="bytes", plans=[Plan(seed=0, faults=[])], seconds=0.1, detail="x"), [], 0),
-        (Verdict(oracle="bytes", plans=[Plan(seed=0, faults=[])], seconds=0.1, detail="x"), ["seed 0: bytes: x"], 1),
-        (Verdict(oracle=None, plans=[], seconds=0.1, detail="silent"), [], 1),
+        (Verdict(oracle="invariant 2", runs=[within(ONE, 0)], seconds=0.1, detail="x"), [], 0),
+        (Verdict(oracle="invariant 2", runs=[within(ONE, 0)], seconds=0.1, detail="x"), ["product: x"], 1),
+        (Verdict(oracle=None, runs=[], seconds=0.1, detail="silent"), [], 1),
         (TimeoutError("it was ended"), [], 1),
     ],
 )

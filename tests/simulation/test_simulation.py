@@ -6,20 +6,35 @@ a bug are in regressions/ and run as well. That the oracles do complain is shown
 
 from __future__ import annotations
 
+import random
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import msgspec
 import pytest
+import trio
+from trio.testing import MockClock
 
+from connector.protocol import PeerAddress, QuarantineLifted, ReceiveEnded
+from statemachine.failures import AbortedByClient
+from statemachine.lease import LeaseName
 from tests.simulation.__main__ import main, read_plan
-from tests.simulation.cluster import simulate
+from tests.simulation.active_faults import ActiveFaults
+from tests.simulation.agenda import Agenda
+from tests.simulation.cluster import options_of, simulate
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
+from tests.simulation.engines import DecodeEngine, Prefilled
+from tests.simulation.fake_network import FakeNetwork
+from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan, draw_shape
-from tests.simulation.model import SecondGroup
+from tests.simulation.model import JUNK, Prompt, Table
 from tests.simulation.mutants.catalogue import CATALOGUE
 from tests.simulation.mutants.mutant import Patch
+from tests.simulation.oracles import Oracles
+from tests.simulation.process import PORT, Surroundings
+from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 from tests.simulation.shrink import shrink
 
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
@@ -41,11 +56,62 @@ def test_regression(path: Path) -> None:
 
 
 def test_without_faults_every_request_is_served() -> None:
+    """But for samples whose engine hears of them when others have read and released the blocks."""
     seeds = [seed for seed in range(200) if not draw_plan(seed).faults][:3]
     assert len(seeds) == 3
+    coverage: Counter[str] = Counter()
     for seed in seeds:
         result = simulate(draw_plan(seed))
-        assert set(result.outcomes) <= {"done", "not awaited", "AbortedByClient", "TooManyPeers"}
+        assert result.violations == []
+        assert set(result.outcomes) <= {"done", "not awaited", "AbortedByClient", "TooManyPeers", "LeaseOver"}
+        coverage += result.coverage
+    assert coverage["a lease read by several engines"] > 10
+    assert coverage["queued for three lease times"] > 0
+
+
+def test_who_names_wrong_sizes_fails_alone() -> None:
+    wrong = Fault(kind=Kind.WRONG_SIZES, target="d0", at_seconds=0.0, duration_seconds=4.0, probability=0.3)
+    result = simulate(Plan(seed=2, faults=[wrong]))
+    assert result.violations == []
+    assert result.outcomes["BadParams"] > 5
+    assert set(result.outcomes) <= {"done", "not awaited", "AbortedByClient", "BadParams", "LeaseOver"}
+
+
+def test_clocks_that_part_are_not_felt() -> None:
+    slews = [
+        Fault(kind=Kind.CLOCK_SLEW, target=engine, at_seconds=0.0, duration_seconds=9.0) for engine in ("d0", "p0")
+    ]
+    result = simulate(Plan(seed=4, faults=slews))
+    assert result.violations == []
+    assert result.faults_fired[Kind.CLOCK_SLEW] > 1
+    assert set(result.outcomes) <= {"done", "not awaited", "AbortedByClient", "LeaseOver"}
+
+
+@pytest.mark.parametrize("engine", ["p0", "d0"])
+def test_a_worker_that_stops_says_so_and_costs_what_it_had_in_hand(engine: str) -> None:
+    stops = Fault(kind=Kind.WORKER_STOPS, target=engine, at_seconds=1.0, duration_seconds=1.5)
+    result = simulate(Plan(seed=2, faults=[stops]))
+    assert result.violations == []
+    assert result.faults_fired[Kind.WORKER_STOPS] == 1
+    assert result.outcomes["done"] > 20
+
+
+def test_a_router_that_repeats_itself_elsewhere_or_after_a_restart_gets_no_wrong_kv() -> None:
+    repeats = [
+        Fault(kind=Kind.ROUTER_RETRY, target=name, at_seconds=0.0, duration_seconds=9.0) for name in ("d0", "d1")
+    ]
+    restarts = [
+        Fault(kind=kind, target=engine, at_seconds=at, duration_seconds=0.05)
+        for kind, engine, at in (
+            (Kind.CRASH_DECODE, "d0", 1.0),
+            (Kind.CRASH_SAME_ID, "p0", 1.5),
+            (Kind.CRASH_DECODE, "d1", 2.0),
+        )
+    ]
+    result = simulate(Plan(seed=0, faults=[*repeats, *restarts]))
+    assert result.violations == []
+    assert result.outcomes["BlocksConsumed"] > 5
+    assert result.outcomes["LeaseOver"] > 5
 
 
 @pytest.mark.parametrize("seed", [3, 7])
@@ -84,6 +150,76 @@ def test_ranks_disagree_and_tails_are_zeroed() -> None:
         if draw_shape(seed).engines["d0"].block_tokens > draw_shape(seed).engines["p0"].block_tokens
     )
     assert simulate(Plan(seed=seed, faults=[])).coverage["tail zeroed"]
+
+
+@pytest.mark.parametrize("order", ["reported before", "reported with the last rank"])
+def test_blocks_that_are_lifted_as_the_last_rank_reports_go_back_once(order: str) -> None:
+    """The scheduler hears of all of it in one poll, before the script of the request runs again."""
+    agenda, clock = Agenda(), MockClock(autojump_threshold=0)
+    agenda.drive(clock)
+    trio.run(_lift_with_the_last_report, agenda, order == "reported before", clock=clock)
+
+
+async def _lift_with_the_last_report(agenda: Agenda, is_reported_before: bool) -> None:
+    options = options_of(draw_shape(0))
+    rules = ActiveFaults(Plan(seed=0, faults=[]))
+    oracles = Oracles(options=options, faults=[], isolates=False)
+    around = Surroundings(
+        agenda=agenda,
+        network=FakeNetwork(agenda),
+        nixl=FakeNixlWorld(agenda, rules, lambda detail: oracles.complain("agents", detail)),
+        faults=rules,
+        oracles=oracles,
+        options=options,
+        trace=[],
+        reads_inline=True,
+        engines={"d0": EngineShape(tp_size=2)},
+    )
+    decode = DecodeEngine(around, "d0", random.Random(0))
+    decode.chance = random.Random(0)  # the request is read, and its client stays
+    decode.process.deliver = lambda command: None  # what the connector makes of it is said below
+    prompt = Prompt(around.model, 1, 4 * BLOCK_TOKENS)
+    source = Prefilled(
+        address=PeerAddress(engine_id="p0", host="p0.sim", port=PORT, tp_size=1),
+        engine="p0",
+        owner="p0.1",
+        lease=LeaseName("a", 1),
+        prompt=prompt,
+        tables=(Table(0, [0, 1, 2, 3]),),
+        pool_blocks=8,
+    )
+    free = len(decode.pool)
+    agenda.start(decode.serve("b", source))
+    blocks = oracles.pulls["b"].blocks
+    assert len(decode.pool) == free - len(blocks) == free - 4
+
+    def report(tp_rank: int, *, quarantined: bool) -> None:
+        failure = AbortedByClient()
+        ended = ReceiveEnded(request_id="b", failure=failure, local_block_ids=blocks, quarantined=quarantined)
+        decode.hear(tp_rank, ended)
+
+    report(0, quarantined=True)
+    if is_reported_before:
+        await trio.sleep(1.0)
+    assert len(decode.pool) == free - len(blocks)
+    report(1, quarantined=False)
+    decode.hear(0, QuarantineLifted(local_block_ids=blocks))
+    await trio.sleep(1.0)
+    assert sorted(decode.pool.take(free)) == list(range(free))  # each once
+    assert (decode.process.ranks[0].memory.flat == JUNK).all()  # nobody has written into them since
+    assert oracles.violations == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(Kind.CRASH_DECODE, "d0"), (Kind.CRASH_NEW_ID, "p0"), (Kind.CRASH_SAME_ID, "p0")]
+)
+def test_an_engine_whose_last_rank_dies_late_comes_back(kind: Kind, engine: str) -> None:
+    """Its port is that of the life before, whose tasks have to end first; the fault is over by then."""
+    seed = next(seed for seed in range(SEEDS) if draw_shape(seed).engines[engine].tp_size > 1)
+    crash = Fault(kind=kind, target=f"{engine}.1", at_seconds=1.0, duration_seconds=0.001)
+    result = simulate(Plan(seed=seed, faults=[crash]))
+    assert result.faults_fired[kind] == 1
+    assert result.violations == []
 
 
 def test_a_divergence_is_found_where_it_begins() -> None:

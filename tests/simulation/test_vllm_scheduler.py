@@ -16,11 +16,11 @@ import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from connector.runtime.consumed import ConsumedBlocks
-from connector.runtime.messages import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
+from connector.protocol import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
 from connector.scheduler.connector_scheduler import ConnectorScheduler
-from connector.scheduler.metadata import WorkerReport
+from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
+from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
 from tests.simulation.__main__ import read_plan
 from tests.simulation.cluster import Result
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
@@ -40,9 +40,12 @@ from tests.simulation.vllm.cluster import simulate
 REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
 SEEDS = (3, 13, 24)
 STORMS = range(148, 156)
+STORMS_OVER_PREFILL = (*PREFILL_KINDS, Kind.WORKER_STOPS)
 
 EXPECTED = (
     "D stands still",
+    "a lease read by several engines",
+    "a worker stopped on P",
     "abort on D in PREEMPTED",
     "abort on D in RUNNING",
     "abort on D in WAITING",
@@ -68,6 +71,7 @@ EXPECTED = (
     "prompt in chunks on D",
     "prompt in chunks on P",
     "quarantine",
+    "samples on several engines",
     "several requests in a step",
     "two samples",
 )
@@ -86,7 +90,7 @@ def storm(seed: int) -> Plan:
         elif kind in DECODE_LINK_KINDS:
             targets = [f"{d}>{p}" for p in shape.prefill_names for d in shape.decode_names]
         else:
-            targets = shape.prefill_names if kind in PREFILL_KINDS else shape.decode_names
+            targets = shape.prefill_names if kind in STORMS_OVER_PREFILL else shape.decode_names
         at_seconds = 0.0 if kind in MESSAGE_KINDS or kind is Kind.PREPARE_REFUSED else 0.5
         # Longer than a request waits for its READs, so that blocks are quarantined, and than a pause that comes first.
         duration_seconds = 9.0 if kind in (Kind.READ_STALL, Kind.PREPARE_REFUSED) else 2.5
@@ -178,33 +182,33 @@ def never_tell_of_a_grant(patch: pytest.MonkeyPatch) -> None:
 
 
 def call_every_load_a_success(patch: pytest.MonkeyPatch) -> None:
-    hear = TransferLedger.hear
+    record = TransferLedger.record
 
     def optimistically(self: TransferLedger, outcome: Any) -> None:
         if isinstance(outcome, ReceiveEnded):
             outcome = msgspec.structs.replace(outcome, failure=None)
-        hear(self, outcome)
+        record(self, outcome)
 
-    patch.setattr(TransferLedger, "hear", optimistically)
+    patch.setattr(TransferLedger, "record", optimistically)
 
 
 def report_quarantined_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
-    hear = TransferLedger.hear
+    record = TransferLedger.record
 
     def carelessly(self: TransferLedger, outcome: Any) -> None:
         if isinstance(outcome, ReceiveEnded):
             outcome = msgspec.structs.replace(outcome, quarantined=False)
-        hear(self, outcome)
+        record(self, outcome)
 
-    patch.setattr(TransferLedger, "hear", carelessly)
+    patch.setattr(TransferLedger, "record", carelessly)
 
 
 def never_lift_a_quarantine(patch: pytest.MonkeyPatch) -> None:
-    hear = TransferLedger.hear
+    record = TransferLedger.record
     patch.setattr(
         TransferLedger,
-        "hear",
-        lambda self, outcome: None if isinstance(outcome, QuarantineLifted) else hear(self, outcome),
+        "record",
+        lambda self, outcome: None if isinstance(outcome, QuarantineLifted) else record(self, outcome),
     )
 
 
@@ -221,8 +225,22 @@ def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferLedger, "take_results", once_more)
 
 
-def forget_what_was_consumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConsumedBlocks, "__contains__", lambda self, name: False)
+def say_held_of_what_was_released(patch: pytest.MonkeyPatch) -> None:
+    hold = Lending._hold
+
+    def generously(self: Lending, asked: HoldAsked, now_ns: int) -> None:
+        hold(self, asked, now_ns)
+        answer = self._effects[-1]
+        assert isinstance(answer, AnswerHold)
+        released = tuple((lease, self._limits.lease_ns) for lease, why in answer.gone if why == RELEASED)
+        gone = tuple(each for each in answer.gone if each[1] != RELEASED)
+        self._effects[-1] = msgspec.structs.replace(answer, held=answer.held + released, gone=gone)
+
+    patch.setattr(Lending, "_hold", generously)
+
+
+def go_on_lending_when_a_worker_has_stopped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ConnectorScheduler, "_stop_lending", lambda self, reason: None)
 
 
 def forget_what_the_second_rank_quarantined(patch: pytest.MonkeyPatch) -> None:
@@ -230,6 +248,7 @@ def forget_what_the_second_rank_quarantined(patch: pytest.MonkeyPatch) -> None:
 
 
 STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+STOPPED = Fault(kind=Kind.WORKER_STOPS, target="p0", at_seconds=1.0, duration_seconds=2.0)
 ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_seconds=4.0)
 
 
@@ -244,7 +263,8 @@ ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_se
         (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
         (never_lift_a_quarantine, [STALL], 8, "blocks"),
         (report_every_load_twice, [], 12, "scheduler"),
-        (forget_what_was_consumed, [], 12, "bytes"),
+        (say_held_of_what_was_released, [], 8, "proof"),
+        (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
         (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -264,5 +284,5 @@ def test_broken_connector_is_noticed(
 
 def test_what_the_connectors_are_broken_in_passes_unbroken() -> None:
     for seed in (2, 4, 8, 12):
-        for faults in ([], [ERRORS], [STALL]):
+        for faults in ([], [ERRORS], [STALL], [STOPPED]):
             assert simulate(Plan(seed=seed, faults=faults)).violations == []

@@ -47,9 +47,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.plan import plan_engine
-from connector.runtime.messages import Landed
+from connector.layout.remote import layout_from_metadata
+from connector.protocol import Landed
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
-from connector.wire.peer_layout import understand
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.registration import Registration, derive_registration
 from tests.unit.layout_oracle import expand_runs
@@ -393,7 +393,7 @@ def seen(local: Registration, remote: Rank) -> RankLayout:
     """What the local rank makes of the remote one's metadata."""
     sent = encode_agent_metadata(remote.registration.agent_metadata(b"agent"))
     rank = RankId(remote.pp_rank, remote.tp_rank)
-    return understand(decode_agent_metadata(sent), rank=rank, tp_size=remote.tp_size, local=local)
+    return layout_from_metadata(decode_agent_metadata(sent), rank=rank, tp_size=remote.tp_size, local=local)
 
 
 def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:

@@ -39,8 +39,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.nixl_connector import NixlConnector
-from connector.runtime.messages import Command, LeaseGranted, RejectPull, StartPull
-from connector.scheduler.metadata import StepMetadata
+from connector.protocol import Command, LeaseGranted, RejectPull, StartPull
+from connector.step_metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
 from tests.unit.vllm_setup import block_hasher, scheduling_config
 
@@ -237,7 +237,7 @@ class HybridEngine:
         return rejection
 
     def grant_of(self, name: str) -> LeaseGranted:
-        (grant,) = [each for each in self.commands if isinstance(each, LeaseGranted) and each.request_id == name]
+        (grant,) = [each for each in self.commands if isinstance(each, LeaseGranted) and each.lease.request_id == name]
         return grant
 
     def tables(self, name: str) -> tuple[Sequence[KVCacheBlock], ...]:

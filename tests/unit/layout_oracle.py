@@ -38,7 +38,7 @@ from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
-from connector.runtime.messages import Landed
+from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
 
 Bytes = npt.NDArray[np.uint8]

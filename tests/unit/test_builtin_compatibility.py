@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 
-from connector.wire.compatibility import compatibility_hash
 from connector.wire.handshake import (
     GET_METADATA,
     MetadataRequest,
@@ -29,9 +28,9 @@ from connector.wire.handshake import (
 )
 from connector.wire.metadata import AgentMetadata, decode_agent_metadata, encode_agent_metadata
 from connector.wire.params import ParamsKind, build_remote_prefill, classify
+from connector.worker.compatibility_hash import compatibility_hash
+from tests.rig.facts import facts
 from tests.unit.vllm_setup import engine_config, layer_name, write_model
-
-INCARNATION = "0123456789abcdef" * 2
 
 BUILTIN_METADATA = NixlAgentMetadata(
     engine_id="engine",
@@ -116,7 +115,7 @@ def test_builtin_decodes_our_metadata() -> None:
 
 
 def test_builtin_decodes_our_payload_and_ignores_the_extension() -> None:
-    payload = encode_payload("hash", msgspec.msgpack.encode(BUILTIN_METADATA), INCARNATION)
+    payload = encode_payload("hash", msgspec.msgpack.encode(BUILTIN_METADATA), facts())
     assert "actor" in msgspec.msgpack.decode(payload)
     decoded = msgspec.msgpack.Decoder(NixlHandshakePayload).decode(payload)
     assert decoded.compatibility_hash == "hash"
@@ -130,11 +129,9 @@ def test_builtin_takes_our_error_for_a_malformed_payload() -> None:
 
 def test_we_decode_the_reply_of_a_builtin_listener() -> None:
     payload = NixlHandshakePayload("hash", msgspec.msgpack.encode(BUILTIN_METADATA))
-    clock = time.perf_counter()
-    frames = (msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock))
+    frames = (msgspec.msgpack.encode(payload), msgspec.msgpack.encode(time.perf_counter()))
     reply = decode_reply(frames, peer="engine", address="host:1", expected_hash="hash")
     assert reply.actor is None
-    assert reply.listener_clock_seconds == clock
     assert msgspec.to_builtins(reply.metadata) == msgspec.to_builtins(BUILTIN_METADATA)
 
 
@@ -158,8 +155,7 @@ def test_builtin_consumer_accepts_our_params() -> None:
         block_ids=[[1, 2, 3]],
         tp_size=2,
         num_tokens=130,
-        lease_expires_at=12.5,
-        incarnation=INCARNATION,
+        lease_number=2**63 - 1,
     )
     assert classify(params) is ParamsKind.REMOTE_PREFILL
     metadata = NixlConnectorMetadata()

@@ -21,9 +21,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.runtime.messages import GroupPull, StartPull
+from connector.protocol import GroupPull, StartPull
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.wire.params import RemotePrefill
 from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, replayed, ring, state, window
@@ -311,6 +312,52 @@ def test_a_ring_buffer_after_another_number_of_tokens_is_refused() -> None:
     failure = decode.rejection_of("a").failure
     assert (failure.field, failure.found) == ("remote_num_tokens", "101")
     assert failure.expected.startswith("100")
+
+
+@pytest.mark.parametrize("family", ["full attention", "window"])
+def test_fewer_tokens_than_are_loaded_are_refused(family: str) -> None:
+    """The blocks after them hold what was there before, and would enter the prefix cache of D."""
+    prefill, decode = engine(family), engine(family)
+    prefill.prefill("a", tokens_of(97))
+    decode.submit("a", tokens_of(100), prefill.params["a"])
+    decode.step()
+    rejection = decode.rejection_of("a")
+    assert (rejection.failure.field, rejection.failure.found) == ("remote_num_tokens", "97")
+    assert rejection.failure.expected == "at least 100, the tokens of the prompt that this engine loads"
+    local = [block.block_id for table in decode.tables("a") for block in table if not block.is_null]
+    assert rejection.local_block_ids == local
+    decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
+    assert decode.finished == {"a": "error"}
+    assert not any(isinstance(command, StartPull) for command in decode.commands)
+
+
+def test_a_prefix_hit_does_not_make_up_for_missing_tokens() -> None:
+    """P lacks the tokens at the end, which a hit on D never covers."""
+    prefill, decode = engine("full attention"), engine("full attention")
+    tokens = tokens_of(100)
+    decode.run("warm", tokens, None)
+    prefill.prefill("a", tokens[:97])
+    decode.submit("a", tokens, prefill.params["a"])
+    decode.step()
+    assert decode.rejection_of("a").failure.found == "97"
+
+
+@pytest.mark.parametrize("told", [100, 101, None])
+def test_as_many_tokens_as_are_loaded_are_enough(told: int | None) -> None:
+    """P may have computed more, and need not say how many."""
+    prefill, decode = engine("full attention"), engine("full attention")
+    prefill.prefill("a", tokens_of(100))
+    pull = decode.load("a", tokens_of(100), prefill.params["a"] | {"remote_num_tokens": told})
+    assert (pull.awaited, pull.num_tokens, pull.remote_num_tokens) == (True, 100, told)
+
+
+def test_a_request_that_loads_nothing_may_find_fewer_tokens_on_its_peer() -> None:
+    prefill, decode = engine("full attention"), engine("full attention")
+    prefill.prefill("a", tokens_of(40))
+    decode.submit("a", tokens_of(50), prefill.params["a"], prompt_logprobs=1)
+    decode.step()
+    assert not decode.pull_of("a").awaited
+    assert decode.finished == {"a": "length"}
 
 
 def test_an_engine_with_other_cache_groups_is_refused() -> None:

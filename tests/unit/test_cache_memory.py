@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from connector.runtime.messages import Memory
+from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory
 
 

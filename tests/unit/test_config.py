@@ -33,6 +33,18 @@ def test_values_are_taken_over() -> None:
     assert options.trace_directory == "/tmp/trace"
 
 
+def test_a_long_lease_raises_the_limit_of_all_its_renewals() -> None:
+    assert parse_options({}, {}).lease_limit_seconds == 900.0
+    assert parse_options({"kv_lease_duration": 1200}, {}).lease_limit_seconds == 1200.0
+    assert parse_options({"kv_lease_duration": 30, "lease_limit_seconds": 30}, {}).lease_limit_seconds == 30.0
+
+
+def test_a_limit_below_the_lease_itself_is_refused() -> None:
+    error = _error({"kv_lease_duration": 60, "lease_limit_seconds": 59.5})
+    assert error.option == "lease_limit_seconds"
+    assert "lease_limit_seconds (59.5) is less than kv_lease_duration (60)" in str(error)
+
+
 def test_whole_seconds_may_be_integers() -> None:
     assert parse_options({"kv_lease_duration": 3}, {}).kv_lease_duration == 3.0
 
@@ -74,6 +86,8 @@ def test_odd_names(name: Any) -> None:
         ("transfer_retries", 11),
         ("peer_limit", 0),
         ("request_timeout_seconds", 0),
+        ("lease_limit_seconds", 0),
+        ("backend_grace_seconds", -1),
         ("trace_directory", ""),
         ("trace_directory", 5),
         ("backoff_initial_seconds", []),

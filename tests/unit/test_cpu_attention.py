@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId
 from connector.layout.plan import plan_engine
-from connector.wire.peer_layout import understand
+from connector.layout.remote import layout_from_metadata
+from connector.unsupported import UnsupportedCache
 from connector.worker.registration import derive_registration
-from connector.worker.unsupported import UnsupportedCache
 from tests.unit.cache_families import Rank, be_rank, carry_out, seen
 from tests.unit.vllm_setup import KV_HEADS, allocate, cache_config, engine_config, layer_name, single_rank, write_model
 
@@ -195,9 +195,11 @@ def test_another_order_is_refused(
     _machine(monkeypatch, "vec")
     local = Engine(monkeypatch, tmp_path, "vec", 64, engine_id="decode").rank.registration
     metadata = msgspec.structs.replace(local.agent_metadata(b"agent"), engine_id="other")
-    assert understand(metadata, rank=RankId(0, 0), tp_size=1, local=local).regions == local.layout.regions
+    assert layout_from_metadata(metadata, rank=RankId(0, 0), tp_size=1, local=local).regions == local.layout.regions
     with pytest.raises(LayoutMismatch, match=named):
-        understand(msgspec.structs.replace(metadata, **{field: value}), rank=RankId(0, 0), tp_size=1, local=local)
+        layout_from_metadata(
+            msgspec.structs.replace(metadata, **{field: value}), rank=RankId(0, 0), tp_size=1, local=local
+        )
 
 
 def test_another_order_of_the_tensor_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, 
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 
-from connector.runtime.messages import LeaseGranted
+from connector.families import Keeps
+from connector.protocol import LeaseGranted
 from connector.scheduler.cache_groups import TransferGroup
 from connector.scheduler.host_saves import blocks_to_save
-from connector.scheduler.metadata import StepMetadata
+from connector.step_metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
@@ -200,7 +201,7 @@ def _step(**requests: tuple[int, int]) -> SchedulerOutput:
     return output
 
 
-GROUPS = (TransferGroup(group_id=0, block_size=BLOCK_TOKENS),)
+GROUPS = (TransferGroup(group_id=0, block_size=BLOCK_TOKENS, keeps=Keeps()),)
 
 
 def test_drafts_that_may_have_been_rejected_move_the_first_block_back() -> None:

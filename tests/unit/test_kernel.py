@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from statemachine import lease, peer, request, transfer
+from statemachine import hold, lease, peer, request
 from statemachine.kernel import (
     NO_EFFECTS,
     TERMINAL_REASON,
@@ -262,7 +262,7 @@ def test_a_terminal_state_absorbs_every_event() -> None:
 
 # --- the production machines as tables ------------------------------------------------------------------------------
 
-MACHINES: list[Machine[Any]] = [lease.MACHINE, peer.MACHINE, request.MACHINE, transfer.MACHINE]
+MACHINES: list[Machine[Any]] = [hold.MACHINE, lease.MACHINE, peer.MACHINE, request.MACHINE]
 each_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 
 

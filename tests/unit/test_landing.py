@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.runtime.messages import Landed, Memory, ReceiveEnded
+from connector.protocol import Landed, Memory, ReceiveEnded
 from connector.worker import landing
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.landing import LandedBlocks
@@ -117,7 +117,7 @@ def test_blocks_are_in_order_when_vllm_is_told(
                 landed=landed(blocks),
                 unfilled=unfilled if request_id == "a" else None,
             )
-            worker.ledger.hear(ended)
+            worker.ledger.record(ended)
         results = worker.get_transfer_results()
         assert (results.finished_recving, results.failed_recving) == ({"a", "b", "c"}, {"b"})
         for name, tensor in tensors.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from connector.runtime.clock import to_ns
-from connector.runtime.messages import (
+from connector.clock import to_ns
+from connector.protocol import (
     LeaseGranted,
     Memory,
     Outcome,
@@ -14,9 +14,12 @@ from connector.runtime.messages import (
     ReceiveEnded,
     RejectPull,
     SendEnded,
+    WorkerStopped,
 )
-from connector.worker.ledger import Loaded, TransferLedger
+from connector.step_metadata import WorkerReport
+from connector.worker.ledger import REASON_LENGTH_MAX, Loaded, TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
+from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
 
 LEASE_SECONDS = 9.0
@@ -48,7 +51,7 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
     unfilled = Memory(addresses=np.array([64]), lengths=np.array([8]))
     for request_id, failed in (("a", False), ("b", True)):
         book.enter(pull(request_id, [1]))
-        book.hear(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
+        book.record(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
     book.take_results()
     assert book.take_loaded() == [Loaded(block_ids=([1],), landed=None, unfilled=unfilled)]
     assert book.take_loaded() == []
@@ -58,8 +61,8 @@ def test_a_request_that_is_done_is_told_once() -> None:
     book, _ = ledger()
     book.enter(pull("a", [1, 2]))
     assert book.open_receives == 1
-    book.hear(ended("a", [1, 2]))
-    book.hear(ended("a", [1, 2]))
+    book.record(ended("a", [1, 2]))
+    book.record(ended("a", [1, 2]))
     results = book.take_results()
     assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
     assert book.open_receives == 0
@@ -69,7 +72,7 @@ def test_a_request_that_is_done_is_told_once() -> None:
 def test_a_failed_request_is_told_once() -> None:
     book, _ = ledger()
     book.enter(RejectPull(request_id="a", local_block_ids=[3], failure=BadParams(field="f", expected="e", found="g")))
-    book.hear(ended("a", [3], failed=True))
+    book.record(ended("a", [3], failed=True))
     results = book.take_results()
     assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
     assert book.take_results().failed_recving == set()
@@ -79,8 +82,8 @@ def test_a_failed_request_is_told_once() -> None:
 def test_what_nobody_waits_for_is_not_told() -> None:
     book, _ = ledger()
     book.enter(pull("a", [], awaited=False))
-    book.hear(ended("a", []))
-    book.hear(SendEnded(request_id="never lent", expired=False))
+    book.record(ended("a", []))
+    book.record(SendEnded(request_id="never lent", expired=False))
     results = book.take_results()
     assert not results.finished_recving
     assert not results.finished_sending
@@ -89,8 +92,8 @@ def test_what_nobody_waits_for_is_not_told() -> None:
 def test_quarantined_blocks_are_reported_and_lifted() -> None:
     book, _ = ledger()
     book.enter(pull("a", [4, 5]))
-    book.hear(ended("a", [4, 5], failed=True, quarantined=True))
-    book.hear(QuarantineLifted(local_block_ids=[4, 5]))
+    book.record(ended("a", [4, 5], failed=True, quarantined=True))
+    book.record(QuarantineLifted(local_block_ids=[4, 5]))
     book.take_results()
     report = book.take_report()
     assert report is not None
@@ -102,7 +105,7 @@ def test_when_the_actors_die_every_waiting_request_fails_with_its_blocks_quarant
     book, _ = ledger()
     book.enter(pull("a", [1]))
     book.enter(pull("b", [2]))
-    book.hear(ended("a", [1]))  # it came through before the death was noticed
+    book.record(ended("a", [1]))  # it came through before the death was noticed
     book.fail_closed(RuntimeError("dead"))
     results = book.take_results()
     assert results.finished_recving == {"a", "b"}
@@ -110,6 +113,7 @@ def test_when_the_actors_die_every_waiting_request_fails_with_its_blocks_quarant
     report = book.take_report()
     assert report is not None
     assert report.quarantined == [[2]]
+    assert report.stopped is not None
 
 
 def test_when_the_actors_are_dead_new_requests_are_refused_and_their_blocks_are_free() -> None:
@@ -120,21 +124,62 @@ def test_when_the_actors_are_dead_new_requests_are_refused_and_their_blocks_are_
     book.refuse(command)
     book.fail_closed(RuntimeError("dead"))
     assert book.take_results().failed_recving == {"a"}
+    report = book.take_report()
+    assert report is not None
+    assert report.quarantined == []
+
+
+def ended_sends(book: TransferLedger) -> set[str]:
+    """What a step of an engine whose actors are dead gives back."""
+    book.fail_closed(None)
+    return book.take_results().finished_sending
+
+
+def test_when_the_actors_are_dead_blocks_are_lent_until_no_reader_can_believe_in_the_lease() -> None:
+    book, clock = ledger()
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), lease_seconds=LEASE_SECONDS, blocks=1))
+    clock.seconds += LEASE_SECONDS - 1.0
+    assert ended_sends(book) == set()
+    clock.seconds += LEASE_SECONDS - 0.5  # a reader may have renewed the lease just before the death
+    assert ended_sends(book) == set()
+    clock.seconds += 0.5
+    assert ended_sends(book) == {"a"}
+    assert book.open_sends == 0
+    assert ended_sends(book) == set()
+
+
+def test_what_is_granted_after_the_death_of_the_actors_is_lent_for_one_lease_time() -> None:
+    """The grant was decided before the scheduler process heard of the death."""
+    book, clock = ledger()
+    book.fail_closed(None)
+    clock.seconds += 100.0
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), lease_seconds=LEASE_SECONDS, blocks=1))
+    clock.seconds += LEASE_SECONDS - 0.5
+    assert ended_sends(book) == set()
+    clock.seconds += 0.5
+    assert ended_sends(book) == {"a"}
+
+
+def test_the_death_of_the_actors_is_reported_until_it_is_taken_and_then_no_more() -> None:
+    book, _ = ledger()
+    for _ in range(3):
+        book.fail_closed(RuntimeError("dead\n" * 1000))
+        book.take_results()
+    report = book.take_report()
+    assert report is not None
+    assert report.stopped is not None
+    assert report.stopped.startswith("its actors died: RuntimeError")
+    assert len(report.stopped) <= REASON_LENGTH_MAX
+    assert report.stopped.isprintable()
+    book.fail_closed(RuntimeError("dead"))
     assert book.take_report() is None
 
 
-def test_when_the_actors_are_dead_blocks_are_lent_until_no_consumer_can_believe_in_the_lease() -> None:
-    book, clock = ledger()
-    book.enter(LeaseGranted(request_id="a", lease_seconds=LEASE_SECONDS, blocks=1))
-    clock.seconds += LEASE_SECONDS - 1.0
-    book.fail_closed(None)  # a heartbeat may have renewed the lease just now, by two thirds of its length
-    assert book.take_results().finished_sending == set()
-    clock.seconds += 2.0
-    book.fail_closed(None)
-    assert book.take_results().finished_sending == set()
-    clock.seconds += LEASE_SECONDS * 2 / 3 - 2.0
-    book.fail_closed(None)
-    assert book.take_results().finished_sending == {"a"}
-    assert book.open_sends == 0
-    book.fail_closed(None)
-    assert book.take_results().finished_sending == set()
+def test_actors_that_have_stopped_by_themselves_are_reported_too() -> None:
+    book, _ = ledger()
+    for reason in ("the NIXL thread has ended", "and so have its actors"):
+        book.record(WorkerStopped(reason=reason))
+    assert book.take_report() is None, "not before the outcomes are taken"
+    book.take_results()
+    assert book.take_report() == WorkerReport(stopped="the NIXL thread has ended")
+    assert book.take_report() is None

@@ -5,14 +5,16 @@ Requests are reported, never blocks: see `connector.worker.ledger`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from connector.runtime.clock import MonotonicClock
-from connector.runtime.messages import QuarantineLifted, ReceiveEnded
+from connector.clock import BootClock
+from connector.protocol import QuarantineLifted, ReceiveEnded
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
 from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
@@ -26,6 +28,7 @@ FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
 }
 TOKENS = [position % 500 for position in range(100)]
 CACHED = 48
+RANKS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Load:
-    """A request "a" on D that waits for its KV, after a prefix hit."""
+    """A request "a" on D, which has two ranks, that waits for its KV after a prefix hit."""
 
     def __init__(self, family: str, *, recomputes: bool = False) -> None:
         specs = FAMILIES[family]()
@@ -44,9 +47,11 @@ class Load:
         self.decode = HybridEngine(specs, recomputes=recomputes)
         self.decode.run("warm", [*TOKENS[:CACHED], 0, 0, 0], None)
         self.free_before = self.free_blocks
-        self.ledger = TransferLedger(MonotonicClock(), 30.0)
+        self.ledgers = [TransferLedger(BootClock(), 30.0) for _ in range(RANKS)]
+        self.aggregator = KVOutputAggregator(RANKS)
         self.pull = self.decode.load("a", TOKENS, prefill.params["a"])
-        self.ledger.enter(self.pull)
+        for ledger in self.ledgers:
+            ledger.enter(self.pull)
         assert self.free_blocks < self.free_before
 
     @property
@@ -60,8 +65,9 @@ class Load:
         blocks: int = self.decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return blocks
 
-    def fail(self, *, quarantined: bool = False) -> None:
-        self.ledger.hear(
+    def report(self, rank: int, *, quarantined: bool = False) -> None:
+        """A rank's actors have given up."""
+        self.ledgers[rank].record(
             ReceiveEnded(
                 request_id="a",
                 failure=AbortedByClient(),
@@ -69,19 +75,51 @@ class Load:
                 quarantined=quarantined,
             )
         )
+
+    def lift(self, rank: int) -> None:
+        """A rank's READs write no more."""
+        self.ledgers[rank].record(QuarantineLifted(local_block_ids=self.pull.local_block_ids))
+
+    def fail(self, *, quarantined: bool = False) -> None:
+        """All ranks report in one step, one of them perhaps with READs in flight."""
+        self.report(0, quarantined=quarantined)
+        for rank in range(1, RANKS):
+            self.report(rank)
         self.step()
 
     def step(self) -> None:
-        """One in which the worker reports what its ledger has heard."""
-        results = self.ledger.take_results()
-        self.decode.step(
-            KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_worker_meta=self.ledger.take_report(),
-            )
+        """One in which every worker reports what its ledger has heard, and vLLM puts that together."""
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=self._reported(ledger))
+            for ledger in self.ledgers
+        ]
+        together = self.aggregator.aggregate(outputs)
+        assert together is not None
+        self.decode.step(together.kv_connector_output)
+
+    def _reported(self, ledger: TransferLedger) -> KVConnectorOutput:
+        results = ledger.take_results()
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=ledger.take_report(),
         )
+
+    def references_found(self) -> Counter[int]:
+        """Of every block, as vLLM's pool counts them."""
+        blocks = self.decode.scheduler.kv_cache_manager.block_pool.blocks
+        return +Counter({block.block_id: block.ref_cnt for block in blocks if not block.is_null})
+
+    def references_expected(self) -> Counter[int]:
+        """One for each table that a block is in; no quarantine."""
+        tables = [table for name in self.decode.scheduler.requests for table in self.decode.tables(name)]
+        return Counter(block.block_id for table in tables for block in table if not block.is_null)
+
+    def references(self) -> set[int]:
+        """How often the blocks of the load are held."""
+        blocks = self.decode.scheduler.kv_cache_manager.block_pool.blocks
+        return {blocks[block_id].ref_cnt for block_id in self.pull.local_block_ids}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,12 +152,39 @@ def test_blocks_of_all_groups_stay_out_of_the_pool_while_reads_may_write_to_them
     for _ in range(5):
         load.decode.step()
     assert load.decode.finished["a"] == ("length" if recomputes else "error")
-    blocks = load.decode.scheduler.kv_cache_manager.block_pool.blocks
-    assert all(blocks[block_id].ref_cnt == 1 for block_id in load.pull.local_block_ids)
+    assert load.references() == {1}
     assert load.free_blocks == load.free_before - len(load.pull.local_block_ids)
-    load.ledger.hear(QuarantineLifted(local_block_ids=load.pull.local_block_ids))
+    load.lift(0)
     load.step()
     assert load.free_blocks == load.free_before
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["fail", "recompute"])
+@pytest.mark.parametrize("reported_before", [True, False], ids=["a step before", "in the same step"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quarantine_that_is_lifted_as_the_last_rank_reports(
+    family: str, reported_before: bool, recomputes: bool
+) -> None:
+    """The lift does not free what the request itself still holds; and what the request frees is free once."""
+    load = Load(family, recomputes=recomputes)
+    load.report(0, quarantined=True)
+    if reported_before:
+        load.step()
+        assert "a" not in load.decode.finished  # the other rank has not said anything
+        assert load.references() == {2}
+    load.report(1)
+    load.lift(0)
+    load.step()
+    for number in range(5):  # somebody else wants blocks meanwhile
+        load.decode.submit(f"other {number}", [number, *TOKENS[1:]], None, max_tokens=4)
+        load.decode.step()
+        assert load.references_found() == load.references_expected()
+    assert load.decode.finished["a"] == ("length" if recomputes else "error")
+    for _ in range(8):
+        load.decode.step()
+    assert load.free_blocks == load.free_before
+    free = load.decode.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    assert len({block.block_id for block in free}) == load.free_blocks
 
 
 def test_vllm_takes_no_single_blocks_from_an_engine_with_several_groups() -> None:

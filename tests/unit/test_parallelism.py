@@ -8,24 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
 
 from connector.config import parse_options
 from connector.layout.geometry import RankId, RankLayout
+from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import consumers, partners
-from connector.runtime.messages import LeaseComputing, LeaseGranted
-from connector.scheduler.metadata import StepMetadata
+from connector.protocol import LeaseComputing, LeaseGranted
+from connector.step_metadata import StepMetadata
+from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
-from connector.wire.peer_layout import understand
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.parallelism import placement, require_supported_parallelism
-from connector.worker.unsupported import UnsupportedCache
+from statemachine.lease import LeaseName
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank, rings_of_two_heads
-from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_latent_model, write_model
+from tests.unit.vllm_setup import (
+    allow_kernel_block_size,
+    engine_config,
+    latent_engine_config,
+    single_rank,
+    write_model,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,12 +45,8 @@ BUILTIN_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     """Of an engine that only prefills, with a model of latent attention."""
-    config = engine_config(
-        write_latent_model(tmp_path_factory.mktemp("latent")),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlConnector", kv_role="kv_producer", kv_buffer_device="cpu", engine_id="prefill-engine"
-        ),
-    )
+    config = latent_engine_config(tmp_path_factory.mktemp("latent"))
+    config.kv_transfer_config.kv_role = "kv_producer"
     with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
         yield config
 
@@ -165,7 +168,7 @@ def test_equals_the_builtin_registration(
     assert [(area.address, area.length_bytes) for area in registration.ranges] == builtin_ranges
     layout = registration.layout
     sent = decode_agent_metadata(encode_agent_metadata(advertised))
-    assert understand(sent, rank=layout.rank, tp_size=layout.tp_size, local=registration) == layout
+    assert layout_from_metadata(sent, rank=layout.rank, tp_size=layout.tp_size, local=registration) == layout
     assert (layout.dcp_size, layout.pcp_size) == (sizes.dcp, sizes.pcp)
     assert {(group.dcp_size, group.dcp_rank) for group in layout.cache_groups} == {
         (sizes.dcp, (sizes.tp_rank or sizes.pcp_rank) if sizes.dcp > 1 else 0)
@@ -250,9 +253,10 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
     worker.register_kv_caches(tensors)
     try:
         assert worker.handshake_metadata is None
-        worker.start_load_kv(StepMetadata([LeaseComputing(request_id="a"), LeaseComputing(request_id="b")]))
+        a, b = LeaseName("a", 1), LeaseName("b", 2)
+        worker.start_load_kv(StepMetadata([LeaseComputing(lease=a), LeaseComputing(lease=b)]))
         assert worker.get_transfer_results().finished_sending == set()
-        worker.start_load_kv(StepMetadata([LeaseGranted(request_id="a", lease_seconds=30.0, blocks=2)]))
+        worker.start_load_kv(StepMetadata([LeaseGranted(lease=a, lease_seconds=30.0, blocks=2)]))
         assert worker.get_transfer_results().finished_sending == {"a"}
         assert worker.get_transfer_results().finished_sending == set()
         assert worker.ledger.open_sends == 0

@@ -1,7 +1,8 @@
 """The peer machine (one remote prefill engine as a decode rank sees it), against its specification.
 
-What must hold in every history: at most one handshake is in flight; whatever a successful handshake made is torn down
-or handed over exactly once; and whoever wants the peer is told, sooner or later, that it is ready or that it failed.
+What must hold in every history: at most one handshake is in flight, and none while the last connection still stands;
+whatever a successful handshake made is torn down or abandoned exactly once; and whoever wants the peer is told, sooner
+or later, that it is ready or that it failed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from statemachine.failures import Failure, HandshakeTimeout, Incompatible, PeerRetired, TransferError
+from statemachine.failures import BadParams, Failure, HandshakeTimeout, Incompatible, PeerRetired, TransferError
 from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.peer import (
     MACHINE,
-    AbandonConnection,
+    Abandon,
     AnnounceFailed,
     AnnounceReady,
     BackoffElapsed,
     ConnectionSuspect,
     DrainReads,
     HandshakeFailed,
-    HandshakeIncompatible,
     HandshakeSucceeded,
     Peer,
     QuiesceTimeout,
@@ -31,7 +31,8 @@ from statemachine.peer import (
     StartBackoff,
     StartHandshake,
     State,
-    TearDownConnection,
+    TearDown,
+    TornDown,
     Wanted,
 )
 
@@ -42,7 +43,7 @@ UNLIKE = Incompatible(peer="prefill", address="h:1", field="dtype", local="float
 RETIRED = PeerRetired(peer="prefill")
 
 FAILED = HandshakeFailed(failure=SILENT)
-INCOMPATIBLE = HandshakeIncompatible(failure=UNLIKE)
+INCOMPATIBLE = HandshakeFailed(failure=UNLIKE)
 SUSPECT = ConnectionSuspect(failure=LOST)
 
 
@@ -84,10 +85,17 @@ def test_a_failed_handshake_fails_who_waits_and_backs_off() -> None:
 
 def test_an_incompatible_peer_says_so_to_who_waits_and_to_who_comes_later() -> None:
     peer, effects = run(NEW, Wanted(), INCOMPATIBLE)
-    told = AnnounceFailed(failure=UNLIKE, incompatible=True)
+    told = AnnounceFailed(failure=UNLIKE)
     assert peer.state is State.INCOMPATIBLE
-    assert effects == [StartHandshake(), told, StartBackoff(failures=1)]
+    assert effects == [StartHandshake(), told, StartBackoff(failures=1, is_incompatible=True)]
     assert run(peer, Wanted()) == (peer, [told])
+
+
+def test_what_the_requests_say_wrongly_of_an_engine_is_not_asked_again_soon() -> None:
+    rejected = HandshakeFailed(failure=BadParams(field="tp_size", expected="2", found="4"))
+    peer, effects = run(NEW, Wanted(), rejected)
+    assert peer.state is State.INCOMPATIBLE
+    assert StartBackoff(failures=1, is_incompatible=True) in effects
 
 
 def test_during_back_off_requests_fail_at_once_and_nothing_is_tried() -> None:
@@ -127,28 +135,39 @@ def test_a_suspect_connection_drains_before_it_is_torn_down() -> None:
     peer, effects = run(READY, SUSPECT)
     assert (peer.state, effects) == (State.DRAINING, [DrainReads()])
     peer, effects = run(peer, ReadsDrained())
-    assert (peer.state, effects) == (State.IDLE, [TearDownConnection()])
+    assert (peer.state, effects) == (State.DISCONNECTING, [TearDown()])
+    peer, effects = run(peer, TornDown())
+    assert (peer.state, effects) == (State.IDLE, [])
 
 
-def test_who_wants_a_draining_peer_waits_for_the_new_connection() -> None:
-    peer, effects = run(READY, SUSPECT, Wanted(), ReadsDrained(), HandshakeSucceeded())
+@pytest.mark.parametrize(
+    "events", [(Wanted(), ReadsDrained(), TornDown()), (ReadsDrained(), Wanted(), Wanted(), TornDown())]
+)
+def test_who_wants_a_peer_that_is_given_up_waits_for_the_new_connection(events: tuple[Event, ...]) -> None:
+    peer, effects = run(READY, SUSPECT, *events, HandshakeSucceeded())
     assert peer.state is State.READY
     # Torn down first: the same agent can be added only after it was removed.
-    assert effects == [DrainReads(), TearDownConnection(), StartHandshake(), AnnounceReady()]
+    assert effects == [DrainReads(), TearDown(), StartHandshake(), AnnounceReady()]
 
 
 def test_a_wish_is_forgotten_once_it_was_answered() -> None:
-    rebuilt, _ = run(READY, SUSPECT, Wanted(), ReadsDrained(), HandshakeSucceeded())
-    peer, effects = run(rebuilt, SUSPECT, ReadsDrained())
-    assert (peer.state, effects) == (State.IDLE, [DrainReads(), TearDownConnection()])
+    rebuilt, _ = run(READY, SUSPECT, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded())
+    peer, effects = run(rebuilt, SUSPECT, ReadsDrained(), TornDown())
+    assert (peer.state, effects) == (State.IDLE, [DrainReads(), TearDown()])
 
 
 def test_reads_that_never_end_cost_the_connection_and_fail_who_waits() -> None:
     peer, effects = run(READY, SUSPECT, Wanted(), QuiesceTimeout())
     assert peer.state is State.BACKOFF
-    assert effects == [DrainReads(), AbandonConnection(), AnnounceFailed(failure=LOST), StartBackoff(failures=1)]
+    told = AnnounceFailed(failure=LOST)
+    assert effects == [DrainReads(), Abandon(failure=LOST), told, StartBackoff(failures=1)]
     peer, effects = run(peer, BackoffElapsed())
     assert (peer.state, effects) == (State.IDLE, [])
+
+
+def test_a_timeout_that_comes_when_the_reads_have_ended_means_nothing() -> None:
+    disconnecting, _ = run(READY, SUSPECT, ReadsDrained())
+    assert run(disconnecting, QuiesceTimeout()) == (disconnecting, [])
 
 
 @pytest.mark.parametrize("peer", [NEW, after(Wanted()), after(Wanted(), FAILED), run(READY, SUSPECT)[0]])
@@ -169,18 +188,22 @@ def test_a_connected_peer_drains_before_it_is_gone() -> None:
     peer, effects = run(READY, Retired())
     assert (peer.state, effects) == (State.DRAINING, [DrainReads()])
     peer, effects = run(peer, ReadsDrained())
-    assert (peer.state, effects) == (State.GONE, [TearDownConnection()])
+    assert (peer.state, effects) == (State.DISCONNECTING, [TearDown()])
+    peer, effects = run(peer, TornDown())
+    assert (peer.state, effects) == (State.GONE, [])
 
 
-def test_a_retiring_peer_whose_reads_never_end_is_gone_and_its_connection_handed_over() -> None:
+def test_a_retiring_peer_whose_reads_never_end_is_gone_and_its_connection_abandoned() -> None:
     peer, effects = run(READY, Retired(), QuiesceTimeout())
     assert peer.state is State.GONE
-    assert effects[:2] == [DrainReads(), AbandonConnection()]
+    assert effects[:2] == [DrainReads(), Abandon(failure=RETIRED)]
+    assert not any(isinstance(effect, StartBackoff) for effect in effects)
 
 
-def test_a_retiring_peer_takes_no_more_requests() -> None:
-    peer, effects = run(READY, Retired(), Wanted())
-    assert (peer.state, effects[1:]) == (State.DRAINING, [AnnounceFailed(failure=RETIRED)])
+@pytest.mark.parametrize("events", [(), (ReadsDrained(),)])
+def test_a_retiring_peer_takes_no_more_requests(events: tuple[Event, ...]) -> None:
+    retiring, _ = run(READY, Retired(), *events)
+    assert run(retiring, Wanted()) == (retiring, [AnnounceFailed(failure=RETIRED)])
 
 
 @pytest.mark.parametrize(("result", "told"), [(FAILED, SILENT), (INCOMPATIBLE, UNLIKE)])
@@ -193,45 +216,35 @@ def test_retired_during_a_handshake_that_fails(result: Event, told: Failure) -> 
 def test_retired_during_a_handshake_that_succeeds_tears_down_what_it_made() -> None:
     peer, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded())
     assert peer.state is State.DRAINING
-    assert effects.count(DrainReads()) == 1
-    peer, effects = run(peer, ReadsDrained())
-    assert peer.state is State.GONE
-    assert effects.count(TearDownConnection()) == 1
-
-
-def test_retired_during_a_handshake_that_succeeds_still_answers_who_waits() -> None:
-    _, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded(), ReadsDrained())
-    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
-    assert AnnounceReady() not in effects
-
-
-def test_retired_during_a_handshake_that_succeeds_answers_who_comes_then() -> None:
-    peer = after(Wanted(), Retired(), HandshakeSucceeded())
-    _, effects = run(peer, Wanted())
-    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
+    assert effects == [StartHandshake(), AnnounceFailed(failure=RETIRED), DrainReads()]
+    peer, effects = run(peer, ReadsDrained(), TornDown())
+    assert (peer.state, effects) == (State.GONE, [TearDown()])
 
 
 def test_retired_during_a_handshake_that_succeeds_bears_reads_that_never_end() -> None:
     peer, effects = run(NEW, Wanted(), Retired(), HandshakeSucceeded(), QuiesceTimeout())
     assert peer.state is State.GONE
-    assert effects.count(AbandonConnection()) == 1
+    assert effects.count(Abandon(failure=RETIRED)) == 1
 
 
-def test_retired_while_draining_still_answers_who_waits_for_the_rebuilt_connection() -> None:
-    peer, effects = run(READY, SUSPECT, Wanted(), Retired(), ReadsDrained())
-    assert peer.state is State.GONE
-    assert [effect for effect in effects if isinstance(effect, AnnounceFailed)]
+@pytest.mark.parametrize("drained", [(), (ReadsDrained(),)])
+def test_retired_while_given_up_answers_who_waits_for_the_rebuilt_connection(drained: tuple[Event, ...]) -> None:
+    waited_for, _ = run(READY, SUSPECT, Wanted(), *drained)
+    peer, effects = run(waited_for, Retired())
+    assert effects == [AnnounceFailed(failure=RETIRED)]
+    rest = (TornDown(),) if drained else (ReadsDrained(), TornDown())
+    assert run(peer, *rest)[0].state is State.GONE
 
 
 def test_what_is_gone_stays_gone() -> None:
     gone = after(Retired())
-    for event in (Wanted(), SUSPECT, BackoffElapsed(), ReadsDrained(), QuiesceTimeout(), Retired()):
+    for event in (Wanted(), SUSPECT, BackoffElapsed(), ReadsDrained(), QuiesceTimeout(), TornDown(), Retired()):
         assert run(gone, event) == (gone, [])
 
 
 # --- random histories -----------------------------------------------------------------------------------------------
 
-_CONNECTED = (State.READY, State.DRAINING)
+_CONNECTED = (State.READY, State.DRAINING, State.DISCONNECTING)
 _BACKING_OFF = (State.BACKOFF, State.INCOMPATIBLE)
 
 
@@ -266,14 +279,15 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
                 assert self.connections_open == 0
                 assert not self.retired
                 self.handshakes_open = 1
-            case TearDownConnection() | AbandonConnection():
+            case Abandon():
                 self.connections_open -= 1
                 assert self.connections_open == 0
+            case TearDown():
+                assert self.connections_open == 1
             case AnnounceReady():
                 assert self.peer.state is State.READY
                 self.unanswered = False
-            case AnnounceFailed(incompatible=incompatible):
-                assert not incompatible or self.peer.state in (State.INCOMPATIBLE, State.GONE)
+            case AnnounceFailed():
                 self.unanswered = False
             case StartBackoff(failures=failures):
                 self.failures += 1
@@ -303,6 +317,12 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     def reads_drain(self) -> None:
         self.feed(ReadsDrained())
 
+    @precondition(lambda self: self.peer.state is State.DISCONNECTING)
+    @rule()
+    def is_torn_down(self) -> None:
+        self.connections_open -= 1
+        self.feed(TornDown())
+
     @rule(event=st.sampled_from([SUSPECT, QuiesceTimeout(), BackoffElapsed()]))
     def news_or_timer_comes(self, event: Event) -> None:
         """At any time: both may be late."""
@@ -318,12 +338,12 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
         assert self.handshakes_open == (1 if self.peer.state is State.HANDSHAKING else 0)
 
     @invariant()
-    def a_connection_is_open_exactly_while_ready_or_draining(self) -> None:
+    def a_connection_is_open_exactly_from_ready_until_it_is_torn_down(self) -> None:
         assert self.connections_open == (1 if self.peer.state in _CONNECTED else 0)
 
     @invariant()
     def nobody_waits_for_what_will_not_come(self) -> None:
-        if self.peer.state not in (State.HANDSHAKING, State.DRAINING):
+        if self.peer.state not in (State.HANDSHAKING, State.DRAINING, State.DISCONNECTING):
             assert not self.unanswered
 
     @invariant()
@@ -334,8 +354,8 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     @invariant()
     def retired_peers_do_not_come_back(self) -> None:
         if self.retired:
-            assert self.peer.state in (State.HANDSHAKING, State.DRAINING, State.GONE)
-            assert MACHINE.is_terminal(self.peer) or self.peer.retiring
+            assert self.peer.state in (State.HANDSHAKING, State.DRAINING, State.DISCONNECTING, State.GONE)
+            assert MACHINE.is_terminal(self.peer) or self.peer.is_retiring
 
     def teardown(self) -> None:
         """Retired, and with nothing left to come, it is gone, and everybody was answered."""
@@ -346,6 +366,8 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
             self.handshake_succeeds()
         if self.peer.state is State.DRAINING:
             self.reads_drain()
+        if self.peer.state is State.DISCONNECTING:
+            self.is_torn_down()
         assert MACHINE.is_terminal(self.peer)
         self.nobody_waits_for_what_will_not_come()
 
@@ -365,6 +387,7 @@ ALL_EVENTS: tuple[Event, ...] = (
     SUSPECT,
     ReadsDrained(),
     QuiesceTimeout(),
+    TornDown(),
     Retired(),
 )
 

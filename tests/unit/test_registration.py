@@ -19,13 +19,14 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.layout.geometry import RankId
 from connector.layout.plan import plan_engine
+from connector.layout.remote import layout_from_metadata
 from connector.staging import advertised_layout_name
+from connector.unsupported import UnsupportedCache
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
-from connector.wire.peer_layout import understand
 from connector.worker.host_staging import make_host_buffers
 from connector.worker.registration import Registration, derive_registration, require_supported
-from connector.worker.unsupported import UnsupportedCache
+from tests.rig.facts import facts
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.vllm_setup import (
     HEAD_SIZE,
@@ -134,13 +135,11 @@ def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
     caches = cache_config(attention_spec())
     theirs = derive_registration(config, caches, allocate(caches))
     ours = _renamed(derive_registration(config, caches, allocate(caches)), "decode-engine")
-    payload = encode_payload(
-        theirs.compatibility_hash, encode_agent_metadata(theirs.agent_metadata(b"agent")), "0" * 32
-    )
+    payload = encode_payload(theirs.compatibility_hash, encode_agent_metadata(theirs.agent_metadata(b"agent")), facts())
     reply = decode_reply(
         encode_reply(payload, 1.0), peer="prefill-engine", address="h:1", expected_hash=ours.compatibility_hash
     )
-    assert understand(reply.metadata, rank=RankId(0, 0), tp_size=1, local=ours) == theirs.layout
+    assert layout_from_metadata(reply.metadata, rank=RankId(0, 0), tp_size=1, local=ours) == theirs.layout
     (plan,) = plan_engine(ours.layout, [theirs.layout]).reads
     assert [run.address for run in plan.remote_runs] == [r.base_address for r in theirs.layout.regions]
     assert sum(run.length_bytes for run in plan.local_runs) == LAYERS * attention_spec().page_size_bytes
@@ -152,7 +151,7 @@ def test_builtin_metadata_is_understood(config: VllmConfig) -> None:
     builtin, _, _ = builtin_registration(config, caches, tensors)
     metadata = decode_agent_metadata(msgspec.msgpack.encode(builtin))
     ours = derive_registration(config, caches, tensors)
-    assert understand(metadata, rank=RankId(0, 0), tp_size=1, local=ours) == ours.layout
+    assert layout_from_metadata(metadata, rank=RankId(0, 0), tp_size=1, local=ours) == ours.layout
 
 
 def test_layers_of_different_sizes_in_one_group(config: VllmConfig) -> None:

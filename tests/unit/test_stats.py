@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
-from connector.runtime.messages import (
+from connector.protocol import (
     HandshakeFailureNoted,
     LateNotificationNoted,
     NotificationFailureNoted,
@@ -32,6 +32,7 @@ from connector.runtime.messages import (
     SendEnded,
     TransferFailureNoted,
     TransferMeasured,
+    WorkerStopped,
 )
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
 
@@ -40,8 +41,8 @@ LABELS = ["model_name", "engine"]
 TRANSFER_CONFIG = KVTransferConfig(
     kv_connector="NixlConnector", kv_connector_module_path="connector", kv_role="kv_both"
 )
-NOT_PROVEN = LeaseNotProven(peer="p", remote_request_id="r", late_seconds=1.0, basis="granted")
-STUCK = Quarantined(transfers=1, waited_seconds=30.0, cause="aborted")
+NOT_PROVEN = LeaseNotProven(peer="p", remote_request_id="r", waited_seconds=1.0)
+STUCK = Quarantined(reads=1, waited_seconds=30.0, cause="aborted")
 
 
 def received(failure: Failure | None = None, *, quarantined: bool = False) -> ReceiveEnded:
@@ -73,6 +74,7 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
         },
     ),
     (SendEnded(request_id="r", expired=False), {}),
+    (WorkerStopped(reason="its actors died"), {}),
     (QuarantineLifted(local_block_ids=[1]), {}),
 ]
 EVERYTHING = [outcome for outcome, _ in COUNTED_IN]

@@ -17,6 +17,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.clock import BootClock
+from connector.config import ConnectorOptions
 from connector.observe import trace_log
 from connector.observe.log import get_logger
 from connector.observe.trace_log import (
@@ -28,10 +30,12 @@ from connector.observe.trace_log import (
     read_trace_file,
     render_record,
 )
-from connector.runtime.clock import MonotonicClock
-from connector.runtime.tracked import Recorder, Tracked
-from statemachine import lease, request
+from connector.runtime.context import engine_limits
+from connector.runtime.lease_keeper import lending_limits
+from connector.runtime.recorder import Recorder
+from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
+from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
 
 FULL = TransitionRecord(
@@ -109,27 +113,25 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_the_machines_of_both_engines_trace_through_it(tmp_path: Path) -> None:
-    """Real tables, one file for P and one for D, joined on the remote request id."""
-    clock = MonotonicClock()
+def test_the_cores_of_both_engines_trace_through_it(tmp_path: Path) -> None:
+    """The production cores, one file for P and one for D, joined on the remote request id."""
+    clock = BootClock()
     p_sink, d_sink = opened(tmp_path, "prefill-1"), opened(tmp_path, "decode-1")
     p = Recorder(engine_id="prefill-1", rank=0, role="worker", clock=clock, sink=p_sink)
     d = Recorder(engine_id="decode-1", rank=0, role="worker", clock=clock, sink=d_sink)
-    lent = Tracked(lease.MACHINE, lease.Lease(request_id="p-1"), p, subject="p-1", blocks=4)
-    lent.apply(lease.Granted(deadline_ns=clock.now_ns() + 10**9))
-    pulled = Tracked(
-        request.MACHINE,
-        request.Request(request_id="d-1", remote_request_id="p-1", peer="prefill-1", awaited=True, retries_left=0),
-        d,
-        subject="d-1",
-        remote_request_id="p-1",
-    )
+    options, name = ConnectorOptions(), LeaseName("p-1", 1)
+    lent = lending.Lending(lending_limits(options), p.observer(None))
+    lent.handle(lending.Computing(lease=name), clock.now_ns())
+    lent.handle(lending.Granted(lease=name, blocks=4), clock.now_ns())
+    pulled = remote_engine.RemoteEngine("prefill-1", "h", engine_limits(options), observe=d.observer("prefill-1"))
+    started = remote_engine.Started(request_id="d-1", lease=name, address="h", age_ns=0)
+    pulled.handle(started, clock.now_ns())
     failure = HandshakeTimeout(peer="prefill-1", address="10.0.0.1:5600", timeout_seconds=5.0)
-    pulled.apply(request.PeerFailed(failure=failure))
+    pulled.handle(remote_engine.ConnectFailed(failure=failure), clock.now_ns())
     p_sink.close()
     d_sink.close()
 
-    records = read_trace(tmp_path)
+    records = [each for each in read_trace(tmp_path) if each.machine in ("lease", "request")]
     assert [(r.engine_id, r.machine, r.to_state) for r in records] == [
         ("prefill-1", "lease", "computing"),
         ("prefill-1", "lease", "held"),

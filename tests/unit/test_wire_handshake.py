@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.layout.advertised import describe
 from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLayout
+from connector.layout.local import LocalRank
 from connector.layout.plan import plan_engine
-from connector.layout.shapes import LayerShape
-from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
+from connector.layout.remote import layout_from_metadata
+from connector.wire.bounded import BadFrame, DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,
     ActorExtension,
-    BadFrame,
     HandshakeError,
     MetadataRequest,
     decode_reply,
@@ -30,28 +30,20 @@ from connector.wire.handshake import (
 from connector.wire.metadata import (
     AgentMetadata,
     decode_agent_metadata,
-    describe,
     encode_agent_metadata,
 )
-from connector.wire.peer_layout import understand
 from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
+from tests.rig.facts import facts
 from tests.rig.layouts import attention_rank, latent_shapes
 from tests.unit.properties import on_any_machine
 
 TOKENS = 32
 """Of a block."""
-INCARNATION = "0123456789abcdef" * 2
+ACTOR = facts(tp_size=2, tp_rank=1, pp_size=3, pp_rank=2)
+ACTOR_WIRE: dict[str, Any] = msgspec.to_builtins(ACTOR)
 
 
-@dataclass(frozen=True)
-class Side:
-    """One rank of the model."""
-
-    layout: RankLayout
-    shapes: dict[str, LayerShape]
-
-
-def side(layers: int, *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int = 2) -> Side:
+def side(layers: int, *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int = 2) -> LocalRank:
     """The model has latent caches, so that all ranks look the same."""
     shapes = latent_shapes(layers=layers, bytes_per_token=block_bytes // TOKENS)
     layout = attention_rank(
@@ -70,7 +62,7 @@ def side(layers: int, *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int 
         attention_backend="CPU_ATTN",
         groups=(CacheGroup(tokens_per_kernel_block=TOKENS, kernel_blocks_per_block=2),),
     )
-    return Side(layout, shapes)
+    return LocalRank(layout=layout, shapes=shapes, compatibility_hash="hash")
 
 
 SIDE = side(3)
@@ -85,7 +77,7 @@ def _encoded(**changes: Any) -> bytes:
 
 def _reply(metadata: bytes | None = None, clock: float = 5.0) -> tuple[bytes, bytes]:
     return encode_reply(
-        encode_payload("hash", encode_agent_metadata(METADATA) if metadata is None else metadata, INCARNATION), clock
+        encode_payload("hash", encode_agent_metadata(METADATA) if metadata is None else metadata, ACTOR), clock
     )
 
 
@@ -152,8 +144,8 @@ class TestReply:
     def test_round_trip(self) -> None:
         reply = _decode(_reply())
         assert reply.metadata == METADATA
-        assert reply.actor == ActorExtension(version=1, incarnation=INCARNATION)
-        assert reply.listener_clock_seconds == 5.0
+        assert reply.actor == ACTOR
+        assert reply.actor.version == 2
 
     @pytest.mark.parametrize("frames", [(), (b"",), (*_reply(), b""), (b"", b""), (b"\xff", _reply()[1])])
     def test_wrong_frames(self, frames: Any) -> None:
@@ -180,14 +172,65 @@ class TestReply:
         assert isinstance(failure, WrongEngine)
         assert failure.found == "prefill"
 
-    @pytest.mark.parametrize("clock", [float("nan"), float("inf"), -1.0, 1e13])
-    def test_clock_that_is_none(self, clock: float) -> None:
-        failure = _failure(_reply(clock=clock))
-        assert (failure.kind, failure.field) == ("HandshakeMalformed", "clock")
+    @pytest.mark.parametrize("frame", [b"", b"\xc0", msgspec.msgpack.encode(float("nan")), b"\xcb" + b"\0" * 40])
+    def test_the_clock_is_not_looked_at(self, frame: bytes) -> None:
+        assert _decode((_reply()[0], frame)).actor == ACTOR
 
-    @pytest.mark.parametrize("frame", [b"", b"\xa15", b"\xc0", msgspec.msgpack.encode([1.0]), b"\xcb" + b"\0" * 40])
-    def test_clock_frame_that_is_none(self, frame: bytes) -> None:
-        assert _failure((_reply()[0], frame)).field == "clock"
+    def test_a_builtin_peer_sends_no_extension(self) -> None:
+        payload = msgspec.msgpack.decode(_reply()[0])
+        del payload["actor"]
+        assert _decode((msgspec.msgpack.encode(payload), b"")).actor is None
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"version": 1},
+            {"version": (1 << 16) + 1},
+            {"life": "0" * 31},
+            {"life": "G" * 32},
+            {"life": "0" * 32 + "\n"},
+            {"tp_size": 0},
+            {"tp_size": 1025, "tp_rank": 0},
+            {"tp_size": True},
+            {"tp_rank": 2},
+            {"tp_rank": -1},
+            {"pp_size": 2},
+            {"pp_size": "3"},
+            {"dcp_size": 0},
+            {"control_host": ""},
+            {"control_host": "h" * 256},
+            {"control_host": "host;tcp://elsewhere"},
+            {"control_host": "host\n"},
+            {"control_port": 0},
+            {"control_port": 65536},
+            {"control_port": 1.5},
+        ],
+        ids=repr,
+    )
+    def test_bounds_of_the_extension(self, changes: dict[str, Any]) -> None:
+        failure = _failure((self._with_extension(ACTOR_WIRE | changes), b""))
+        assert (failure.kind, failure.field) == ("HandshakeMalformed", "payload")
+        assert len(failure.detail) <= 200
+
+    @pytest.mark.parametrize(
+        "field", [field.name for field in msgspec.structs.fields(ActorExtension) if field.required]
+    )
+    def test_every_fact_is_required(self, field: str) -> None:
+        actor = {key: value for key, value in ACTOR_WIRE.items() if key != field}
+        assert field in _failure((self._with_extension(actor), b"")).detail
+
+    def test_facts_that_contradict_the_metadata(self) -> None:
+        failure = _failure((self._with_extension(ACTOR_WIRE | {"dcp_size": 2}), b""))
+        assert (failure.kind, failure.field) == ("HandshakeMalformed", "actor")
+        assert failure.detail == "dcp_size is 1 in the metadata and 2 in the extension"
+
+    def test_facts_that_contradict_each_other_are_not_sent_either(self) -> None:
+        with pytest.raises(ValueError, match="rank 2, 2 is outside of 3 stages of 2 ranks"):
+            msgspec.structs.replace(ACTOR, tp_rank=2)
+
+    @staticmethod
+    def _with_extension(actor: dict[str, Any]) -> bytes:
+        return msgspec.msgpack.encode(msgspec.msgpack.decode(_reply()[0]) | {"actor": actor})
 
     @pytest.mark.parametrize(
         "payload",
@@ -200,9 +243,9 @@ class TestReply:
             {
                 "compatibility_hash": "hash",
                 "agent_metadata_bytes": b"",
-                "actor": {"version": 0, "incarnation": INCARNATION},
+                "actor": [ACTOR_WIRE],
             },
-            {"compatibility_hash": "hash", "agent_metadata_bytes": b"", "actor": {"incarnation": "x"}},
+            {"compatibility_hash": "hash", "agent_metadata_bytes": b"", "actor": {}},
             {"error": 5},
             [],
             "text",
@@ -214,9 +257,9 @@ class TestReply:
 
     def test_newer_extension_is_understood(self) -> None:
         payload = msgspec.msgpack.decode(_reply()[0])
-        payload["actor"] |= {"version": 2, "later": [1, 2, 3]}
+        payload["actor"] |= {"version": 3, "later": [1, 2, 3]}
         payload["another"] = {"x": None}
-        assert _decode((msgspec.msgpack.encode(payload), _reply()[1])).actor.version == 2
+        assert _decode((msgspec.msgpack.encode(payload), _reply()[1])).actor.version == 3
 
     def test_deep_nesting_in_an_ignored_key(self) -> None:
         payload = b"\x81\xa1z" + b"\x91" * 1_000_000 + b"\xc0"
@@ -412,12 +455,12 @@ class TestMetadata:
         """Ten thousand regions decode; a limit that is too tight would show here."""
         many = side(10_000)
         metadata = decode_agent_metadata(encode_agent_metadata(describe(many.layout, bytes(1 << 20))))
-        assert understand(metadata, rank=RankId(0, 1), tp_size=2, local=many) == many.layout
+        assert layout_from_metadata(metadata, rank=RankId(0, 1), tp_size=2, local=many) == many.layout
 
 
 def _understood(metadata: bytes) -> RankLayout:
     """What our rank, which is like the one that sent it, makes of the metadata."""
-    return understand(decode_agent_metadata(metadata), rank=RankId(0, 1), tp_size=2, local=SIDE)
+    return layout_from_metadata(decode_agent_metadata(metadata), rank=RankId(0, 1), tp_size=2, local=SIDE)
 
 
 class TestBoundedText:

@@ -37,7 +37,7 @@ def test_release_needs_a_sensible_count(consumers: int) -> None:
 
 def test_heartbeat() -> None:
     assert encode_heartbeats(["a", "b:c"]) == [b"HB:a,b:c"]
-    assert parse_notification(b"HB:a,b:c") == Heartbeat(("a", "b:c"))
+    assert parse_notification(b"HB:a,b:c") == Heartbeat(("a", "b:c"), None)
 
 
 def test_heartbeat_without_ids() -> None:
@@ -59,9 +59,25 @@ def test_heartbeat_leaves_out_what_it_cannot_name() -> None:
     assert encode_heartbeats(["a,b", "", "c"]) == [b"HB:c"]
 
 
-def test_prefix_wins_over_a_request_id_that_begins_like_it() -> None:
-    """As in the built-in connector: there is no way to tell the two apart."""
-    assert parse_notification(encode_release("HB:x", 1)) == Heartbeat(("x:1",))
+@pytest.mark.parametrize(
+    ("request_id", "heartbeat"),
+    [("HB:x", ("x:1",)), ("HB:", (":1",)), ("HB:a,b", ("a", "b:1")), ("HB:x:2", ("x:2:1",))],
+)
+def test_both_readings_of_a_release_whose_id_begins_like_a_heartbeat(
+    request_id: str, heartbeat: tuple[str, ...]
+) -> None:
+    assert parse_notification(encode_release(request_id, 1)) == Heartbeat(heartbeat, Release(request_id, 1))
+
+
+def test_a_text_that_can_only_be_a_release_is_one() -> None:
+    """As a heartbeat it would name an id longer than there are."""
+    request_id = "HB:" + "x" * 509
+    assert parse_notification(encode_release(request_id, 1024)) == Release(request_id, 1024)
+
+
+def test_a_count_out_of_range_leaves_a_heartbeat() -> None:
+    assert parse_notification(b"HB:x:0") == Heartbeat(("x:0",), None)
+    assert parse_notification(b"HB:x:1025") == Heartbeat(("x:1025",), None)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +118,10 @@ def test_malformed(message: bytes) -> None:
 @given(st.binary(max_size=64) | st.text(max_size=32).map(str.encode))
 def test_anything_parses(message: bytes) -> None:
     parsed = parse_notification(message)
-    if isinstance(parsed, Release):
-        assert parse_notification(encode_release(parsed.request_id, parsed.consumers)) == parsed
+    release = parsed.or_release if isinstance(parsed, Heartbeat) else parsed
+    if isinstance(release, Release):
+        again = parse_notification(encode_release(release.request_id, release.consumers))
+        assert release in (again, getattr(again, "or_release", None))
 
 
 @on_any_machine

@@ -29,8 +29,7 @@ VALID: dict[str, Any] = build_remote_prefill(
     block_ids=[[3, 1, 4], [1]],
     tp_size=2,
     num_tokens=200,
-    lease_expires_at=1234.5,
-    incarnation="0123456789abcdef" * 2,
+    lease_number=7,
 )
 
 REQUIRED = ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
@@ -54,16 +53,15 @@ def test_round_trip_through_json() -> None:
         block_ids=((3, 1, 4), (1,)),
         tp_size=2,
         num_tokens=200,
-        lease_expires_at=1234.5,
-        incarnation="0123456789abcdef" * 2,
+        lease_number=7,
     )
 
 
 def test_params_of_a_builtin_prefill() -> None:
-    """A built-in P sends no lease and no incarnation, tuples in process, and possibly no blocks at all."""
-    raw = {key: value for key, value in VALID.items() if key not in ("lease_expires_at", "incarnation")}
+    """A built-in P numbers no lease, sends tuples in process, and possibly no blocks at all."""
+    raw = {key: value for key, value in VALID.items() if key != "lease_number"}
     parsed = parse_remote_prefill(raw | {"remote_block_ids": ([],)})
-    assert (parsed.lease_expires_at, parsed.incarnation, parsed.block_ids) == (None, None, ((),))
+    assert (parsed.lease_number, parsed.block_ids) == (None, ((),))
 
 
 def test_absent_sizes_are_one_and_unknown_keys_are_ignored() -> None:
@@ -127,17 +125,17 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_blocks_expiry_time", "soon"),
     ("transfer_mode", "push"),
     ("transfer_mode", None),
-    ("lease_expires_at", float("nan")),
-    ("lease_expires_at", float("inf")),
-    ("lease_expires_at", float("-inf")),
-    ("lease_expires_at", -1.0),
-    ("lease_expires_at", 1e13),
-    ("lease_expires_at", 10**400),
-    ("lease_expires_at", "12"),
-    ("lease_expires_at", True),
-    ("incarnation", "0" * 31),
-    ("incarnation", "G" * 32),
-    ("incarnation", 7),
+    ("remote_blocks_expiry_time", float("nan")),
+    ("remote_blocks_expiry_time", float("inf")),
+    ("remote_blocks_expiry_time", -1.0),
+    ("remote_blocks_expiry_time", 10**400),
+    ("lease_number", 0),
+    ("lease_number", -1),
+    ("lease_number", 2**63),
+    ("lease_number", 10**400),
+    ("lease_number", 7.0),
+    ("lease_number", "7"),
+    ("lease_number", True),
 ]
 
 
@@ -187,7 +185,7 @@ def test_not_a_dict(raw: Any) -> None:
 def test_huge_values_are_refused_quickly_and_quoted_briefly() -> None:
     huge = "x" * 50_000_000
     began = time.perf_counter()
-    for field in ("remote_engine_id", "remote_host", "incarnation"):
+    for field in ("remote_engine_id", "remote_host", "lease_number"):
         assert "50000000 characters" in _failure(VALID | {field: huge}).found
     assert time.perf_counter() - began < 5
 

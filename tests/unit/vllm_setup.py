@@ -102,6 +102,14 @@ def engine_config(model: Path, **changes: Any) -> VllmConfig:
     return config
 
 
+def latent_engine_config(directory: Path) -> VllmConfig:
+    """Of an engine with a model of latent attention, on any machine: where there is AMX, vLLM prefers AMX_MLA.
+
+    That one has another kernel block size, and no float32.
+    """
+    return engine_config(write_latent_model(directory), attention_backend="CPU_MLA")
+
+
 @functools.cache
 def scheduling_config(block_size: int, max_model_len: int) -> VllmConfig:
     """An engine configuration for vLLM's scheduler without an engine; shared, so copy it before changing it."""

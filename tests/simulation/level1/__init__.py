@@ -1,20 +1,23 @@
-"""Level 1 of the simulator: the production machines alone, under a heap of events in virtual nanoseconds.
+"""Level 1 of the simulator: the two cores under a heap of events, in virtual nanoseconds.
 
-Level 2 (the package around this one) runs the production actors; here the shell is a model of them, small enough that
-ten thousand requests a second go through it. What is real is every table: `request` per rank of a decode engine,
-`transfer` per READ, `peer` per rank and prefill engine, `lease` per rank of a prefill engine. What is modelled is what
-the actors do with effects, and the world around: engines with several ranks, block pools that reuse at once, clocks
-that drift, links that fail.
+Level 2 (the package around this one) runs the production actors; here there is nothing between a core and the world but
+an executor: a few lines that hand events in, carry effects out and keep one timer. `RemoteEngine` runs once for each
+rank of a decode engine and each prefill engine that it knows, `Lending` once for each rank of a prefill engine, both as
+they are. Everything else is the world around them, small enough that thousands of requests a second go through it:
+engines of one or two ranks with block pools that reuse at once, clocks of different zero and rate, links and READs that
+fail in every way that is known, peers with the built-in connector.
 
     heap        time: events in order
     clock       the clock of an engine
     shape       the cluster of a seed
     faults      links, and what faults do to messages
     world       what everything shares, and the log of transitions
+    executor    what drives a core
     transport   connections and READs, which write for as long as they fly
-    prefill     prefill engines: prompts, leases
+    reader      the executor of a `RemoteEngine`
     decode      decode engines: pool, ranks, reports
-    actor       the model of a peer actor
+    prefill     prefill engines: prompts, pool, and the executor of a `Lending`
+    builtin     engines with the built-in connector, on either side
     oracles     what must hold
     run         one run: phases, faults, verdict
 """

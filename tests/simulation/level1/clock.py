@@ -1,8 +1,18 @@
-"""The clock of a simulated engine: true time from another zero, a little fast or slow, at a rate that may change."""
+"""The clock of a simulated engine: true time from another zero, a little fast or slow, at a rate that may change.
+
+It goes on while its engine is paused, as CLOCK_BOOTTIME does. Crystals are off by some tens of millionths. A time
+server may slew a clock much faster than that, and the proofs of the product allow for as much as `SLEW_PPB_MAX`.
+"""
 
 from __future__ import annotations
 
+import random
+
 from tests.simulation.level1.heap import SECOND
+
+CRYSTAL_PPB_MAX = 45_000
+SLEW_PPB_MAX = 83_333_000
+"""The most that chrony slews by."""
 
 WALL_EPOCH_SECONDS = 1.7e9
 
@@ -42,3 +52,8 @@ class DriftingClock:
         """Unix time in seconds."""
         jumped = sum(seconds for at_ns, seconds in self._wall_jumps if at_ns <= true_ns)
         return WALL_EPOCH_SECONDS + true_ns / SECOND + jumped
+
+
+def draw_clock(chance: random.Random) -> DriftingClock:
+    rate_ppb = chance.randint(-CRYSTAL_PPB_MAX, CRYSTAL_PPB_MAX)
+    return DriftingClock(zero_ns=chance.randrange(10**15), rate_ppb=rate_ppb)

@@ -1,8 +1,8 @@
-"""Decode engines: requests come with the blocks of a prompt on P, are pulled by every rank, decoded and freed.
+"""Decode engines: requests come with the blocks of a prompt on P, are read by every rank, decoded and freed.
 
 `DecodeEngine` outlives crashes; `DecodeLife` is one process: the block pool and the script of its scheduler.
-`DecodeRank` is what one worker has: memory, peer actors, and the agent with its READs (as
-`connector.runtime.nixl_owner` runs them).
+`DecodeRank` is what one worker has: memory, the executors of its cores, and the thread of the agent with its READs.
+What the supervisor of a worker does about peers is here too: how many there may be, who is evicted, who is replaced.
 
 A request has ended when all ranks have reported. Its blocks return to the pool when it is through with decoding, and
 blocks that a rank reported as quarantined when that rank has lifted it. A request that failed is computed anew in the
@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from statemachine import request, transfer
+from statemachine import remote_engine as core
 from statemachine.failures import BadParams, Failure, TooManyPeers, TransferError
-from statemachine.kernel import Event, ProtocolError
+from statemachine.lease import LeaseName
 from tests.simulation.faults import Fault, Kind
-from tests.simulation.level1.actor import Attempt, PeerActor, Run
+from tests.simulation.level1.builtin import Guest
+from tests.simulation.level1.clock import draw_clock
 from tests.simulation.level1.heap import FOREVER, MICROSECOND, MILLISECOND, SECOND, Call
 from tests.simulation.level1.oracles import JUNK, tags
-from tests.simulation.level1.prefill import STEP_NS_MAX, draw_clock
+from tests.simulation.level1.prefill import STEP_NS_MAX
+from tests.simulation.level1.reader import Reader
+from tests.simulation.level1.shape import RANKS_MAX
 from tests.simulation.level1.transport import Connection, Read
 from tests.simulation.level1.world import Give, block_pool, give_last, give_lowest, take
 
@@ -35,80 +38,100 @@ CALL_NS = 20 * MICROSECOND
 QUEUE_MAX = 64
 """Requests that wait for blocks; clients of further ones go away."""
 QUEUED_NS_MAX = 2 * SECOND
+LONG_QUEUE_LEASES = 3.2
 ABORT_NS = (0, 300 * MICROSECOND, 2 * MILLISECOND, 100 * MILLISECOND, SECOND)
 
 SAMPLES = 0.08
-"""How often a prompt has two samples."""
-TRACKED = 0.3
-QUEUED = 0.1
+"""How often a prompt has two samples on one engine."""
+ANNOUNCED = 0.4
+"""How often a request is known before it is scheduled, though it need not wait."""
+QUEUED = 0.06
+QUEUED_LONG = 0.003
 CACHED = 0.2
 ABORTED = 0.03
 NOT_AWAITED = 0.06
 NOTHING_TO_READ = 0.02
 USED_AGAIN = 0.01
 """How often a client that was served comes again with the same parameters, which is an error of its own."""
+USED_AGAIN_ELSEWHERE = 0.4
 USED_AGAIN_NS_MAX = SECOND // 2
 POST_REFUSED = 0.2
 """Part of the READ errors that are refusals to post."""
 RECOMPUTED = 1 << 40
 """Content of what D computes itself."""
 
-_COMPLETED = transfer.Completed()
-_ABANDONED = transfer.Abandoned()
-_HANDLE_RELEASED = transfer.HandleReleased()
-_READING = request.State.READING
 _REJECTED = BadParams(field="remote_block_ids", expected="a list of block ids", found="'x'")
 
 
 class Pull:
     """One request on a decode engine. `reported`: bits of the ranks that have; `blocks` are the same on all ranks.
 
-    `quarantines` and `lifts` count ranks. `is_ended`: the scheduler has acted on the reports. `is_repeated`: another
-    request has used its parameters before.
+    Attributes:
+        heard_ns, heard_local_ns: when the engine first heard of it, in true time and by its own clock.
+        announced: whether the cores know of it; until it starts, or will never.
+        completed: when the READs of the last attempt had ended, in true time and by D's clock, by rank and piece.
+        quarantines, lifts: ranks that have said so.
+        is_ended: the scheduler has acted on the reports.
+        is_repeated: another request has used its parameters before.
+        is_refused: it ended before any core heard of it.
+        is_unproven: read from a built-in engine that had freed the blocks, which nobody can know.
+        is_guest: its engine has the built-in connector.
     """
 
     __slots__ = (
+        "announced",
         "awaited",
         "blocks",
         "cached",
+        "completed",
         "content",
         "decode",
         "ended_ns",
         "failure",
         "has_bad_params",
+        "heard_local_ns",
+        "heard_ns",
         "is_aborted",
         "is_ended",
+        "is_guest",
         "is_lost",
+        "is_refused",
         "is_repeated",
-        "is_tracked",
+        "is_unproven",
+        "lease",
         "lifts",
         "prompt",
         "quarantines",
         "reported",
         "request_id",
-        "runs",
         "started_ns",
         "wanted_blocks",
     )
 
-    def __init__(self, decode: str, prompt: Prompt, sample: int) -> None:
+    def __init__(self, decode: str, prompt: Prompt, heard_ns: int, heard_local_ns: int) -> None:
         self.decode = decode
         self.prompt = prompt
-        self.request_id = f"{decode}-r{prompt.content}.{sample}"
+        self.request_id = f"{decode}-r{prompt.content}.{len(prompt.pulls)}"
+        self.lease: LeaseName = prompt.name_for_clients
         prompt.pulls.append(self)
+        self.heard_ns = heard_ns
+        self.heard_local_ns = heard_local_ns
+        self.announced = False
         self.awaited = True
         self.cached = 0
         self.wanted_blocks = 0
         self.content = prompt.content
         self.blocks: list[int] = []
-        self.runs: list[Run] = []
+        self.completed: dict[tuple[int, int], tuple[int, int, PrefillLife]] = {}
         self.has_bad_params = False
         self.is_repeated = False
-        self.is_tracked = False
         self.is_aborted = False
         self.is_ended = False
+        self.is_guest = False
         self.is_lost = False
-        self.started_ns = 0
+        self.is_refused = False
+        self.is_unproven = False
+        self.started_ns = heard_ns
         self.ended_ns = FOREVER
         self.reported = 0
         self.failure: Failure | None = None
@@ -117,17 +140,22 @@ class Pull:
 
 
 class DecodeEngine:
-    """What outlives a crash. `abort` and `bad_params`: the faults that are on."""
+    """What outlives a crash. The faults that are on: `abort`, `bad_params`, `retry`; `queue_until_ns`: nothing is
+    scheduled until then."""
 
     __slots__ = (
         "abort",
         "bad_params",
         "chance",
         "clock",
+        "is_builtin",
         "life",
         "lives",
         "name",
+        "others",
         "polls_from_ns",
+        "queue_until_ns",
+        "retry",
         "transport",
         "world",
     )
@@ -138,17 +166,21 @@ class DecodeEngine:
         self.name = name
         self.chance = world.chance(name)
         self.clock = draw_clock(self.chance)
+        self.is_builtin = name in world.cluster.builtin
+        self.others: list[DecodeEngine] = []
         self.abort: Fault | None = None
         self.bad_params: Fault | None = None
+        self.retry: Fault | None = None
+        self.queue_until_ns = 0
         self.polls_from_ns = 0
         self.lives = 0
-        self.life: DecodeLife
+        self.life: DecodeLife | Guest
         self.start()
 
     def start(self) -> None:
         """A new process, with an empty cache."""
         self.lives += 1
-        self.life = DecodeLife(self)
+        self.life = Guest(self) if self.is_builtin else DecodeLife(self)
 
     def receive(self, prompt: Prompt) -> None:
         """A client brings what P answered; when D is dead, it goes away."""
@@ -159,6 +191,12 @@ class DecodeEngine:
                 heap.at(life.frozen_until_ns, self.receive, prompt)
             return
         life.accept(prompt)
+
+    def new_pull(self, prompt: Prompt) -> Pull:
+        now_ns = self.world.heap.now_ns
+        pull = Pull(self.name, prompt, now_ns, self.clock.local_ns(now_ns))
+        self.world.oracles.pulls.append(pull)
+        return pull
 
     def strikes(self, fault: Fault | None) -> bool:
         if fault is None or self.chance.random() >= fault.probability:
@@ -179,9 +217,11 @@ class DecodeLife:
         "_random",
         "_waiting",
         "engine",
+        "engine_id",
         "free",
         "frozen_until_ns",
         "heap",
+        "heard",
         "is_dead",
         "open_pulls",
         "ranks",
@@ -190,17 +230,19 @@ class DecodeLife:
 
     def __init__(self, engine: DecodeEngine) -> None:
         world = engine.world
+        cluster = world.cluster
         self.world = world
         self.engine = engine
+        self.engine_id = engine.name if cluster.keeps_decode_id else f"{engine.name}-life{engine.lives}"
         self.heap = world.heap
         self.is_dead = False
         self.frozen_until_ns = 0
+        self.heard: dict[Pull, None] = {}
         self.open_pulls: dict[Pull, None] = {}
-        blocks = world.cluster.decode_blocks
-        self.free = block_pool(blocks)
-        self.ranks = [DecodeRank(self, number, blocks) for number in range(world.cluster.decode_ranks)]
+        self.free = block_pool(cluster.decode_blocks)
+        self.ranks = [DecodeRank(self, number, cluster.decode_blocks) for number in range(cluster.decode_ranks)]
         self._all_ranks = (1 << len(self.ranks)) - 1
-        self._give: Give = give_last if world.cluster.reuses_last else give_lowest
+        self._give: Give = give_last if cluster.reuses_last else give_lowest
         self._random = engine.chance.random
         self._clients = 0
         self._waiting: deque[Pull] = deque()
@@ -220,14 +262,14 @@ class DecodeLife:
     def freeze(self, until_ns: int) -> None:
         self.frozen_until_ns = until_ns
         for rank in self.ranks:
-            for actor in rank.peers.values():
-                actor.closed_until_ns = max(actor.closed_until_ns, until_ns)
+            for reader in rank.readers.values():
+                reader.closed_until_ns = max(reader.closed_until_ns, until_ns)
 
     def die(self) -> None:
         """Its memory and its agents are gone; its clients too."""
         self.is_dead = True
         self.freeze(FOREVER)
-        for pull in self.open_pulls:
+        for pull in self.heard:
             pull.is_lost = True
         for rank in self.ranks:
             for connection in rank.agents.values():
@@ -242,21 +284,40 @@ class DecodeLife:
         """Samples of one prompt arrive together, before one of them can let go of the blocks."""
         random = self._random
         if prompt.is_probe:
-            self._schedule(Pull(self.engine.name, prompt, 0))
+            self._schedule(self._hear(prompt))
             return
         samples = 2 if random() < SAMPLES else 1
-        pulls = [Pull(self.engine.name, prompt, sample) for sample in range(samples)]
-        if samples > 1 or random() < TRACKED:
+        pulls = [self._hear(prompt) for _ in range(samples)]
+        waits = [self._draw_queue_ns() for _ in pulls]
+        if samples > 1 or waits[0] or random() < ANNOUNCED:
             for pull in pulls:
-                pull.is_tracked = True
-                for rank in self.ranks:
-                    rank.track(pull)
-        for pull in pulls:
-            if random() < QUEUED:
+                self._announce(pull)
+        for pull, queue_ns in zip(pulls, waits, strict=True):
+            if queue_ns:
                 self._clients += 1
-                self.heap.after(int(random() * QUEUED_NS_MAX), self._schedule_later, pull)
+                self.heap.after(queue_ns, self._schedule_later, pull)
             else:
                 self._schedule(pull)
+
+    def _hear(self, prompt: Prompt) -> Pull:
+        pull = self.engine.new_pull(prompt)
+        self.heard[pull] = None
+        return pull
+
+    def _draw_queue_ns(self) -> int:
+        random, engine = self._random, self.engine
+        if engine.queue_until_ns > self.heap.now_ns:
+            self.world.fired[Kind.LONG_QUEUE] += 1
+            return engine.queue_until_ns - self.heap.now_ns
+        chance = random()
+        if chance < QUEUED_LONG:
+            return int(random() * LONG_QUEUE_LEASES * self.world.cluster.lending.lease_ns)
+        return int(random() * QUEUED_NS_MAX) if chance < QUEUED else 0
+
+    def _announce(self, pull: Pull) -> None:
+        pull.announced = True
+        for rank in self.ranks:
+            rank.announce(pull)
 
     def _schedule_later(self, pull: Pull) -> None:
         if self.frozen_until_ns > self.heap.now_ns:
@@ -283,15 +344,18 @@ class DecodeLife:
         elif len(self._waiting) < QUEUE_MAX or pull.prompt.is_probe:
             self._waiting.append(pull)
             self._clients += 1
+            if not pull.announced:
+                self._announce(pull)
         else:
             self._settle_without_reading(pull)
 
     def _settle_without_reading(self, pull: Pull) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
         pull.awaited = False
-        self._start(pull)
         pull.ended_ns = self.heap.now_ns
-        pull.runs.clear()
+        del self.heard[pull]
+        for rank in self.ranks:
+            rank.settle(pull)
 
     def _begin(self, pull: Pull) -> None:
         if pull.wanted_blocks:
@@ -299,13 +363,17 @@ class DecodeLife:
             self._check_unwritten(pull, blocks, "handed out")
         engine = self.engine
         self.open_pulls[pull] = None
+        pull.started_ns = self.heap.now_ns
         if engine.bad_params is not None and engine.strikes(engine.bad_params):
             pull.has_bad_params = True
-            # What cannot be decoded is tracked on no peer.
-            if not pull.is_tracked and self._random() < 0.5:
-                self._reject(pull)
+            # What cannot be decoded is known to no core.
+            if not pull.announced and self._random() < 0.5:
+                pull.is_refused = True
+                for rank in self.ranks:
+                    self.hear_report(pull, rank.number, _REJECTED, is_quarantined=False)
                 return
-        self._start(pull)
+        for rank in self.ranks:
+            rank.start(pull)
         if pull.prompt.is_probe:
             return
         stormy = engine.abort is not None and engine.strikes(engine.abort)
@@ -313,36 +381,21 @@ class DecodeLife:
             after_ns = int(self._random() * ABORT_NS[int(self._random() * len(ABORT_NS))])
             self.heap.after(after_ns, self._abort, pull)
 
-    def _start(self, pull: Pull) -> None:
-        pull.started_ns = self.heap.now_ns
-        self.world.oracles.pulls.append(pull)
-        retries = self.world.options.transfer_retries
-        pull.runs = [Run(rank, pull, retries) for rank in self.ranks]
-        for run in pull.runs:
-            run.rank.start(run)
-
-    def _reject(self, pull: Pull) -> None:
-        """The scheduler side has found the parameters malformed; no peer hears of the request."""
-        pull.started_ns = self.heap.now_ns
-        self.world.oracles.pulls.append(pull)
-        for rank in self.ranks:
-            rank.refuse(Run(rank, pull, 0), request.ParamsRejected(failure=_REJECTED))
-
     def _abort(self, pull: Pull) -> None:
         if self.frozen_until_ns > self.heap.now_ns:
             self.defer(self._abort, pull)
             return
         if not pull.is_ended:
             pull.is_aborted = True
-            for run in pull.runs:
-                run.rank.abort(run)
+            for rank in self.ranks:
+                rank.abort(pull)
 
     # --- outcomes ---------------------------------------------------------------------------------------------------
 
     def hear_report(self, pull: Pull, rank: int, failure: Failure | None, *, is_quarantined: bool) -> None:
         """A rank has reported; the scheduler learns of it with the next step after the last of them."""
         oracles = self.world.oracles
-        oracles.reported(pull, rank)
+        oracles.reported(pull, rank, failure)
         before = pull.reported
         pull.reported = before | 1 << rank
         if pull.failure is None:
@@ -400,24 +453,44 @@ class DecodeLife:
             return
         self._check_bytes(pull, "when decoding ended")
         self._free(pull)
-        if pull.failure is None and not pull.prompt.is_probe and self._random() < USED_AGAIN:
-            self._repeat(pull)
+        if pull.failure is not None or pull.prompt.is_probe:
+            return
+        if self._random() < USED_AGAIN or (self.engine.retry is not None and self.engine.strikes(self.engine.retry)):
+            self._use_again(pull)
 
-    def _repeat(self, pull: Pull) -> None:
-        """The client comes again with the same parameters."""
-        again = Pull(self.engine.name, pull.prompt, len(pull.prompt.pulls))
-        again.is_repeated = True
+    def _use_again(self, pull: Pull) -> None:
+        """The client comes again with the same parameters, here or elsewhere. A built-in P cannot tell who is late, so
+        there it comes again only where it is remembered."""
+        engine, cluster = self.engine, self.world.cluster
+        others = engine.others
+        if pull.prompt.engine.is_builtin:
+            if not cluster.remembers_peers:
+                return
+        elif others and self._random() < USED_AGAIN_ELSEWHERE:
+            engine = others[int(self._random() * len(others))]
         self._clients += 1
-        self.heap.after(int(self._random() * USED_AGAIN_NS_MAX), self._schedule_later, again)
+        self.heap.after(int(self._random() * USED_AGAIN_NS_MAX), self._come_again, (engine, pull.prompt))
+
+    def _come_again(self, what: tuple[DecodeEngine, Prompt]) -> None:
+        if self.frozen_until_ns > self.heap.now_ns:
+            self.defer(self._come_again, what)
+            return
+        self._clients -= 1
+        engine, prompt = what
+        life = engine.life
+        if isinstance(life, DecodeLife) and life.frozen_until_ns <= self.heap.now_ns:
+            again = life._hear(prompt)
+            again.is_repeated = True
+            life._schedule(again)
 
     def _free(self, pull: Pull) -> None:
         blocks, free, waiting = pull.blocks, self.free, self._waiting
         self._check_unwritten(pull, blocks, "freed")
         for rank in self.ranks:
             rank.erase(blocks)
+            rank.pulls.pop(pull.request_id, None)
         self._give(free, blocks)
-        del self.open_pulls[pull]
-        pull.runs.clear()
+        del self.open_pulls[pull], self.heard[pull]
         while waiting and len(free) >= waiting[0].wanted_blocks:
             self._clients -= 1
             self._begin(waiting.popleft())
@@ -432,10 +505,12 @@ class DecodeLife:
                     )
 
     def _check_bytes(self, pull: Pull, when: str) -> None:
+        if pull.is_unproven:
+            return
         blocks = pull.blocks
         expected = tags(pull.content, pull.cached, len(blocks))
         for rank in self.ranks:
-            for memory in rank.memory:
+            for memory in rank.memory[: pull.prompt.pieces]:
                 if list(map(memory.__getitem__, blocks)) != expected:
                     self.world.oracles.complain(
                         "bytes", f"{pull.request_id} {when}: blocks {blocks} of rank {rank.number} hold something else"
@@ -443,28 +518,25 @@ class DecodeLife:
 
 
 class DecodeRank:
-    """One worker: peer actors by engine id, and an agent.
+    """One worker: the executors of its cores by engine id, and an agent.
 
     `memory` and `writing` have a part per READ that a block takes: its tag, and whether a READ may still write it.
-    `agents` are the connections that are loaded, `consumed` the prompts whose blocks were released,
-    `open_handles` counts those of READs that are not released.
+    `agents` are the connections that are loaded, `pulls` the requests that cores have in hand.
     """
 
     __slots__ = (
         "_agent_free_ns",
         "_clock",
+        "_connections",
         "_heap",
-        "_log",
-        "_step",
         "agents",
-        "consumed",
         "life",
         "memory",
         "name",
         "number",
-        "open_handles",
-        "peers",
+        "pulls",
         "random",
+        "readers",
         "world",
         "writing",
     )
@@ -476,18 +548,20 @@ class DecodeRank:
         self.number = number
         self.name = f"{life.engine.name}.{life.engine.lives}/{number}"
         self.random = life.engine.chance.random
-        self.peers: dict[str, PeerActor] = {}
+        self.readers: dict[str, Reader] = {}
         self.agents: dict[PrefillLife, Connection] = {}
-        self.consumed: set[str] = set()
-        self.open_handles = 0
-        pieces = max(1, world.cluster.prefill_ranks // world.cluster.decode_ranks)
+        self.pulls: dict[str, Pull] = {}
+        pieces = max(1, RANKS_MAX // world.cluster.decode_ranks)
         self.memory = [[JUNK] * blocks for _ in range(pieces)]
         self.writing: list[set[int]] = [set() for _ in range(pieces)]
         self._agent_free_ns = 0
+        self._connections = 0
         self._heap = world.heap
         self._clock = life.engine.clock
-        self._log = world.log.extend
-        self._step = world.step_transfer
+
+    def next_connection(self) -> int:
+        self._connections += 1
+        return self._connections
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -502,166 +576,129 @@ class DecodeRank:
             for block in blocks:
                 memory[block] = JUNK
 
-    # --- commands to actors -----------------------------------------------------------------------------------------
+    # --- commands to cores; how long ago the engine heard of a request is worked out when they are carried out -------
 
-    def start(self, run: Run) -> None:
-        prompt = run.pull.prompt
-        actor = self._actor(prompt)
-        if actor is None:
-            engine_id = prompt.life.engine_id
-            failure = TooManyPeers(peer=engine_id, limit=self.world.options.peer_limit)
-            self.refuse(run, request.PeerFailed(failure=failure))
-        elif actor.closed_until_ns > self._heap.now_ns:
-            actor.defer(self.start, run)
-        else:
-            actor.start(run)
-
-    def abort(self, run: Run) -> None:
-        actor = self.peers.get(run.pull.prompt.life.engine_id)
-        if actor is None:
+    def announce(self, pull: Pull) -> None:
+        reader = self._reader(pull.prompt)
+        if reader is None:
             return
-        if actor.closed_until_ns > self._heap.now_ns:
-            actor.defer(self.abort, run)
-        elif run.actor is actor:
-            actor.abort(run)
-
-    def track(self, pull: Pull) -> None:
-        actor = self._actor(pull.prompt)
-        if actor is None:
+        if reader.is_closed:
+            reader.hold_back(self.announce, pull)
             return
-        if actor.closed_until_ns > self._heap.now_ns:
-            actor.defer(self.track, pull)
-        else:
-            actor.track(pull)
+        reader.use(
+            core.Announced(
+                request_id=pull.request_id,
+                lease=pull.lease,
+                address=pull.prompt.engine.name,
+                age_ns=self._clock.local_ns(self._heap.now_ns) - pull.heard_local_ns,
+            )
+        )
 
-    def refuse(self, run: Run, event: Event) -> None:
-        """End a request that never reaches a peer, through its machine like any other."""
-        before = run.value
-        self._log((self._heap.now_ns, run, before.state, event.__class__))
-        run.value, effects = self.world.step_request(before, event)
-        run.is_over = True
-        for effect in effects:
-            if isinstance(effect, request.Report):
-                self.life.hear_report(run.pull, self.number, effect.failure, is_quarantined=False)
+    def start(self, pull: Pull) -> None:
+        reader = self._reader(pull.prompt)
+        if reader is None:
+            failure = TooManyPeers(peer=pull.prompt.life.engine_id, limit=self.world.cluster.peer_limit)
+            self.life.hear_report(pull, self.number, failure, is_quarantined=False)
+            return
+        if reader.is_closed:
+            reader.hold_back(self.start, pull)
+            return
+        self.pulls[pull.request_id] = pull
+        reader.use(
+            core.Started(
+                request_id=pull.request_id,
+                lease=pull.lease,
+                address=pull.prompt.engine.name,
+                age_ns=self._clock.local_ns(self._heap.now_ns) - pull.heard_local_ns,
+            )
+        )
+
+    def settle(self, pull: Pull) -> None:
+        reader = self._reader(pull.prompt)
+        if reader is not None:
+            reader.use(core.Settled(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name))
+
+    def abort(self, pull: Pull) -> None:
+        reader = self.readers.get(pull.prompt.life.engine_id)
+        if reader is not None:
+            reader.deliver(core.AbortAsked(request_id=pull.request_id))
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
-    def _actor(self, prompt: Prompt) -> PeerActor | None:
-        """The actor of a remote engine, made when it is new. None: too many are known and all are in use."""
+    def _reader(self, prompt: Prompt) -> Reader | None:
+        """The executor for a remote engine, made when it is new. None: too many are known and all are in use."""
         engine_id = prompt.life.engine_id
-        actor = self.peers.get(engine_id)
-        if actor is None:
-            if len(self.peers) >= self.world.options.peer_limit and not self._evict_one():
+        reader = self.readers.get(engine_id)
+        if reader is None:
+            if len(self.readers) >= self.world.cluster.peer_limit and not self._evict_one():
                 return None
-            actor = self.peers[engine_id] = PeerActor(self, prompt.engine, engine_id)
-        return actor
+            reader = self.readers[engine_id] = Reader(self, prompt.engine, engine_id)
+        return reader
 
     def _evict_one(self) -> bool:
         """Give up the peer that has been unused for longest, an unconnected one if there is one."""
-        unused = [actor for actor in self.peers.values() if actor.is_unused]
+        unused = [reader for reader in self.readers.values() if reader.core.is_unused and not reader.core.is_leaving]
         if not unused:
             return False
-        oldest = min(unused, key=lambda actor: (actor.is_connected, actor.last_used_ns))
-        self._heap.after(0, oldest.retire, None)
+        oldest = min(unused, key=lambda reader: (reader.core.is_connected, reader.last_used_ns))
+        self._heap.after(0, oldest.deliver, core.Retire())
         return True
 
-    def retire_others(self, connected: PeerActor) -> None:
+    def retire_others(self, connected: Reader) -> None:
         """An engine has answered at its address: any other engine that was known there is gone."""
-        for actor in self.peers.values():
-            if actor.engine is connected.engine and actor is not connected:
-                self._heap.after(0, actor.retire, None)
+        for reader in self.readers.values():
+            if reader.engine is connected.engine and reader is not connected:
+                self._heap.after(0, reader.deliver, core.Retire())
 
     def sweep(self) -> None:
         """Forget peers that are not connected and have not been asked for in a long time."""
-        ttl_ns = self.world.limits.engine_ttl_ns
-        for actor in list(self.peers.values()):
-            idle_ns = self._heap.now_ns - actor.last_used_ns
-            if actor.is_unused and not actor.is_connected and idle_ns > ttl_ns:
-                actor.retire(None)
+        for reader in list(self.readers.values()):
+            idle_ns = self._heap.now_ns - reader.last_used_ns
+            is_idle = reader.core.is_unused and not reader.core.is_connected
+            if is_idle and idle_ns > self.world.cluster.engine_ttl_ns:
+                reader.deliver(core.Retire())
 
-    def forget(self, actor: PeerActor) -> None:
-        """The actor has ended."""
-        if self.peers.get(actor.engine_id) is actor:
-            del self.peers[actor.engine_id]
+    def forget(self, reader: Reader) -> None:
+        """The core is finished."""
+        if self.readers.get(reader.engine_id) is reader:
+            del self.readers[reader.engine_id]
 
-    # --- the agent --------------------------------------------------------------------------------------------------
+    # --- the thread of the agent ------------------------------------------------------------------------------------
 
     def order(self, read: Read) -> None:
-        """Queue a READ; `PeerActor.end_read` hears of its end."""
+        """Queue a READ; `Reader.end_read` hears of its end."""
         self._agent_free_ns = at_ns = max(self._heap.now_ns, self._agent_free_ns) + CALL_NS
         self._heap.at(at_ns, self._post, read)
-
-    def quarantine(self, attempt: Attempt) -> None:
-        """Nobody waits for these READs any more; the quarantine is over when the last one has ended."""
-        attempt.is_quarantined = True
-        for read in attempt.posted:
-            if read.value is not None:
-                self._apply(read, _ABANDONED)
 
     def _post(self, read: Read) -> None:
         life = self.life
         if life.frozen_until_ns > self._heap.now_ns:
             life.defer(self._post, read)
             return
-        run, connection = read.run, read.connection
-        if run.value.state is not _READING:
-            read.is_skipped = True
-            self._close(read)
+        connection = read.connection
+        reader = connection.reader
+        if not reader.core.wants(read.pull.request_id):
+            reader.end_read(read, was_posted=False)
             return
         link = connection.link
         refused = link.active and self.random() < POST_REFUSED and link.hit(Kind.READ_ERROR) is not None
         if connection.is_broken or refused:
             peer = connection.life.engine_id
-            lost = bool(connection.is_broken)
+            lost = connection.is_broken
             read.failure = TransferError(peer=peer, operation="post", error="refused", transport_lost=lost)
-            self._close(read)
+            reader.end_read(read, was_posted=True)
             return
-        read.value = transfer.Transfer(request_id=run.pull.request_id, read=read.piece)
-        read.attempt.posted.append(read)
-        self.open_handles += 1
         life.engine.transport.launch(read)
 
     def see_end(self, read: Read) -> None:
-        """A READ has ended; the agent looks when it runs."""
+        """A READ has ended, or an error of it was told; the thread looks when it runs."""
         life = self.life
         now_ns = self._heap.now_ns
         if life.frozen_until_ns > now_ns:
             life.defer(self.see_end, read)
             return
-        failure = read.failure
-        self._apply(read, _COMPLETED if failure is None else transfer.Errored(failure=failure))
-
-    def _apply(self, read: Read, event: Event) -> None:
-        before = read.value
-        assert before is not None
-        self._log((self._heap.now_ns, read, before.state, event.__class__))
-        try:
-            read.value, effects = self._step(before, event)
-        except ProtocolError as error:
-            self.world.oracles.complain("health", str(error))
-            return
-        for effect in effects:
-            if effect.__class__ is transfer.ReleaseHandle:
-                self._heap.after(CALL_NS, self._release_handle, read)
-            else:  # Inform or LiftQuarantine
-                self._close(read)
-
-    def _release_handle(self, read: Read) -> None:
-        life = self.life
-        if life.frozen_until_ns > self._heap.now_ns:
-            life.defer(self._release_handle, read)
-            return
-        self._apply(read, _HANDLE_RELEASED)
-        self.open_handles -= 1
-
-    def _close(self, read: Read) -> None:
-        read.ended_ns = self._clock.local_ns(self._heap.now_ns)
-        attempt = read.attempt
-        attempt.open_reads -= 1
-        if attempt.open_reads == 0:
-            attempt.posted.clear()
-            if attempt.is_quarantined:
-                self.life.hear_lift(read.run.pull)
-        actor = read.run.actor
-        assert actor is not None
-        actor.end_read(read)
+        connection = read.connection
+        if read.failure is None:
+            times = (read.completed_ns, self._clock.local_ns(now_ns), connection.life)
+            read.pull.completed[self.number, read.piece] = times
+        connection.reader.end_read(read, was_posted=True)

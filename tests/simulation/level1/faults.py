@@ -10,8 +10,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from tests.simulation.fake_network import LATENCY_SECONDS
-from tests.simulation.faults import DECODE_LINK_KINDS, MESSAGE_KINDS, READ_SLOWDOWN, Fault, Kind
+from tests.simulation.faults import DECODE_LINK_KINDS, LATENCY_SECONDS, MESSAGE_KINDS, READ_SLOWDOWN, Fault, Kind
 from tests.simulation.level1.heap import MILLISECOND, SECOND, Call, EventHeap
 
 LINK_KINDS = frozenset(DECODE_LINK_KINDS + MESSAGE_KINDS)
@@ -25,12 +24,13 @@ def end_ns(fault: Fault) -> int:
 class Link:
     """One direction between two engines. `active`: the faults that are on."""
 
-    __slots__ = ("_chance", "_fired", "_heap", "active")
+    __slots__ = ("_chance", "_fired", "_heap", "_latest_ns", "active")
 
     def __init__(self, heap: EventHeap, chance: random.Random, fired: Counter[Kind]) -> None:
         self._heap = heap
         self._chance = chance.random
         self._fired = fired
+        self._latest_ns = 0
         self.active: dict[Kind, Fault] = {}
 
     def begin(self, fault: Fault) -> None:
@@ -49,10 +49,14 @@ class Link:
         return fault
 
     def send(self, call: Call, argument: Any) -> None:
-        """A message on the side channel: `call(argument)` when it arrives, if it does, and as often as it does."""
+        """A message to a socket: `call(argument)` when it arrives, if it does, and as often as it does.
+
+        Messages keep their order; those that a fault hits may lose it.
+        """
         delay_ns = LATENCY_NS // 2 + int(self._chance() * (2.5 * LATENCY_NS))
         if not self.active:
-            self._heap.after(delay_ns, call, argument)
+            self._latest_ns = at_ns = max(self._latest_ns, self._heap.now_ns + delay_ns)
+            self._heap.at(at_ns, call, argument)
             return
         if self.hit(Kind.MESSAGE_LOSS) or self.hit(Kind.PARTITION):
             return

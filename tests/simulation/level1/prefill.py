@@ -1,26 +1,28 @@
-"""Prefill engines: prompts come in, are computed, and are lent; one lease machine per rank and prompt.
+"""Prefill engines: prompts come in, are computed, and are lent; one core with all leases of a rank.
 
-`PrefillEngine` outlives crashes; `PrefillLife` is one process: its pool, its ranks and their leases. The scheduler of
-an engine is a script, and a rank does with effects what `connector.runtime.lease_keeper` does. What reaches a life
-while it is paused waits until it goes on; what reaches a dead one is lost (`frozen_until_ns` says which).
+`PrefillEngine` outlives crashes; `PrefillLife` is one process: its pool and its ranks. The scheduler of an engine is a
+script; `PrefillRank` is the executor of a `Lending`, and a memory. What reaches a life while it is paused waits until
+it goes on; what reaches a dead one is lost (`frozen_until_ns` says which).
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from statemachine import lease
-from statemachine.kernel import Event, ProtocolError
-from tests.simulation.level1.clock import DriftingClock
+from statemachine import lending as core
+from statemachine import remote_engine
+from statemachine.lease import LeaseName
+from tests.simulation.level1.builtin import BuiltinRank
+from tests.simulation.level1.clock import draw_clock
+from tests.simulation.level1.executor import Executor
 from tests.simulation.level1.heap import FOREVER, MICROSECOND, MILLISECOND, Call
 from tests.simulation.level1.oracles import JUNK, tags
 from tests.simulation.level1.world import Give, block_pool, give_last, give_lowest, take
 
 if TYPE_CHECKING:
-    from tests.simulation.level1.actor import Question
     from tests.simulation.level1.decode import DecodeEngine, Pull
+    from tests.simulation.level1.reader import Question
     from tests.simulation.level1.transport import Connection
     from tests.simulation.level1.world import World
 
@@ -28,78 +30,168 @@ STEP_NS_MAX = 5 * MILLISECOND
 COMPUTE_NS_MAX = 40 * MILLISECOND
 FORWARD_NS_MAX = 6 * MILLISECOND
 """From P's answer to D's ears."""
+LATE_SHARE = 0.3
+LATE_LEASES = 1.2
+"""How often, and by how much, the second of two decode engines hears of a prompt later."""
 QUEUE_MAX = 64
 """Prompts that wait for blocks; what comes beyond is turned away."""
-RATE_PPB_MAX = 45_000
-"""Two clocks drift apart by at most twice this, which is within what the product allows for."""
 WITHDRAWN = 0.03
 WITHDRAWN_LATE = 0.01
-
-_EARLY_COUNTED = lease.EarlyNotificationsCounted()
-_WITHDRAWN = lease.Withdrawn()
+PREEMPTED = 0.03
+NAME_USED_AGAIN = 0.01
+NUMBER_LOST = 0.02
+"""How often somebody between the engines drops what is ours of the parameters."""
+HEARTBEAT_NAMES = 0.05
+"""How often a request's id looks like a heartbeat."""
 
 
 class Prompt:
-    """One prefill and what P says about it.
+    """One prefill and what P says about it. All lists are by rank of P.
 
-    `freed`: bits of the ranks that have freed their lease; `pulls`: the requests that came of it.
+    Attributes:
+        decodes: who gets the answer.
+        pieces: READs that each rank of D needs for it.
+        freed: bits of the ranks that have freed their lease; `freed_ns`: when, in true time.
+        promised_ns: until when P has said to keep it; touched_ns: until when it would keep it, by what has reached it.
+            Both by P's clock.
+        holders: what has reached P from engines that hold: of how many ranks, and which of them have released.
+        notifiers: senders of notifications that have reached P.
+        is_superseded: the engine has used its id again, and has freed it by itself.
+        pulls: the requests that came of it.
     """
 
     __slots__ = (
         "block_count",
         "blocks",
         "content",
-        "decode",
+        "decodes",
         "engine",
-        "expires_at_ns",
         "freed",
+        "freed_ns",
+        "granted_local_ns",
+        "granted_ranks",
+        "holders",
         "is_granted",
+        "is_numbered",
         "is_probe",
-        "lease_ends_ns",
+        "is_superseded",
+        "is_taken_back",
+        "lease",
         "life",
+        "notifier_ranks",
+        "notifiers",
+        "pieces",
+        "promised_ns",
         "pulls",
         "request_id",
+        "touched_ns",
     )
 
     life: PrefillLife
+    freed_ns: dict[int, int]
+    granted_local_ns: list[int]
+    promised_ns: list[int]
+    touched_ns: list[int]
+    holders: list[dict[str, tuple[int, set[int]]]]
+    notifiers: list[set[str]]
+    notifier_ranks: list[int]
 
     def __init__(
-        self, engine: PrefillEngine, decode: DecodeEngine, content: int, block_count: int, *, is_probe: bool = False
+        self,
+        engine: PrefillEngine,
+        decodes: list[DecodeEngine],
+        content: int,
+        block_count: int,
+        *,
+        is_probe: bool = False,
     ) -> None:
         self.engine = engine
-        self.decode = decode
+        self.decodes = decodes
         self.content = content
         self.block_count = block_count
         self.is_probe = is_probe
         self.request_id = f"{engine.name}-r{content}"
+        self.lease = LeaseName(self.request_id, 0)
+        self.is_numbered = False
         self.blocks: list[int] = []
-        self.expires_at_ns = 0
-        self.lease_ends_ns = 0
+        self.pieces = 1
         self.is_granted = False
+        self.is_superseded = False
+        self.is_taken_back = False
         self.freed = 0
+        self.freed_ns: dict[int, int] = {}
+        self.granted_ranks = 0
         self.pulls: list[Pull] = []
+
+    def begin(self, life: PrefillLife) -> None:
+        """It has blocks, and is going to be lent."""
+        ranks = len(life.ranks)
+        self.life = life
+        self.blocks = take(life.free, self.block_count)
+        self.freed_ns = {}
+        self.granted_local_ns = [0] * ranks
+        self.promised_ns = [0] * ranks
+        self.touched_ns = [0] * ranks
+        self.holders = [{} for _ in range(ranks)]
+        self.notifiers = [set() for _ in range(ranks)]
+        self.notifier_ranks = [0] * ranks
+
+    @property
+    def name_for_clients(self) -> LeaseName:
+        """What its parameters say."""
+        return self.lease if self.is_numbered else LeaseName(self.request_id, 0)
+
+
+class Answer:
+    """What comes back on the side channel; `life` is None where nothing listens."""
+
+    __slots__ = ("is_incompatible", "is_refusal", "life", "question")
+
+    def __init__(self, question: Question, engine: PrefillEngine) -> None:
+        life = engine.life
+        self.question = question
+        self.life = None if life.is_dead else life
+        self.is_incompatible = engine.is_incompatible
+        self.is_refusal = engine.refuses
 
 
 class PrefillEngine:
-    """What outlives a crash: name, address, clock. `is_incompatible`: it answers as another model's."""
+    """What outlives a crash: name, address, clock. `is_incompatible`: it answers as another model's; `refuses`: with an
+    error; `is_host_gone`: a dead one does not even refuse connections; `shared`: the fault by which prompts are read by
+    two engines."""
 
-    __slots__ = ("chance", "clock", "is_incompatible", "life", "lives", "name", "polls_from_ns", "world")
+    __slots__ = (
+        "chance",
+        "clock",
+        "is_builtin",
+        "is_host_gone",
+        "is_incompatible",
+        "life",
+        "lives",
+        "name",
+        "polls_from_ns",
+        "refuses",
+        "world",
+    )
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.chance = world.chance(name)
         self.clock = draw_clock(self.chance)
+        self.is_builtin = name in world.cluster.builtin
+        self.is_host_gone = False
         self.is_incompatible = False
+        self.refuses = False
         self.polls_from_ns = 0
         self.lives = 0
         self.life: PrefillLife
-        self.start(name)
+        self.start((name, world.cluster.prefill_ranks))
 
-    def start(self, engine_id: str) -> None:
-        """A new process, with an empty cache."""
+    def start(self, identity: tuple[str, int]) -> None:
+        """A new process of this engine id and so many ranks, with an empty cache."""
         self.lives += 1
-        self.life = PrefillLife(self, engine_id)
+        self.life = PrefillLife(self, *identity)
 
     def submit(self, prompt: Prompt) -> None:
         life = self.life
@@ -111,56 +203,64 @@ class PrefillEngine:
         life.accept(prompt)
 
     def answer(self, question: Question) -> None:
-        """Somebody asks on the side channel; a dead engine says nothing."""
+        """Somebody asks on the side channel. Without a listener the port refuses; a host that is gone says nothing."""
         life = self.life
         heap = self.world.heap
-        if life.frozen_until_ns > heap.now_ns:
-            if not life.is_dead:
-                heap.at(life.frozen_until_ns, self.answer, question)
-            return
-        actor = question.actor
-        link = self.world.links[self.name, actor.rank.life.engine.name]
-        link.send(actor.hear, (question, life, self.is_incompatible, self.clock.local_ns(heap.now_ns)))
+        if life.frozen_until_ns > heap.now_ns and not life.is_dead:
+            heap.at(life.frozen_until_ns, self.answer, question)
+        elif not life.is_dead or not self.is_host_gone:
+            reader = question.reader
+            link = self.world.links[self.name, reader.rank.life.engine.name]
+            link.send(reader.hear_answer, Answer(question, self))
 
 
 class PrefillLife:
-    """One process of a prefill engine."""
+    """One process of a prefill engine. `prompts`: by the names that clients have; `newest`: by request id."""
 
     __slots__ = (
         "_computing",
         "_give",
+        "_numbers",
         "_outcomes",
         "_polls",
         "_queue",
         "_random",
+        "_recent",
         "connections",
         "engine",
         "engine_id",
         "free",
         "frozen_until_ns",
         "heap",
-        "incarnation",
         "is_dead",
+        "name",
+        "newest",
+        "prompts",
         "ranks",
         "world",
     )
 
-    def __init__(self, engine: PrefillEngine, engine_id: str) -> None:
+    def __init__(self, engine: PrefillEngine, engine_id: str, ranks: int) -> None:
         world = engine.world
         self.world = world
         self.engine = engine
         self.engine_id = engine_id
-        self.incarnation = f"{engine.name}#{engine.lives}"
+        self.name = f"{engine.name}#{engine.lives}"
         self.heap = world.heap
         self.is_dead = False
         self.frozen_until_ns = 0
         self.connections: dict[Connection, None] = {}
+        self.prompts: dict[LeaseName, Prompt] = {}
+        self.newest: dict[str, Prompt] = {}
         blocks = world.cluster.prefill_blocks
         self.free = block_pool(blocks)
-        self.ranks = [PrefillRank(self, number, blocks) for number in range(world.cluster.prefill_ranks)]
+        rank_class = BuiltinRank if engine.is_builtin else PrefillRank
+        self.ranks: list[Any] = [rank_class(self, number, blocks) for number in range(ranks)]
         self._give: Give = give_last if world.cluster.reuses_last else give_lowest
         self._random = engine.chance.random
+        self._numbers = engine.chance.getrandbits(40)
         self._queue: deque[Prompt] = deque()
+        self._recent: Prompt | None = None
         self._computing = 0
         self._outcomes: list[Prompt] = []
         self._polls = False
@@ -177,12 +277,12 @@ class PrefillLife:
 
     def freeze(self, until_ns: int) -> None:
         self.frozen_until_ns = until_ns
+        for rank in self.ranks:
+            rank.closed_until_ns = until_ns
 
     def die(self) -> None:
         self.is_dead = True
-        self.frozen_until_ns = FOREVER
-        for rank in self.ranks:
-            rank.leases.clear()
+        self.freeze(FOREVER)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
@@ -193,13 +293,54 @@ class PrefillLife:
             self._queue.append(prompt)
 
     def _begin(self, prompt: Prompt) -> None:
-        prompt.life = self
-        prompt.blocks = take(self.free, prompt.block_count)
+        cluster = self.world.cluster
+        prompt.begin(self)
+        prompt.pieces = 1 if cluster.is_replicated else max(1, len(self.ranks) // cluster.decode_ranks)
         self.world.oracles.leases.append(prompt)
+        superseded = self._name(prompt)
         for rank in self.ranks:
             rank.announce(prompt)
+        if superseded is not None:
+            superseded.is_superseded = True
+            if superseded.is_granted:
+                self._take_back(superseded)
         self._computing += 1
-        self.heap.after(MILLISECOND + int(self._random() * COMPUTE_NS_MAX), self._compute, prompt)
+        compute_ns = MILLISECOND + int(self._random() * COMPUTE_NS_MAX)
+        self.heap.after(compute_ns, self._compute, prompt)
+        if self._random() < PREEMPTED:
+            self.heap.after(int(self._random() * compute_ns), self._resume, prompt)
+
+    def _name(self, prompt: Prompt) -> Prompt | None:
+        """Give it a name that no other lease of this life has; returns the one whose request id it uses again."""
+        random, superseded = self._random, None
+        if not prompt.is_probe and not self.engine.is_builtin:
+            draw = random()
+            recent, self._recent = self._recent, None
+            if draw < NAME_USED_AGAIN and recent is not None and not recent.is_taken_back:
+                if recent.granted_ranks == len(self.ranks) or not recent.is_granted:
+                    prompt.request_id, superseded = recent.request_id, recent
+            elif draw > 1 - HEARTBEAT_NAMES:
+                prompt.request_id = f"HB:{prompt.request_id}"
+        self._numbers += 1
+        if self.engine.is_builtin:
+            prompt.lease = LeaseName(prompt.request_id, 0)
+        else:
+            prompt.lease = LeaseName(prompt.request_id, self._numbers)
+            prompt.is_numbered = superseded is not None or random() >= NUMBER_LOST
+            if prompt.is_numbered and not prompt.decodes[0].is_builtin and len(prompt.decodes) == 1:
+                self._recent = prompt
+        self.prompts[prompt.lease] = prompt
+        self.prompts[prompt.name_for_clients] = prompt
+        self.newest[prompt.request_id] = prompt
+        return superseded
+
+    def _resume(self, prompt: Prompt) -> None:
+        """It was preempted, and is scheduled again."""
+        if self.frozen_until_ns > self.heap.now_ns:
+            self.defer(self._resume, prompt)
+        elif not (prompt.is_granted or prompt.is_taken_back or prompt.is_superseded):
+            for rank in self.ranks:
+                rank.announce(prompt)
 
     def _compute(self, prompt: Prompt) -> None:
         """The prefill is through."""
@@ -209,7 +350,7 @@ class PrefillLife:
             return
         self._computing -= 1
         chance = self._random()
-        if chance < WITHDRAWN and not prompt.is_probe:
+        if prompt.is_superseded or (chance < WITHDRAWN and not prompt.is_probe):
             for rank in self.ranks:
                 rank.withdraw(prompt)
             self._take_back(prompt)
@@ -219,21 +360,24 @@ class PrefillLife:
             memory = rank.memory
             for block, tag in filled:
                 memory[block] = tag
-        lease_ns = self.world.limits.lease_ns
         prompt.is_granted = True
-        prompt.expires_at_ns = self.engine.clock.local_ns(heap.now_ns) + lease_ns
-        prompt.lease_ends_ns = heap.now_ns + lease_ns
         # The workers hear of the grant with the next step, perhaps later than the client has its answer.
         for rank in self.ranks:
-            heap.after(int(self._random() * STEP_NS_MAX), rank.grant, prompt)
-        if chance > 1 - WITHDRAWN_LATE:
-            for rank in self.ranks:
-                heap.after(int(self._random() * 2 * STEP_NS_MAX), rank.withdraw, prompt)
+            grant_ns = int(self._random() * STEP_NS_MAX)
+            heap.after(grant_ns, rank.grant, prompt)
+            if chance > 1 - WITHDRAWN_LATE:
+                heap.after(grant_ns + int(self._random() * STEP_NS_MAX), rank.withdraw, prompt)
         delay_ns = 100 * MICROSECOND + int(self._random() * FORWARD_NS_MAX)
-        heap.after(delay_ns, prompt.decode.receive, prompt)
+        for decode in prompt.decodes:
+            heap.after(delay_ns, decode.receive, prompt)
+            if self._random() < LATE_SHARE:
+                delay_ns += int(self._random() * LATE_LEASES * self.world.cluster.lending.lease_ns)
+            else:
+                delay_ns += int(self._random() * FORWARD_NS_MAX)
 
     def _take_back(self, prompt: Prompt) -> None:
         """The blocks of this prompt are free; whoever waits for blocks gets them."""
+        prompt.is_taken_back = True
         free, blocks = self.free, prompt.blocks
         for rank in self.ranks:
             memory = rank.memory
@@ -251,6 +395,7 @@ class PrefillLife:
         self.world.oracles.freed(prompt, rank, is_expired=is_expired)
         before = prompt.freed
         prompt.freed = before | 1 << rank
+        prompt.freed_ns.setdefault(rank, self.heap.now_ns)
         if prompt.freed == before or prompt.freed + 1 != 1 << len(self.ranks):
             return
         self._outcomes.append(prompt)
@@ -267,135 +412,133 @@ class PrefillLife:
         self._polls = False
         ended, self._outcomes = self._outcomes, []
         for prompt in ended:
-            self._take_back(prompt)
+            if not prompt.is_taken_back:
+                self._take_back(prompt)
 
 
-class Lent:
-    """One lease on one rank. `timer_ns`: the local time for which its timer is set."""
+class PrefillRank(Executor):
+    """The executor of a `Lending`, and the memory of its rank: a tag per block."""
 
-    __slots__ = ("is_over", "prompt", "rank", "timer_ns", "value")
-
-    def __init__(self, rank: PrefillRank, prompt: Prompt) -> None:
-        self.rank = rank
-        self.prompt = prompt
-        self.value = lease.Lease(request_id=prompt.request_id)
-        self.timer_ns = 0
-        self.is_over = False
-
-    def names(self) -> tuple[str, int, str]:
-        return self.rank.life.engine_id, self.rank.number, self.prompt.request_id
-
-
-class PrefillRank:
-    """The lease keeper of one rank, and its memory: a tag per block."""
-
-    __slots__ = ("_clock", "_heap", "_log", "_step", "leases", "life", "memory", "number")
+    __slots__ = ("core", "is_watching", "life", "memory", "number")
 
     def __init__(self, life: PrefillLife, number: int, blocks: int) -> None:
         world = life.world
+        super().__init__(
+            world,
+            life.engine.clock,
+            {
+                core.AnswerHold: self._answer_hold,
+                core.AnswerRelease: self._answer_release,
+                core.FreeBlocks: self._free_blocks,
+                core.WatchNotifications: self._watch_notifications,
+                core.NoteLateRelease: self._note_late_release,
+            },
+        )
         self.life = life
         self.number = number
         self.memory = [JUNK] * blocks
-        self.leases: dict[str, Lent] = {}
-        self._heap = world.heap
-        self._clock = life.engine.clock
-        self._step = world.step_lease
-        self._log = world.log.extend
+        self.is_watching = False
+        self.core = self._core = world.cores.lending(world.cluster.lending, observe=self.observe)
+
+    def names(self) -> tuple[str, int]:
+        return self.life.engine_id, self.number
+
+    @property
+    def open_leases(self) -> int:
+        return self.core.open_leases
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 
     def announce(self, prompt: Prompt) -> None:
-        self.leases[prompt.request_id] = Lent(self, prompt)
+        self.deliver(core.Computing(lease=prompt.lease))
 
     def grant(self, prompt: Prompt) -> None:
-        life = self.life
-        now_ns = self._heap.now_ns
-        if life.frozen_until_ns > now_ns:
-            life.defer(self.grant, prompt)
+        if self.is_closed:
+            self.hold_back(self.grant, prompt)
             return
-        deadline_ns = self._clock.local_ns(now_ns) + life.world.limits.lease_ns
-        self._apply(self.leases[prompt.request_id], lease.Granted(deadline_ns=deadline_ns))
+        prompt.granted_ranks += 1
+        now_ns = self._clock.local_ns(self._heap.now_ns)
+        prompt.granted_local_ns[self.number] = now_ns
+        self._touch(prompt, now_ns + self.world.cluster.lending.lease_ns)
+        self.deliver(core.Granted(lease=prompt.lease, blocks=len(prompt.blocks)))
 
     def withdraw(self, prompt: Prompt) -> None:
-        life = self.life
-        if life.frozen_until_ns > self._heap.now_ns:
-            life.defer(self.withdraw, prompt)
+        self.deliver(core.Withdrawn(lease=prompt.lease))
+
+    # --- peers ------------------------------------------------------------------------------------------------------
+
+    def hear(self, asked: core.HoldAsked | core.ReleaseAsked) -> None:
+        """Over a control connection, which may be no more."""
+        connection, _ = cast("tuple[Connection, int]", asked.reply_to)
+        if connection.is_reset:
             return
-        lent = self.leases.get(prompt.request_id)
-        # Withdrawn is what ends a prefill; after that it is an abort that comes too late, and never before the grant.
-        if lent is not None and (lent.timer_ns or not prompt.is_granted):
-            self._apply(lent, _WITHDRAWN)
-
-    # --- notifications ----------------------------------------------------------------------------------------------
-
-    def hear_release(self, release: tuple[str, str, int]) -> None:
-        """(sender, request id, consumers) from a rank of D."""
-        life = self.life
-        if life.frozen_until_ns > self._heap.now_ns:
-            life.defer(self.hear_release, release)
+        if self.is_closed:
+            self.hold_back(self.hear, asked)
             return
-        sender, request_id, consumers = release
-        lent = self.leases.get(request_id)
-        if lent is not None:
-            self._apply(lent, lease.ConsumerNotified(sender=sender, expected=consumers))
+        is_release = isinstance(asked, core.ReleaseAsked)
+        until_ns = self._clock.local_ns(self._heap.now_ns) + self.world.cluster.lending.lease_ns
+        for name in asked.leases:
+            prompt = self.life.prompts.get(name)
+            if prompt is None:
+                continue
+            holders = prompt.holders[self.number]
+            ranks, released = holders.get(asked.engine_id, (0, set()))
+            if is_release:
+                released.add(asked.rank)
+            else:
+                released.discard(asked.rank)
+                self._touch(prompt, until_ns)
+            holders[asked.engine_id] = (max(ranks, asked.ranks), released)
+        self.deliver(asked)
 
-    def hear_heartbeat(self, request_ids: tuple[str, ...]) -> None:
-        life = self.life
-        now_ns = self._heap.now_ns
-        if life.frozen_until_ns > now_ns:
-            life.defer(self.hear_heartbeat, request_ids)
+    def hear_notification(self, event: core.HeartbeatNotified | core.ReleaseNotified) -> None:
+        if self.is_closed:
+            self.hold_back(self.hear_notification, event)
             return
-        renewed = lease.Renewed(deadline_ns=self._clock.local_ns(now_ns) + life.world.limits.renewal_ns)
-        for request_id in request_ids:
-            lent = self.leases.get(request_id)
-            if lent is not None:
-                self._apply(lent, renewed)
+        release = event.or_release if isinstance(event, core.HeartbeatNotified) else event
+        if release is not None:
+            prompt = self.life.newest.get(release.request_id)
+            if prompt is not None:
+                prompt.notifiers[self.number].add(release.sender)
+                prompt.notifier_ranks[self.number] = max(prompt.notifier_ranks[self.number], release.ranks)
+        else:
+            until_ns = self._clock.local_ns(self._heap.now_ns) + self.world.cluster.lending.heartbeat_ns
+            for request_id in event.request_ids:  # type: ignore[union-attr]
+                prompt = self.life.newest.get(request_id)
+                if prompt is not None:
+                    self._touch(prompt, until_ns)
+        self.deliver(event)
 
-    # --- the machine ------------------------------------------------------------------------------------------------
+    def _touch(self, prompt: Prompt, until_ns: int) -> None:
+        prompt.touched_ns[self.number] = max(prompt.touched_ns[self.number], until_ns)
 
-    def _apply(self, lent: Lent, event: Event) -> None:
-        before = lent.value
-        self._log((self._heap.now_ns, lent, before.state, event.__class__))
-        try:
-            value, effects = self._step(before, event)
-        except ProtocolError as error:
-            self.life.world.oracles.complain("health", str(error))
-            return
-        lent.value = value
-        for effect in effects:
-            kind = effect.__class__
-            if kind is lease.StartLeaseTimer:
-                self._start_timer(lent, effect.deadline_ns)  # type: ignore[attr-defined]
-            elif kind is lease.FreeBlocks:
-                self.life.hear_end(lent.prompt, self.number, is_expired=value.state is lease.State.EXPIRED)
-            elif kind is lease.CountEarlyNotifications:
-                self._apply(lent, _EARLY_COUNTED)
-        if value.state in _ENDED:
-            lent.is_over = True
-            self.leases.pop(lent.prompt.request_id, None)
-
-    def _start_timer(self, lent: Lent, deadline_ns: int) -> None:
-        lent.timer_ns = deadline_ns
-        at_ns = max(self._clock.true_ns(deadline_ns), self._heap.now_ns)
-        self._heap.unless_over(at_ns, self._expire, (lent, deadline_ns), lent)
-
-    def _expire(self, timer: tuple[Lent, int]) -> None:
-        lent, deadline_ns = timer
-        if lent.timer_ns != deadline_ns or lent.is_over:
-            return  # It was moved, or what it was for has ended.
-        life = self.life
-        if life.frozen_until_ns > self._heap.now_ns:
-            life.defer(self._expire, timer)
-            return
+    def _answer_hold(self, effect: core.AnswerHold) -> None:
+        connection, rank = cast("tuple[Connection, int]", effect.reply_to)
         now_ns = self._clock.local_ns(self._heap.now_ns)
-        if now_ns < deadline_ns:  # The clock has slowed down since the timer was set.
-            self._start_timer(lent, deadline_ns)
-            return
-        self._apply(lent, lease.DeadlinePassed(now_ns=now_ns))
+        for name, remaining_ns in effect.held:
+            promised_ns = self.life.prompts[name].promised_ns
+            promised_ns[self.number] = max(promised_ns[self.number], now_ns + remaining_ns)
+        answered = remote_engine.HoldAnswered(
+            connection=connection.number, rank=rank, sent_ns=effect.sent_ns, held=effect.held, gone=effect.gone
+        )
+        connection.back.send(connection.reader.hear_peer, (connection, answered))
 
+    def _answer_release(self, effect: core.AnswerRelease) -> None:
+        connection, rank = cast("tuple[Connection, int]", effect.reply_to)
+        answered = remote_engine.ReleaseAnswered(connection=connection.number, rank=rank, leases=effect.leases)
+        connection.back.send(connection.reader.hear_peer, (connection, answered))
 
-_ENDED = lease.MACHINE.terminal
+    def _note_late_release(self, effect: core.NoteLateRelease) -> None:
+        self.world.oracles.coverage["release of what is not lent"] += 1
 
+    # --- the engine -------------------------------------------------------------------------------------------------
 
-def draw_clock(chance: random.Random) -> DriftingClock:
-    return DriftingClock(zero_ns=chance.randrange(10**15), rate_ppb=chance.randint(-RATE_PPB_MAX, RATE_PPB_MAX))
+    def _free_blocks(self, effect: core.FreeBlocks) -> None:
+        prompt = self.life.prompts[effect.lease]
+        now_ns = self._clock.local_ns(self._heap.now_ns)
+        is_delayed = self.closed_until_ns == self._heap.now_ns
+        self.world.oracles.lease_ended(prompt, self.number, now_ns, is_expired=effect.expired, is_delayed=is_delayed)
+        self.life.hear_end(prompt, self.number, is_expired=effect.expired)
+
+    def _watch_notifications(self, effect: core.WatchNotifications) -> None:
+        self.is_watching = effect.is_expected

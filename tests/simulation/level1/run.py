@@ -5,7 +5,7 @@
     probes           one request for every pair of engines: it is served
     shutdown         every peer is retired, and nothing is left
 
-The run is a pure function of the plan (and of the machines, which tests break). The collector of cyclic garbage is
+The run is a pure function of the plan (and of the cores, which tests break). The collector of cyclic garbage is
 switched off while it lasts: a run makes a few ten thousand objects, and they all live until its end.
 """
 
@@ -15,6 +15,7 @@ import gc
 import hashlib
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,19 +23,21 @@ from typing import Any
 
 import msgspec
 
-from statemachine.explore import Machines
 from statemachine.failures import ConnectorStopped
+from statemachine.remote_engine import Stop
 from statemachine.trace import TransitionRecord
-from tests.simulation.faults import Fault, Kind, Plan
-from tests.simulation.level1.decode import DecodeEngine
+from tests.simulation.coverage import MACHINES
+from tests.simulation.faults import DEATH_NOTICED_SECONDS, Fault, Kind, Plan
+from tests.simulation.level1.clock import SLEW_PPB_MAX
+from tests.simulation.level1.decode import DecodeEngine, DecodeLife, DecodeRank
 from tests.simulation.level1.faults import LINK_KINDS, end_ns
 from tests.simulation.level1.heap import MILLISECOND, SECOND, EventHeap
 from tests.simulation.level1.oracles import BLOCKS_OF_A_PROMPT_MAX, Oracles
-from tests.simulation.level1.prefill import RATE_PPB_MAX, PrefillEngine, PrefillLife, Prompt
-from tests.simulation.level1.shape import draw_cluster
+from tests.simulation.level1.prefill import PrefillEngine, PrefillLife, Prompt
+from tests.simulation.level1.shape import RANKS_MAX, draw_cluster
 from tests.simulation.level1.transport import LATE_SECONDS_MAX, Transport
-from tests.simulation.level1.world import World, entries
-from tests.simulation.oracles import Violation
+from tests.simulation.level1.world import ENTRY_FIELDS, Cores, World, entries
+from tests.simulation.verdict import Violation
 
 LIVENESS_NS = 120 * SECOND
 LIVENESS_STEP_NS = SECOND // 10
@@ -43,11 +46,15 @@ SETTLING_NS = 80 * SECOND
 """Longer than any lease, and than the back-off of an incompatible peer."""
 SHUTDOWN_NS = round((LATE_SECONDS_MAX + 1) * SECOND)
 SWEEP_NS = 5 * SECOND
-DEATH_NOTICED_NS = 55 * MILLISECOND
+DEATH_NOTICED_NS = round(DEATH_NOTICED_SECONDS * SECOND)
 RESTART_NS_MIN = 10 * MILLISECOND
 RESTART_NS_MAX = SECOND
 """How long a crashed engine stays away."""
 
+HOST_GONE = 0.5
+"""How often nothing is left of a dead engine that could refuse a connection."""
+TWO_HOLDERS = 0.12
+"""How often two decode engines get the answer of one prompt."""
 BURST = 0.02
 """How often an arrival begins a burst."""
 BURST_PROMPTS_MAX = 40
@@ -68,16 +75,18 @@ class Result:
     faults_fired: Counter[Kind]
     virtual_seconds: float
     real_seconds: float
-    machines: Machines = field(repr=False)
+    coverage: Counter[str]
     log: list[Any] = field(repr=False)
-    walls: dict[str, DecodeEngine | PrefillEngine] = field(repr=False)
+    engines: dict[str, DecodeEngine | PrefillEngine] = field(repr=False)
 
     @property
     def transitions(self) -> Counter[tuple[str, str, str]]:
         """How often each (machine, state, event) of the tables was taken."""
-        counted = Counter(zip(self.log[2::4], self.log[3::4], strict=True))
-        machines = (self.machines.request, self.machines.lease, self.machines.peer, self.machines.transfer)
-        names = {pair: machine.name for machine in machines for pair in machine.table}
+        befores, events = self.log[4::ENTRY_FIELDS], self.log[5::ENTRY_FIELDS]
+        counted = Counter(
+            (before.state, event.__class__) for before, event in zip(befores, events, strict=True) if before is not None
+        )
+        names = {pair: machine.name for machine in MACHINES for pair in machine.table}
         return Counter(
             {
                 (names[state, event], state.value, event.__name__): count
@@ -89,25 +98,18 @@ class Result:
     def fingerprint(self) -> str:
         """Of everything that was stepped, when, on what, and of how the requests ended."""
         digest = hashlib.sha256()
-        for at_ns, subject, state, event in entries(self.log):
-            digest.update(f"{at_ns} {subject.names()} {state.value} {event.__name__}\n".encode())
+        for at_ns, scope, name, subject, before, event, after in entries(self.log):
+            state = before and before.state.value
+            line = f"{at_ns} {scope.names()} {name} {subject} {state} {event} {after.state.value}\n"
+            digest.update(line.encode())
         digest.update(repr(sorted(self.outcomes.items())).encode())
         return digest.hexdigest()
 
     def trace(self) -> Iterator[TransitionRecord]:
-        """The log as production's trace would have it, as far as level 1 knows; ignored events are left out."""
-        machines = (self.machines.request, self.machines.lease, self.machines.peer, self.machines.transfer)
-        machine_of = {event: machine.name for machine in machines for event in machine.events}
-        following: dict[int, str] = {}
-        after: list[str] = []
-        for _, subject, state, _ in reversed(list(entries(self.log))):
-            after.append(following.get(id(subject), subject.value.state.value))
-            following[id(subject)] = state.value
-        for seq, ((at_ns, subject, state, event), to_state) in enumerate(
-            zip(entries(self.log), reversed(after), strict=True)
-        ):
-            engine, rank, name = subject.names()
-            home = self.walls.get(engine) or self.walls[engine.partition("-")[0]]
+        """The log as production's trace would have it, as far as level 1 knows."""
+        for seq, (at_ns, scope, machine, subject, before, event, after) in enumerate(entries(self.log)):
+            engine, rank = scope.names()
+            home = self.engines.get(engine) or self.engines[engine.partition("-")[0]]
             yield TransitionRecord(
                 seq=seq,
                 wall=home.clock.wall(at_ns),
@@ -115,11 +117,11 @@ class Result:
                 engine_id=engine,
                 rank=rank,
                 role="worker",
-                machine=machine_of[event],
-                subject=name,
-                from_state=state.value,
-                event=event.__name__,
-                to_state=to_state,
+                machine=machine,
+                subject=str(subject),
+                from_state=None if before is None else before.state.value,
+                event=type(event).__name__,
+                to_state=after.state.value,
             )
 
     def trace_lines(self) -> bytes:
@@ -127,13 +129,13 @@ class Result:
         return b"".join(msgspec.json.encode(record) + b"\n" for record in self.trace())
 
 
-def simulate(plan: Plan, machines: Machines | None = None) -> Result:
-    """Run a plan. Whatever the machines do wrong is in `violations`, an exception out of them too."""
+def simulate(plan: Plan, cores: Cores | None = None) -> Result:
+    """Run a plan. Whatever the cores do wrong is in `violations`, an exception out of them too."""
     started = time.perf_counter()
     collects = gc.isenabled()
     gc.disable()
     try:
-        run = Level1Run(plan, machines or Machines())
+        run = Level1Run(plan, cores or Cores())
         run.run()
         return run.result(time.perf_counter() - started)
     finally:
@@ -144,15 +146,19 @@ def simulate(plan: Plan, machines: Machines | None = None) -> Result:
 class Level1Run:
     """See the module's docstring."""
 
-    def __init__(self, plan: Plan, machines: Machines) -> None:
+    def __init__(self, plan: Plan, cores: Cores) -> None:
         self._plan = plan
         self._cluster = cluster = draw_cluster(plan.seed)
         self._heap = heap = EventHeap()
         self._oracles = Oracles(heap, cluster, plan.faults)
-        self._world = World(plan.seed, cluster, machines, self._oracles, heap)
+        self._world = World(plan.seed, cluster, cores, self._oracles, heap)
         self._transport = Transport(self._world)
         self._prefills = [PrefillEngine(self._world, name) for name in cluster.base.prefill_names]
         self._decodes = [DecodeEngine(self._world, self._transport, name) for name in cluster.base.decode_names]
+        for decode in self._decodes:
+            decode.others = [each for each in self._decodes if each is not decode and not each.is_builtin]
+        self._own_decodes = [decode for decode in self._decodes if not decode.is_builtin]
+        self._two_holders: dict[str, Fault] = {}
         self._engines: dict[str, DecodeEngine | PrefillEngine] = {}
         self._engines |= {engine.name: engine for engine in self._prefills}
         self._engines |= {engine.name: engine for engine in self._decodes}
@@ -174,6 +180,8 @@ class Level1Run:
         for pull in pulls:
             if pull.is_lost:
                 outcomes["lost with its engine"] += 1
+            elif pull.is_guest:
+                outcomes["served by a built-in engine"] += 1
             elif not pull.awaited:
                 outcomes["not awaited"] += 1
             else:
@@ -190,16 +198,17 @@ class Level1Run:
             faults_fired=self._world.fired,
             virtual_seconds=self._heap.now_ns / SECOND,
             real_seconds=real_seconds,
-            machines=self._world.machines,
+            coverage=self._oracles.coverage,
             log=log,
-            walls=self._engines,
+            engines=self._engines,
         )
 
     def run(self) -> None:
         try:
             self._run()
-        except Exception as error:  # A machine that breaks its own promises breaks the shell that drives it.
-            self._oracles.complain("health", f"the shell crashed: {error!r}")
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self._oracles.complain("health", f"{error!r} in {where.name}, line {where.lineno} of {where.filename}")
 
     def _run(self) -> None:
         heap = self._heap
@@ -220,11 +229,11 @@ class Level1Run:
         """One prompt, and the time of the next: a Poisson process with bursts."""
         random = self._chance.random
         heap = self._heap
-        prefills, decodes = self._prefills, self._decodes
+        prefills = self._prefills
         self._prompts = content = self._prompts + 1
         prefill = prefills[int(random() * len(prefills))]
-        decode = decodes[int(random() * len(decodes))]
-        prefill.submit(Prompt(prefill, decode, content, self._lengths[int(random() * PROMPT_LENGTHS)]))
+        readers = self._draw_decodes(prefill)
+        prefill.submit(Prompt(prefill, readers, content, self._lengths[int(random() * PROMPT_LENGTHS)]))
         delay = -math.log(1.0 - random()) * self._arrival_ns
         if self._in_burst:
             self._in_burst -= 1
@@ -234,6 +243,19 @@ class Level1Run:
         at_ns = heap.now_ns + int(delay)
         if at_ns < self._safety_ns:
             heap.at(at_ns, self._arrive, None)
+
+    def _draw_decodes(self, prefill: PrefillEngine) -> list[DecodeEngine]:
+        """Who gets the answer. A built-in P cannot tell two engines apart, and two built-in ones nobody can."""
+        random = self._chance.random
+        decodes = self._own_decodes if prefill.is_builtin else self._decodes
+        first = decodes[int(random() * len(decodes))]
+        if prefill.is_builtin or not first.others:
+            return [first]
+        fault = self._two_holders.get(prefill.name)
+        if random() < TWO_HOLDERS or (fault is not None and random() < fault.probability):
+            self._world.fired[Kind.TWO_HOLDERS] += 1
+            return [first, first.others[int(random() * len(first.others))]]
+        return [first]
 
     def _sweep(self, _: None) -> None:
         for decode in self._decodes:
@@ -251,6 +273,9 @@ class Level1Run:
         kind = fault.kind
         if kind in LINK_KINDS:
             source, _, target = fault.target.partition(">")
+            if kind is Kind.LINK_RESET:
+                self._reset_links(fault)
+                return
             link = self._world.links[source, target]
             link.begin(fault)
             heap.at(until_ns, link.end, fault)
@@ -269,6 +294,13 @@ class Level1Run:
                 self._strike(fault)
                 engine.is_incompatible = True
                 self._heap.at(until_ns, self._be_compatible, engine)
+            case Kind.HANDSHAKE_REFUSED:
+                self._strike(fault)
+                engine.refuses = True
+                self._heap.at(until_ns, self._answer_again, engine)
+            case Kind.TWO_HOLDERS:
+                self._two_holders[engine.name] = fault
+                self._heap.at(until_ns, self._stop_sharing, engine.name)
             case _:
                 self._disturb_either(engine, fault, until_ns)
 
@@ -282,6 +314,11 @@ class Level1Run:
             case Kind.BAD_PARAMS:
                 engine.bad_params = fault
                 self._heap.at(until_ns, self._stop_misleading, (engine, fault))
+            case Kind.LONG_QUEUE:
+                engine.queue_until_ns = max(engine.queue_until_ns, until_ns)
+            case Kind.ROUTER_RETRY:
+                engine.retry = fault
+                self._heap.at(until_ns, self._stop_retrying, (engine, fault))
             case Kind.ACTOR_CRASH:
                 self._crash_actor((engine, fault, until_ns))
             case _:
@@ -289,7 +326,7 @@ class Level1Run:
 
     def _disturb_either(self, engine: DecodeEngine | PrefillEngine, fault: Fault, until_ns: int) -> None:
         now_ns = self._heap.now_ns
-        chance = self._world.chance(f"{fault.kind.value} at {fault.at_seconds}")
+        chance = self._world.chance(f"{fault.kind.value} of {fault.target} at {fault.at_seconds}")
         match fault.kind:
             case Kind.PAUSE:
                 life = engine.life
@@ -300,9 +337,9 @@ class Level1Run:
             case Kind.STOP_POLLING:
                 self._strike(fault)
                 engine.polls_from_ns = max(engine.polls_from_ns, until_ns)
-            case Kind.CLOCK_DRIFT:
+            case Kind.CLOCK_SLEW:
                 self._strike(fault)
-                engine.clock.change_rate(now_ns, chance.randint(-RATE_PPB_MAX, RATE_PPB_MAX))
+                self._slew(engine, chance.choice([-SLEW_PPB_MAX, SLEW_PPB_MAX]))
             case Kind.WALL_CLOCK_JUMP:
                 self._strike(fault)
                 engine.clock.jump_wall(now_ns, chance.uniform(-1e5, 1e5))
@@ -315,6 +352,42 @@ class Level1Run:
     @staticmethod
     def _be_compatible(engine: PrefillEngine) -> None:
         engine.is_incompatible = False
+
+    def _stop_sharing(self, name: str) -> None:
+        self._two_holders.pop(name, None)
+
+    @staticmethod
+    def _answer_again(engine: PrefillEngine) -> None:
+        engine.refuses = False
+
+    @staticmethod
+    def _stop_retrying(fault: tuple[DecodeEngine, Fault]) -> None:
+        if fault[0].retry is fault[1]:
+            fault[0].retry = None
+
+    def _slew(self, engine: DecodeEngine | PrefillEngine, rate_ppb: int) -> None:
+        engine.clock.change_rate(self._heap.now_ns, rate_ppb)
+        for rank in engine.life.ranks:
+            for executor in rank.readers.values() if isinstance(rank, DecodeRank) else [rank]:
+                executor.look_at_clock()
+
+    def _reset_links(self, fault: Fault) -> None:
+        """Again and again while the fault lasts."""
+        heap = self._heap
+        source, _, target = fault.target.partition(">")
+        chance = self._world.transport_chance
+        for connection in list(self._prefill(target).life.connections):
+            if connection.rank.life.engine.name == source and chance.random() < fault.probability:
+                self._strike(fault)
+                connection.reader.lose_link(connection)
+        again_ns = heap.now_ns + int(chance.uniform(0.02, 1.0) * SECOND)
+        if again_ns < end_ns(fault):
+            heap.at(again_ns, self._reset_links, fault)
+
+    def _prefill(self, name: str) -> PrefillEngine:
+        engine = self._engines[name]
+        assert isinstance(engine, PrefillEngine)
+        return engine
 
     @staticmethod
     def _stop_aborting(fault: tuple[DecodeEngine, Fault]) -> None:
@@ -332,13 +405,20 @@ class Level1Run:
             return  # Who killed it brings it back.
         self._strike(fault)
         old.die()
+        engine.is_host_gone = engine.chance.random() < HOST_GONE
         self._heap.after(DEATH_NOTICED_NS, self._notice_death, engine.life)
-        fresh = f"{engine.name}-life{engine.lives + 1}"
-        engine_id = old.engine_id if fault.kind is Kind.CRASH_SAME_ID else fresh
-        self._heap.at(self._restart_ns(until_ns), engine.start, engine_id)
+        ranks = len(old.ranks)
+        if fault.kind is Kind.CRASH_NEW_ID:
+            engine_id = f"{engine.name}-life{engine.lives + 1}"
+        else:
+            engine_id = old.engine_id
+            if self._cluster.resizes:
+                ranks = 1 + RANKS_MAX - ranks
+        self._heap.at(self._restart_ns(until_ns), engine.start, (engine_id, ranks))
 
     def _notice_death(self, life: PrefillLife) -> None:
         for connection in list(life.connections):
+            connection.reader.lose_link(connection)
             self._transport.break_connection(connection)
 
     def _crash_decode(self, engine: DecodeEngine, fault: Fault, until_ns: int) -> None:
@@ -358,12 +438,11 @@ class Level1Run:
         heap, chance = self._heap, engine.chance
         if heap.now_ns >= until_ns:
             return
-        rank = chance.choice(engine.life.ranks)
-        actors = [actor for actor in rank.peers.values() if actor.closed_until_ns <= heap.now_ns]
-        if actors:
+        readers = [reader for rank in engine.life.ranks for reader in rank.readers.values() if not reader.is_closed]
+        if readers:
             self._strike(what)
             self._oracles.crash(engine.name)
-            chance.choice(actors).crash()
+            chance.choice(readers).crash()
         heap.after(int(chance.uniform(0.05, 0.5) * SECOND), self._crash_actor, fault)
 
     # --- liveness ---------------------------------------------------------------------------------------------------
@@ -378,7 +457,7 @@ class Level1Run:
         while self._is_busy and heap.now_ns < give_up_ns:
             heap.run_until(heap.now_ns + LIVENESS_STEP_NS)
         heap.run_until(heap.now_ns + SETTLING_NS)
-        self._oracles.check_all_ended(self._cluster.decode_ranks, self._cluster.prefill_ranks)
+        self._oracles.check_all_ended(self._cluster.decode_ranks)
         self._check_at_rest("after the liveness phase")
 
     def _probe(self) -> None:
@@ -386,9 +465,9 @@ class Level1Run:
         first = len(oracles.pulls)
         probes = []
         for prefill in self._prefills:
-            for decode in self._decodes:
+            for decode in self._own_decodes if prefill.is_builtin else self._decodes:
                 self._prompts += 1
-                prompt = Prompt(prefill, decode, self._prompts, PROBE_BLOCKS, is_probe=True)
+                prompt = Prompt(prefill, [decode], self._prompts, PROBE_BLOCKS, is_probe=True)
                 probes.append(prompt)
                 prefill.submit(prompt)
         heap.run_until(heap.now_ns + PROBE_NS)
@@ -396,29 +475,30 @@ class Level1Run:
         for prompt in probes:
             if prompt not in served:
                 found = next((pull.failure for pull in oracles.pulls[first:] if pull.prompt is prompt), None)
-                pair = f"{prompt.decode.name} from {prompt.engine.name}"
+                pair = f"{prompt.decodes[0].name} from {prompt.engine.name}"
                 oracles.complain("recovery", f"the probe of {pair} was not served: {found}")
         heap.run_until(heap.now_ns + SETTLING_NS)
         self._check_at_rest("after the probes")
 
     def _check_at_rest(self, when: str) -> None:
-        for decode in self._decodes:
+        for decode in self._own_decodes:
             life = decode.life
+            assert isinstance(life, DecodeLife)
             self._check_pool(decode.name, when, len(life.free), self._cluster.decode_blocks)
             for rank in life.ranks:
                 flying = sum(len(connection.flying) for connection in rank.agents.values())
-                unclean = [actor.engine_id for actor in rank.peers.values() if not actor.is_clean]
-                if flying or rank.open_handles or unclean or any(rank.writing):
+                unclean = [reader.engine_id for reader in rank.readers.values() if not reader.core.is_unused]
+                if flying or unclean or rank.pulls or any(rank.writing):
                     self._oracles.complain(
                         "leaks",
-                        f"{when} rank {rank.number} of {decode.name} has {flying} READs, {rank.open_handles} handles, "
-                        f"and something left of requests from {unclean}",
+                        f"{when} rank {rank.number} of {decode.name} has {flying} READs, {len(rank.pulls)} requests, "
+                        f"and something left to do with {unclean}",
                     )
         for prefill in self._prefills:
             self._check_pool(prefill.name, when, len(prefill.life.free), self._cluster.prefill_blocks)
-            for keeper in prefill.life.ranks:
-                if keeper.leases:
-                    self._oracles.complain("leaks", f"{when} {prefill.name} lends {list(keeper.leases)}")
+            for lender in prefill.life.ranks:
+                if lender.open_leases or lender.is_watching:
+                    self._oracles.complain("leaks", f"{when} {prefill.name} lends {lender.open_leases} requests")
 
     def _check_pool(self, engine: str, when: str, free: int, blocks: int) -> None:
         if free != blocks:
@@ -427,15 +507,15 @@ class Level1Run:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _shut_down(self) -> None:
-        stopped = ConnectorStopped(detail="it is shutting down")
+        stop = Stop(failure=ConnectorStopped(detail="it is shutting down"))
         for decode in self._decodes:
             for rank in decode.life.ranks:
-                for actor in list(rank.peers.values()):
-                    actor.stop(stopped)
+                for reader in list(rank.readers.values()):
+                    reader.deliver(stop)
         self._heap.run_until(self._heap.now_ns + SHUTDOWN_NS)
         for decode in self._decodes:
             for rank in decode.life.ranks:
-                if rank.peers or rank.agents:
+                if rank.readers or rank.agents:
                     self._oracles.complain(
-                        "leaks", f"{decode.name} did not stop: {list(rank.peers)}, {len(rank.agents)} agents"
+                        "leaks", f"{decode.name} did not stop: {list(rank.readers)}, {len(rank.agents)} agents"
                     )

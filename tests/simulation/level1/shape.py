@@ -1,4 +1,4 @@
-"""The cluster of a seed: how many engines and ranks, their pools, the load, and the options of the connector.
+"""The cluster of a seed: how many engines and ranks, their pools, the load, and the limits of the connector.
 
 The part that both levels share comes from `tests.simulation.faults.draw_shape`, so a seed means as many engines and as
 long a run at both. What level 1 adds is drawn from a generator of its own. Times are short, and not the same in every
@@ -7,10 +7,22 @@ seed, so that every limit is met before every other one in some of them.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import msgspec
 
-from connector.config import ConnectorOptions
+from statemachine.lending import LendingLimits
+from statemachine.remote_engine import EngineLimits
 from tests.simulation.faults import Shape, draw_shape, generator
+from tests.simulation.level1.heap import MILLISECOND, SECOND
+
+RANKS_MAX = 2
+BUILTIN_SHARE = 0.12
+"""How many engines have the built-in connector."""
+FOREVER_SECONDS = 3600.0
+RETIRED_MAX = 100
+"""Engines that a run cannot have."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,17 +30,28 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill_ranks, decode_ranks: tensor-parallel ranks of each engine. Where D has more of them, several ranks of
-            it consume one lease; where P has more, each rank of D takes a READ from several.
+            it hold one lease; where P has more, each rank of D deals with several.
+        is_replicated: where P has more ranks, their KV is the same: a rank of D reads from one of those that it deals
+            with.
+        resizes: an engine that restarts under its old id has another number of ranks.
+        keeps_decode_id: a decode engine that restarts has the engine id of before.
+        builtin: names of the engines with the built-in connector.
         prefill_blocks, decode_blocks: size of a block pool.
         reuses_last: the pool hands out the block freed last; otherwise the lowest one.
         requests_per_second: arrivals outside of bursts.
         median_blocks, spread: of the log-normal number of blocks in a prompt.
         decoding_seconds: how long a served request keeps its blocks at most.
+        handshake_ns: how long an answer on the side channel is waited for.
+        peer_limit, engine_ttl_ns: as the options of the connector.
     """
 
     base: Shape
     prefill_ranks: int
     decode_ranks: int
+    is_replicated: bool
+    resizes: bool
+    keeps_decode_id: bool
+    builtin: frozenset[str]
     prefill_blocks: int
     decode_blocks: int
     reuses_last: bool
@@ -36,17 +59,35 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     median_blocks: float
     spread: float
     decoding_seconds: float
-    options: ConnectorOptions
+    handshake_ns: int
+    peer_limit: int
+    engine_ttl_ns: int
+    engine: EngineLimits
+    lending: LendingLimits
+
+    @property
+    def remembers_peers(self) -> bool:
+        """No decode engine forgets a peer that is alive."""
+        return self.peer_limit > RETIRED_MAX and self.engine_ttl_ns >= round(FOREVER_SECONDS * SECOND)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * SECOND)
 
 
 def draw_cluster(seed: int) -> Cluster:
     chance = generator(seed, "level 1")
     base = draw_shape(seed)
-    backoff_seconds = chance.choice([0.05, 0.1, 0.4])
+    lease_ns = _ns(chance.choice([1.0, 2.0, 4.0, 8.0]))
+    backoff_ns = _ns(chance.choice([0.05, 0.1, 0.4]))
     return Cluster(
         base=base,
-        prefill_ranks=chance.randint(1, 2),
-        decode_ranks=chance.randint(1, 2),
+        prefill_ranks=chance.randint(1, RANKS_MAX),
+        decode_ranks=chance.randint(1, RANKS_MAX),
+        is_replicated=chance.random() < 0.3,
+        resizes=chance.random() < 0.3,
+        keeps_decode_id=chance.random() < 0.5,
+        builtin=_draw_builtin(base, chance),
         prefill_blocks=chance.choice([128, 256, 512]),
         decode_blocks=chance.choice([128, 256, 512]),
         reuses_last=chance.random() < 0.5,
@@ -54,16 +95,38 @@ def draw_cluster(seed: int) -> Cluster:
         median_blocks=chance.uniform(2.0, 6.0),
         spread=chance.uniform(0.4, 0.9),
         decoding_seconds=chance.choice([0.01, 0.05, 0.2]),
-        options=ConnectorOptions(
-            kv_lease_duration=chance.choice([1.0, 2.0, 4.0, 8.0]),
-            request_timeout_seconds=chance.choice([1.5, 3.0, 6.0]),
-            handshake_timeout_seconds=chance.choice([0.2, 0.8, 2.0]),
-            quiesce_timeout_seconds=chance.choice([0.3, 1.5]),
-            lease_margin_seconds=chance.choice([0.0, 0.001, 0.05]),
-            transfer_retries=chance.choice([0, 1, 1, 2]),
-            backoff_initial_seconds=backoff_seconds,
-            backoff_max_seconds=10 * backoff_seconds,
-            peer_limit=base.peer_limit,
-            engine_ttl=chance.choice([2.0, 3600.0]),
+        handshake_ns=_ns(chance.choice([0.2, 0.8, 2.0])),
+        peer_limit=base.peer_limit,
+        engine_ttl_ns=_ns(chance.choice([2.0, FOREVER_SECONDS])),
+        engine=EngineLimits(
+            lease_ns=lease_ns,
+            margin_ns=chance.choice([0, MILLISECOND, 50 * MILLISECOND]),
+            request_ns=_ns(chance.choice([1.5, 3.0, 6.0])),
+            quiesce_ns=_ns(chance.choice([0.3, 1.5])),
+            grace_ns=_ns(chance.choice([0.05, 0.5, 2.0])),
+            backoff_first_ns=backoff_ns,
+            backoff_max_ns=10 * backoff_ns,
+            incompatible_ns=_ns(chance.choice([2.0, 60.0])),
+            retries=chance.choice([0, 1, 1, 2]),
+        ),
+        lending=LendingLimits(
+            lease_ns=lease_ns,
+            heartbeat_ns=lease_ns,
+            total_ns=_ns(FOREVER_SECONDS) if chance.random() < 0.8 else 3 * lease_ns,
         ),
     )
+
+
+def _draw_builtin(base: Shape, chance: random.Random) -> frozenset[str]:
+    """At least one engine of each role has our connector."""
+    return frozenset(
+        name
+        for names in (_all_but_one(base.prefill_names, chance), _all_but_one(base.decode_names, chance))
+        for name in names
+        if chance.random() < BUILTIN_SHARE
+    )
+
+
+def _all_but_one(names: Sequence[str], chance: random.Random) -> list[str]:
+    spared = chance.choice(names)
+    return [name for name in names if name != spared]

@@ -1,22 +1,21 @@
-"""What everything in a run shares: time, limits, chance, links, the steps of the machines, and the log.
+"""What everything in a run shares: time, limits, chance, links, the cores that are run, and the log.
 
-The log is the list of everything that was stepped: true time, subject, state before, type of the event, one after the
-other in one flat list, which costs nothing to keep. Nothing more is noted while the run goes on; the fingerprint, the
-coverage of the tables and the trace are made from it afterwards, and only when somebody asks.
+The log is the list of every step of a machine, as the cores tell of it: true time, executor, name of the machine,
+subject, value before, event, value after, one after the other in one flat list, which costs nothing to keep. Nothing
+more is noted while the run goes on; the fingerprint, the coverage of the tables and the trace are made from it
+afterwards, and only when somebody asks.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from connector.config import ConnectorOptions
-from connector.runtime.clock import to_ns
-from connector.runtime.supervisor import RENEWAL_FRACTION
-from statemachine.explore import Machines
-from statemachine.kernel import Event, MachineState
+from statemachine.lending import Lending
+from statemachine.remote_engine import RemoteEngine
 from tests.simulation.faults import Kind, generator
 from tests.simulation.level1.faults import Link
 from tests.simulation.level1.heap import EventHeap
@@ -24,84 +23,42 @@ from tests.simulation.level1.oracles import Oracles
 from tests.simulation.level1.shape import Cluster
 
 
-class Subject(Protocol):
-    """A machine instance, as the log keeps it."""
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """What is run: production's classes, or broken ones with the same arguments."""
 
-    value: Any
+    remote_engine: Callable[..., RemoteEngine] = RemoteEngine
+    lending: Callable[..., Lending] = Lending
 
-    def names(self) -> tuple[str, int, str]:
-        """Engine, rank and name of the instance, for a trace."""
+
+class Scope(Protocol):
+    """The executor of a core, as the log keeps it."""
+
+    def names(self) -> tuple[str, int]:
+        """Engine and rank, for a trace."""
         ...
 
 
-Entry: TypeAlias = tuple[int, Subject, MachineState, type[Event]]
+Entry: TypeAlias = tuple[int, Scope, str, Hashable, Any, Any, Any]
+ENTRY_FIELDS = 7
 
 
 def entries(log: list[Any]) -> Iterator[Entry]:
     """What lies flat in the log."""
-    return zip(log[0::4], log[1::4], log[2::4], log[3::4], strict=True)
-
-
-class Limits:
-    """The options of the connector in nanoseconds."""
-
-    __slots__ = (
-        "backoff_first_ns",
-        "backoff_max_ns",
-        "engine_ttl_ns",
-        "handshake_ns",
-        "lease_ns",
-        "margin_ns",
-        "quiesce_ns",
-        "renewal_ns",
-        "request_ns",
-    )
-
-    def __init__(self, options: ConnectorOptions) -> None:
-        self.backoff_first_ns = to_ns(options.backoff_initial_seconds)
-        self.backoff_max_ns = to_ns(options.backoff_max_seconds)
-        self.engine_ttl_ns = to_ns(options.engine_ttl)
-        self.handshake_ns = to_ns(options.handshake_timeout_seconds)
-        self.lease_ns = to_ns(options.kv_lease_duration)
-        self.margin_ns = to_ns(options.lease_margin_seconds)
-        self.quiesce_ns = to_ns(options.quiesce_timeout_seconds)
-        self.renewal_ns = to_ns(options.kv_lease_duration * RENEWAL_FRACTION)
-        self.request_ns = to_ns(options.request_timeout_seconds)
+    return zip(*(log[field::ENTRY_FIELDS] for field in range(ENTRY_FIELDS)), strict=True)
 
 
 class World:
     """See the module's docstring. `links` are looked up by (from, to)."""
 
-    __slots__ = (
-        "cluster",
-        "fired",
-        "heap",
-        "limits",
-        "links",
-        "log",
-        "machines",
-        "options",
-        "oracles",
-        "seed",
-        "step_lease",
-        "step_peer",
-        "step_request",
-        "step_transfer",
-        "transport_chance",
-    )
+    __slots__ = ("cluster", "cores", "fired", "heap", "links", "log", "oracles", "seed", "transport_chance")
 
-    def __init__(self, seed: int, cluster: Cluster, machines: Machines, oracles: Oracles, heap: EventHeap) -> None:
+    def __init__(self, seed: int, cluster: Cluster, cores: Cores, oracles: Oracles, heap: EventHeap) -> None:
         self.seed = seed
         self.cluster = cluster
-        self.options = cluster.options
-        self.limits = Limits(cluster.options)
+        self.cores = cores
         self.heap = heap
         self.oracles = oracles
-        self.machines = machines
-        self.step_request = machines.request.step
-        self.step_transfer = machines.transfer.step
-        self.step_peer = machines.peer.step
-        self.step_lease = machines.lease.step
         self.log: list[Any] = []
         self.fired: Counter[Kind] = Counter()
         self.transport_chance = self.chance("transport")

@@ -1,17 +1,64 @@
-"""What a mutant is, and `Patch`, which breaks the product and mends it again."""
+"""What a mutant is: a name, what is broken, how, and where an oracle must notice it.
+
+The ways to break something are data too. `Edit` replaces a piece of a function's source, so a mutant shows the very
+rule that it removes; the piece must occur exactly once, so a mutant whose code has changed says so. The new code is put
+into the function object itself: tables of machines, other modules and bound methods see it wherever they hold it.
+"""
 
 from __future__ import annotations
+import __future__
 
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from functools import partial
+from types import FunctionType, TracebackType
+from typing import Any, TypeAlias
 
-from statemachine.kernel import Handler, Machine, Pair, to
-from tests.simulation.faults import Fault, Kind, Plan, draw_plan
+from statemachine import hold, lease, peer, request
+from statemachine.kernel import Machine, to
+from tests.explore import Product
+from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, Fault, Kind, Plan, draw_plan
 
-SEEDS = 12
+MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, lease.MACHINE)
+
+SEEDS = 6
 """How many seeds a mutant may live through."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the source of `function` (of its getter, if it is a property), `before` becomes `after`."""
+
+    function: Any
+    before: str
+    after: str
+
+    def apply(self, patch: Patch) -> None:
+        patch.edit(self.function, self.before, self.after)
+
+
+@dataclass(frozen=True)
+class Set:
+    """An attribute of a class or module, which must exist, gets another value."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def apply(self, patch: Patch) -> None:
+        patch.attribute(self.owner, self.name, self.value)
+
+
+@dataclass(frozen=True)
+class Do:
+    """Whatever cannot be said as an edit."""
+
+    apply: Callable[[Patch], None]
+
+
+Change: TypeAlias = Edit | Set | Do
 
 
 class Patch:
@@ -19,6 +66,8 @@ class Patch:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        # Of functions that were edited; `inspect` knows only what stands in the file.
+        self._sources: dict[FunctionType, str] = {}
 
     def __enter__(self) -> Patch:
         return self
@@ -30,16 +79,99 @@ class Patch:
             self._undo.pop()()
 
     def attribute(self, owner: Any, name: str, value: object) -> None:
-        """Replace an attribute of a class or module, which must exist."""
-        before = getattr(owner, name)
+        before = inspect.getattr_static(owner, name)
         self._undo.append(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    def handler(self, machine: Machine[Any], pair: Pair, handler: Handler) -> None:
-        """Replace what `machine` does for one pair of its table; the new handler may lead to any state."""
-        before = machine.table[pair]
-        self._undo.append(lambda: machine.table.__setitem__(pair, before))
-        machine.table[pair] = to(handler, *machine.states)
+    def edit(self, function: Any, before: str, after: str) -> None:
+        if isinstance(function, property):
+            function = function.fget
+        assert isinstance(function, FunctionType), function
+        source = self._sources.get(function) or textwrap.dedent(inspect.getsource(function))
+        if source.count(before) != 1:
+            raise ValueError(f"{function.__qualname__} has {before!r} {source.count(before)} times")
+        # Decorators stay as they are: only the code of the function changes.
+        source = source.replace(before, after)
+        lines = source.splitlines()
+        first = next(number for number, line in enumerate(lines) if line.startswith(("def ", "async def ")))
+        module = dict(function.__globals__)
+        flags = __future__.annotations.compiler_flag
+        exec(compile("\n".join(lines[first:]), inspect.getfile(function), "exec", flags), module)
+        code, original = module[function.__name__].__code__, function.__code__
+        if code.co_freevars != original.co_freevars:
+            raise ValueError(f"{function.__qualname__} has a closure, which an edit cannot keep")
+        self._undo.append(lambda: setattr(function, "__code__", original))
+        function.__code__ = code
+        self._sources[function] = source
+        for machine in MACHINES:
+            self._free(machine, function)
+
+    def _free(self, machine: Machine[Any], handler: FunctionType) -> None:
+        """A handler that has changed may lead to any state."""
+        for pair, transition in list(machine.table.items()):
+            if transition.handler is handler:
+                self._undo.append(partial(machine.table.__setitem__, pair, transition))
+                machine.table[pair] = to(handler, *machine.states)
+
+
+# --- where a mutant is noticed --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explored:
+    """The model checker, wider and wider up to the deviations of `product`. `invariant`: what its complaint begins
+    with."""
+
+    product: Product
+    invariant: str
+
+    def __str__(self) -> str:
+        return f"explorer, {self.product.name}"
+
+    @property
+    def oracle(self) -> str:
+        return self.invariant
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The simulator on `level` 1 or 2, seed after seed, until `oracle` complains.
+
+    Attributes:
+        faults: what provokes it, the same for every seed; empty: it needs no fault; None: those that the seed draws.
+        first, count: of the seeds.
+    """
+
+    level: int
+    oracle: str
+    faults: tuple[Fault, ...] | None = None
+    first: int = 0
+    count: int = SEEDS
+
+    def __str__(self) -> str:
+        return f"level {self.level}"
+
+    def plans(self) -> Iterator[Plan]:
+        kinds = LEVEL1_KINDS if self.level == 1 else LEVEL2_KINDS
+        for seed in range(self.first, self.first + self.count):
+            yield draw_plan(seed, kinds) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
+
+
+@dataclass(frozen=True)
+class ByTest:
+    """A test, by file and name; it must fail."""
+
+    test: str
+
+    def __str__(self) -> str:
+        return "test"
+
+    @property
+    def oracle(self) -> str:
+        return f"`{self.test}`"
+
+
+Place: TypeAlias = Explored | Seeds | ByTest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +180,23 @@ class Mutant:
 
     Attributes:
         name: unique.
+        rule: key in `rules.RULES` of the rule of the cores that it removes; None: it breaks something else.
         row: number of the field failure that it repeats; None: nobody reported it.
         broken: one sentence that says what is wrong.
-        apply: breaks the product.
-        faults: what provokes it, the same for every seed; empty: it needs no fault; None: those that the seed draws.
-        oracle: the one that has to complain; None: any.
-        first_seed, seeds: the first one, and how many it may live through.
+        changes: how.
+        place: where, and by which oracle, it must be noticed.
     """
 
     name: str
-    row: int | None
     broken: str
-    apply: Callable[[Patch], None]
-    faults: tuple[Fault, ...] | None = ()
-    oracle: str | None = None
-    first_seed: int = 0
-    seeds: int = SEEDS
+    changes: tuple[Change, ...]
+    place: Place
+    rule: str | None = None
+    row: int | None = None
 
-    def plans(self) -> Iterator[Plan]:
-        for seed in range(self.first_seed, self.first_seed + self.seeds):
-            yield draw_plan(seed) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
+    def apply(self, patch: Patch) -> None:
+        for change in self.changes:
+            change.apply(patch)
 
 
 def fault(kind: Kind, target: str, at_seconds: float, duration_seconds: float, probability: float = 1.0) -> Fault:

@@ -1,74 +1,186 @@
-"""Runs mutants, each in a process of its own, and then the unbroken product on every plan and seed that they used.
+"""Runs mutants, each in a process of its own, and then the unbroken product in every place that they were run in.
 
-A mutant is killed when the oracle that it names complains (any, when it names none) within its seeds. One that hangs
-is ended after `REAL_SECONDS_MAX` of real time, and counts as a survivor: virtual time has to tell. One whose run raises
-out of the simulator has not been judged by an oracle, and counts as a survivor too.
+A mutant is noticed when the oracle that it names complains, in the place that it names. One that hangs is ended after
+`REAL_SECONDS_MAX` of real time, and counts as a survivor: virtual time has to tell. One whose run raises has not been
+judged by an oracle, and counts as a survivor too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
+import hypothesis  # noqa: F401  a plugin of pytest, imported here once instead of in the process of every mutant
 import msgspec
+import pytest
 
-from tests.simulation.cluster import simulate
+from tests.explore import Product, Violation, explore
+from tests.simulation.cluster import simulate as simulate_actors
 from tests.simulation.faults import Plan
-from tests.simulation.mutants.mutant import Mutant, Patch
+from tests.simulation.level1.run import simulate as simulate_cores
+from tests.simulation.mutants.mutant import ByTest, Explored, Mutant, Patch, Seeds
+from tests.simulation.verdict import Violation as Complaint
 
 REAL_SECONDS_MAX = 120.0
 
 T = TypeVar("T")
 
 
+class Planned(msgspec.Struct, frozen=True):
+    """A plan and the level of the simulator that it is for."""
+
+    level: int
+    plan: Plan
+
+
+class OneTest(msgspec.Struct, frozen=True):
+    """A test, by file and name."""
+
+    name: str
+
+
+Run: TypeAlias = Product | Planned | OneTest
+"""What can be done again without the mutant."""
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """How a mutant fared. `oracle` is None when it lived; `detail` is the complaint, or what happened instead."""
 
     oracle: str | None
-    plans: list[Plan]
-    """Those that it went through; the last one killed it, if any did."""
+    runs: list[Run]
+    """Those that it went through; the last one noticed it, if any did."""
     seconds: float
     detail: str
 
 
 def judge(mutant: Mutant) -> Verdict:
-    """Run one mutant in this process, until it is killed or its seeds are used up."""
+    """Run one mutant in this process, until it is noticed or its place has nothing more to offer."""
     started = time.perf_counter()
-    seen: set[str] = set()
-    plans: list[Plan] = []
+    runs: list[Run] = []
+    seen: list[str] = []
     with Patch() as patch:
         mutant.apply(patch)
-        for plan in mutant.plans():
-            plans.append(plan)
-            for violation in simulate(plan).violations:
-                if mutant.oracle in (None, violation.oracle):
+        for run in _runs(mutant):
+            runs.append(run)
+            for oracle, detail in _complaints(run):
+                if _is_meant(mutant, oracle):
                     seconds = time.perf_counter() - started
-                    return Verdict(oracle=violation.oracle, plans=plans, seconds=seconds, detail=violation.detail)
-                seen.add(violation.oracle)
-    detail = f"{mutant.oracle or 'no oracle'} was silent" + (f", not {', '.join(sorted(seen))}" if seen else "")
-    return Verdict(oracle=None, plans=plans, seconds=time.perf_counter() - started, detail=detail)
+                    return Verdict(oracle=oracle, runs=runs, seconds=seconds, detail=detail)
+                seen.append(oracle)
+    detail = f"{mutant.place.oracle} was silent" + (f", not {', '.join(sorted(set(seen)))}" if seen else "")
+    return Verdict(oracle=None, runs=runs, seconds=time.perf_counter() - started, detail=detail)
 
 
-def complaints(plans: Iterable[Plan]) -> list[str]:
+def _runs(mutant: Mutant) -> Iterator[Run]:
+    match mutant.place:
+        case Explored(product=product):
+            # Wider and wider: most of what is broken is seen in a narrow search.
+            for deviations in range(product.deviations + 1):
+                yield msgspec.structs.replace(product, deviations=deviations)
+        case Seeds(level=level):
+            for plan in mutant.place.plans():
+                yield Planned(level, plan)
+        case ByTest(test=test):
+            yield OneTest(test)
+
+
+def _is_meant(mutant: Mutant, oracle: str) -> bool:
+    if isinstance(mutant.place, Explored):
+        return oracle.startswith(mutant.place.invariant)
+    return isinstance(mutant.place, ByTest) or oracle == mutant.place.oracle
+
+
+def _complaints(run: Run) -> Iterator[tuple[str, str]]:
+    """Who complains of the product as it is now, and what."""
+    match run:
+        case Product():
+            try:
+                explore(run)
+            except Violation as violation:
+                yield violation.invariant, str(violation)
+        case Planned(level=level, plan=plan):
+            simulate: Callable[[Plan], list[Complaint]] = _simulate_cores if level == 1 else _simulate_actors
+            for complaint in simulate(plan):
+                yield complaint.oracle, complaint.detail
+        case OneTest(name=name):
+            failed = _failed_tests(name)
+            if failed:
+                yield f"`{name}`", ", ".join(failed)
+
+
+def _simulate_cores(plan: Plan) -> list[Complaint]:
+    return simulate_cores(plan).violations
+
+
+def _simulate_actors(plan: Plan) -> list[Complaint]:
+    return simulate_actors(plan).violations
+
+
+class _Failures:
+    """A plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def _failed_tests(name: str) -> list[str]:
+    """Run it in this process, where the product is broken. Raises when it could not be run at all."""
+    failures = _Failures()
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", name]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        status = pytest.main(arguments, plugins=[failures])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {status!r} on {name}")
+    return failures.failed
+
+
+# --- the unbroken product -------------------------------------------------------------------------------------------
+
+
+def complaints(runs: Iterable[Run]) -> list[str]:
     """What the oracles say of the product as it is."""
+    found = []
+    for run in runs:
+        name = {Product: "product", Planned: "seed", OneTest: "test"}[type(run)]
+        which = run.plan.seed if isinstance(run, Planned) else run.name
+        found += [f"{name} {which}: {oracle}: {detail}" for oracle, detail in list(_complaints(run))[:1]]
+    return found
+
+
+def runs_used(verdicts: Iterable[Verdict]) -> list[list[Run]]:
+    """What mutants went through, once each: of each product the widest, seeds with the same faults together, tests of
+    one file together."""
+    products: dict[str, Product] = {}
+    plans: dict[tuple[int, bytes], dict[int, Run]] = {}
+    tests: dict[str, dict[str, Run]] = {}
+    for run in (each for verdict in verdicts for each in verdict.runs):
+        match run:
+            case Product(name=name):
+                known = products.get(name)
+                if known is None or known.deviations < run.deviations:
+                    products[name] = run
+            case Planned(level=level, plan=plan):
+                plans.setdefault((level, msgspec.json.encode(plan.faults)), {})[plan.seed] = run
+            case OneTest(name=name):
+                tests.setdefault(name.partition("::")[0], {})[name] = run
     return [
-        f"seed {plan.seed}: {violation.oracle}: {violation.detail}"
-        for plan in plans
-        for violation in simulate(plan).violations[:1]
+        *([product] for product in products.values()),
+        *(list(group.values()) for group in plans.values()),
+        *(list(group.values()) for group in tests.values()),
     ]
 
 
-def plans_used(verdicts: Iterable[Verdict]) -> list[list[Plan]]:
-    """The plans that mutants went through, once each, those with the same faults together."""
-    used: dict[bytes, dict[int, Plan]] = {}
-    for verdict in verdicts:
-        for plan in verdict.plans:
-            used.setdefault(msgspec.json.encode(plan.faults), {})[plan.seed] = plan
-    return [list(plans.values()) for plans in used.values()]
+# --- processes ------------------------------------------------------------------------------------------------------
 
 
 @dataclass

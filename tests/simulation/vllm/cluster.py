@@ -21,12 +21,13 @@ import msgspec
 import trio
 
 from tests.rig.content import VOCABULARY_SIZE
+from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
-from tests.simulation.cluster import PROBE_SECONDS, Cluster, Result, run_cluster
+from tests.simulation.cluster import PROBE_SECONDS, SPREAD_SHARE, Cluster, Result, run_cluster
 from tests.simulation.coverage import TransitionKey
-from tests.simulation.faults import ActiveFaults, Kind, Plan
-from tests.simulation.model import BLOCK_TOKENS, EngineShape, SecondGroup
-from tests.simulation.process import Surroundings
+from tests.simulation.faults import Kind, Plan
+from tests.simulation.process import RANK_LAG_SECONDS_MAX, Surroundings
+from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 from tests.simulation.vllm.config import draw_knobs
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
@@ -133,25 +134,41 @@ class VllmCluster(Cluster):
         if params is None:
             return
         await trio.sleep(chance.uniform(0.0001, 0.006))
+        if not self._shape.numbers_leases:
+            del params["lease_number"]
         params, may_fail = self._damage(params)
         # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
         may_fail |= len(prefilled.sequence.answer) > 1 and self._shape.model.second is SecondGroup.WINDOW
-        samples = 2 if chance.random() < 0.1 else 1
-        asks = [
-            self._draw_sample(f"{decode.name}-r{number}.{sample}", prompt, params, decode, may_fail=may_fail)
-            for sample in range(samples)
+        asked = [decode] * (2 if chance.random() < 0.1 else 1)
+        self._requests.coverage["two samples"] += len(asked) == 2
+        if chance.random() < SPREAD_SHARE and len(self._decodes) > 1:
+            asked += [each for each in self._decodes if each is not decode]
+            self._requests.coverage["samples on several engines"] += 1
+        samples = [
+            (
+                engine,
+                self._draw_sample(f"{engine.name}-r{number}.{sample}", prompt, params, engine, may_fail=may_fail),
+            )
+            for sample, engine in enumerate(asked)
         ]
-        self._requests.coverage["two samples"] += samples == 2
         async with trio.open_nursery() as nursery:
-            for ask in asks:
-                decode.submit(ask)
-            for ask in asks:
-                nursery.start_soon(self._wait, decode, ask)
+            for engine, ask in samples:
+                engine.submit(ask)
+            for engine, ask in samples:
+                nursery.start_soon(self._wait, engine, ask)
         if chance.random() < 0.08:
-            again = self._draw_sample(f"{decode.name}-r{number}.again", prompt, params, decode, may_fail=True)
-            self._requests.coverage["parameters used again"] += 1
-            decode.submit(again)
-            await self._wait(decode, again)
+            await self._repeat(number, prompt, params, decode)
+
+    async def _repeat(self, number: int, prompt: tuple[int, ...], params: dict[str, Any], decode: VllmEngine) -> None:
+        """A router uses the parameters again, on the same engine or on another one."""
+        engine = decode if self._chance.random() < 0.7 else self._chance.choice(self._decodes)
+        again = self._draw_sample(f"{engine.name}-r{number}.again", prompt, params, engine, may_fail=True)
+        self._requests.coverage["parameters used again"] += 1
+        remote = params.get("remote_request_id")
+        if remote in self._requests.owners:
+            self._oracles.reuse(self._requests.owners[remote], remote)
+        engine.submit(again)
+        await self._wait(engine, again)
 
     async def _prefill_prompt(self, prefill: VllmEngine, ask: Ask) -> dict[str, Any] | None:
         """The parameters of the answer as the router has them; None when there is no answer."""
@@ -159,6 +176,8 @@ class VllmCluster(Cluster):
         await ask.ended.wait()
         if ask.answer_params is None:
             return None
+        # An answer is on its way for longer than the ranks of an engine are apart.
+        await trio.sleep(RANK_LAG_SECONDS_MAX)
         if self._chance.random() < 0.03:
             prefill.leave(ask)
         params: dict[str, Any] = json.loads(json.dumps(ask.answer_params))
@@ -198,6 +217,7 @@ class VllmCluster(Cluster):
                 ("remote_engine_id", None),
                 ("remote_port", 0),
                 ("tp_size", "1"),
+                ("tp_size", params["tp_size"] + 1),
             ]
         )
         return {**params, field: value}, True

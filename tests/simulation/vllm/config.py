@@ -23,15 +23,8 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.config import ConnectorOptions
 from tests.simulation.faults import generator
-from tests.simulation.model import (
-    BLOCK_TOKENS,
-    LAYERS,
-    SECOND_LAYERS,
-    WINDOW_TOKENS,
-    EngineShape,
-    Model,
-    SecondGroup,
-)
+from tests.simulation.model import LAYERS, SECOND_LAYERS, WINDOW_TOKENS
+from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, Model, SecondGroup
 from tests.unit.vllm_setup import scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"

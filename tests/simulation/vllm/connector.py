@@ -1,8 +1,9 @@
 """The class that vLLM's factory loads: the production connector, with what a simulation must provide.
 
-`NixlConnector` here is the production class; only its two sides are made anew. The scheduler side gets a clock and an
-incarnation from the seed. The worker side is the production `ConnectorWorker` without `register_kv_caches`, which is
-where it would open real doors: its thread is a stand-in that hands commands to the actors of a simulated process.
+`NixlConnector` here is the production class; only its two sides are made anew. The scheduler side gets a clock and the
+name of its life from the seed, and the listener of a simulated process. The worker side is the production
+`ConnectorWorker` without `register_kv_caches`, which is where it would open real doors: its thread is a stand-in that
+hands commands to the actors of a simulated process.
 
 vLLM makes connectors without arguments of ours, so what they need lies in a context variable while they are made. The
 address comes from the environment, as in production.
@@ -21,10 +22,10 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from connector.clock import Clock
 from connector.config import ConnectorOptions, parse_options
 from connector.nixl_connector import NixlConnector as ProductionConnector
-from connector.runtime.clock import Clock
-from connector.runtime.messages import Command
+from connector.protocol import Command
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
@@ -42,12 +43,14 @@ class Birth:
 
     host: str
     port: int
-    incarnation: str
+    life: str
     scheduler_clock: Clock
     worker_clock: Clock
     memory: RankMemory
     send: Callable[[list[Command]], None]
     """Hands the commands of a step to the actors."""
+    stop_serving: Callable[[str], None]
+    """Has the listener refuse handshakes."""
 
 
 _birth: contextvars.ContextVar[Birth] = contextvars.ContextVar("birth")
@@ -92,6 +95,16 @@ class ActorsNextDoor:
         return True
 
 
+class ListenerNextDoor:
+    """In place of the thread of the listener, which runs in this one."""
+
+    def __init__(self, stop_serving: Callable[[str], None]) -> None:
+        self.stop_serving = stop_serving
+
+    def stop(self) -> None:
+        """The simulated process stops its listener itself."""
+
+
 class SimulatedWorker(ConnectorWorker):
     """The production worker side in front of a simulated process."""
 
@@ -114,8 +127,9 @@ class NixlConnector(ProductionConnector):
         options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                vllm_config, kv_cache_config, options, clock=birth.scheduler_clock, incarnation=birth.incarnation
+                vllm_config, kv_cache_config, options, clock=birth.scheduler_clock, life=birth.life
             )
+            self._scheduler._listener = ListenerNextDoor(birth.stop_serving)  # type: ignore[assignment]
         else:
             self._worker = SimulatedWorker(vllm_config, kv_cache_config, options, birth)
 

@@ -34,7 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.runtime.messages import (
+from connector.protocol import (
     AbortPull,
     Command,
     LeaseComputing,
@@ -45,11 +45,14 @@ from connector.runtime.messages import (
     RejectPull,
     SendEnded,
     StartPull,
+    TrackLease,
 )
+from connector.step_metadata import WorkerReport
+from statemachine.lease import LeaseName
 from tests.simulation.faults import Kind, engine_of
-from tests.simulation.model import EngineShape
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.process import Process, Rank, Surroundings, Variant
+from tests.simulation.shapes import EngineShape
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
@@ -165,17 +168,20 @@ class VllmEngine:
         self._collected: list[Outcome] = []
         self._sent = [0] * len(process.ranks)
         self._quarantined: Counter[int] = Counter()
+        self._announced: dict[str, float] = {}
+        self._has_stopped_lending = False
 
     def _birth(self, rank: Rank) -> Birth:
         process = self.process
         return Birth(
             host=process.address.host,
             port=process.address.port,
-            incarnation=process.incarnation,
+            life=process.life_name,
             scheduler_clock=process.listener_clock,
             worker_clock=rank.clock,
             memory=rank.memory,
             send=lambda commands: self._send(rank, commands),
+            stop_serving=process.stop_serving,
         )
 
     async def run(self) -> None:
@@ -268,6 +274,10 @@ class VllmEngine:
         answers = self.scheduler.update_from_output(output, result)
         for answer in answers[0].outputs if answers else ():
             self._take_answer(answer)
+        report = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
+        if isinstance(report, WorkerReport) and report.stopped is not None:
+            self._requests.coverage[f"a worker stopped on {self.role}"] += 1
+            self._has_stopped_lending = True
         self._check_blocks()
 
     async def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -338,9 +348,8 @@ class VllmEngine:
             self._requests.cover_prefix(ask, cached_tokens, self._shape.block_tokens, self.role)
         if answer.finish_reason is not None:
             ask.answer_params = answer.kv_transfer_params
-            if ask.answer_params is not None:
-                lease_seconds = self.around.options.kv_lease_duration
-                self._requests.lease_ends[ask.request_id] = trio.current_time() + lease_seconds
+            if ask.answer_params is not None and self._has_stopped_lending:
+                self.around.oracles.complain("scheduler", f"{self.name} lends KV that a worker cannot serve")
             self._end(ask, str(answer.finish_reason))
 
     def _cover(self, output: SchedulerOutput) -> None:
@@ -377,38 +386,59 @@ class VllmEngine:
                 self._note_pull(command)
             case AbortPull(request_id=request_id):
                 oracles.pulls[request_id].is_aborted = True
-            case LeaseComputing(request_id=request_id):
-                ranks = range(self._shape.tp_size)
-                oracles.lend(
-                    [
-                        Lent(request_id=request_id, owner=self.owner, prefill=self.name, tp_rank=tp_rank)
-                        for tp_rank in ranks
-                    ]
-                )
-            case LeaseGranted(request_id=request_id):
-                for lent in oracles.leases[self.owner, request_id]:
-                    lent.is_granted = True
+            case LeaseComputing(lease=lease):
+                self._note_lease(lease)
+            case LeaseGranted(lease=lease):
+                if (self.owner, lease.request_id) not in oracles.leases:
+                    self._note_lease(lease)
+                now_ns = [rank.clock.now_ns() for rank in self.process.ranks]
+                oracles.grant(self.owner, lease.request_id, now_ns)
+            case TrackLease(request_id=request_id, lease=lease):
+                self._announced[request_id] = trio.current_time()
+                if not self._requests.asks[request_id].may_fail:
+                    owner = self._requests.owners[lease.request_id]
+                    oracles.take_over(owner, lease.request_id, self.name, request_id, self._shape.tp_size)
             case _:
                 pass
 
+    def _note_lease(self, lease: LeaseName) -> None:
+        self._requests.owners[lease.request_id] = self.owner
+        self.around.oracles.lend(
+            [
+                Lent(
+                    request_id=lease.request_id,
+                    number=lease.number,
+                    owner=self.owner,
+                    prefill=self.name,
+                    tp_rank=tp_rank,
+                )
+                for tp_rank in range(self._shape.tp_size)
+            ]
+        )
+
     def _note_pull(self, command: StartPull | RejectPull) -> None:
         request_id, now = command.request_id, trio.current_time()
-        started = isinstance(command, StartPull)
         if request_id in self.around.oracles.pulls:
             self.around.oracles.complain("report once", f"{request_id} was started twice")
         pull = Pull(
             request_id=request_id,
             decode=self.name,
-            prefill=engine_of(command.peer.host) if started else "",
+            prefill="",
             ranks=self._shape.tp_size,
             blocks=command.local_block_ids,
-            awaited=command.awaited if started else True,
+            awaited=True,
+            announced_seconds=self._announced.pop(request_id, now),
             started_seconds=now,
-            lease_ends_seconds=self._requests.lease_ends.get(command.remote_request_id, now) if started else now,
             owner="",
-            remote_request_id=command.remote_request_id if started else "",
-            may_fail=not started or self._requests.asks[request_id].may_fail,
+            remote_request_id="",
+            may_fail=True,
         )
+        if isinstance(command, StartPull):
+            pull.prefill = engine_of(command.peer.host)
+            pull.awaited = command.awaited
+            pull.owner = self._requests.owners[command.lease.request_id]
+            pull.remote_request_id = command.lease.request_id
+            pull.may_fail = self._requests.asks[request_id].may_fail
         self.around.oracles.start(pull)
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
@@ -417,13 +447,13 @@ class VllmEngine:
             case ReceiveEnded(request_id=request_id, failure=failure):
                 self.around.oracles.report(request_id, tp_rank, failure)
                 self._requests.coverage["quarantine"] += outcome.quarantined
-            case SendEnded(request_id=request_id):
-                self.around.oracles.free(self.owner, request_id, tp_rank)
-                self._requests.lease_ends[request_id] = trio.current_time()
+            case SendEnded(request_id=request_id, expired=expired):
+                now_ns = self.process.ranks[tp_rank].clock.now_ns()
+                self.around.oracles.free(self.owner, request_id, tp_rank, now_ns, expired=expired)
             case _:
                 pass
         self._heard[tp_rank].append(outcome)
-        self._connectors[tp_rank].worker_side.ledger.hear(outcome)
+        self._connectors[tp_rank].worker_side.ledger.record(outcome)
 
     def collects(self, tp_rank: int) -> None:
         """See `worker.Overseer`."""
@@ -524,7 +554,8 @@ class VllmEngine:
         side = self.scheduler.connector.scheduler_side
         pool_blocks = self._pool.num_gpu_blocks - 1
         counts = {
-            "pulls in the scheduler": len(side._pulls),
+            "requests that wait for blocks": len(side._waiting),
+            "requests that load": len(side._loading),
             "prefills in the scheduler": len(side._computing),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
@@ -534,7 +565,7 @@ class VllmEngine:
             counts |= {
                 f"READs on rank {rank.tp_rank}": rank.port.counts().reads,
                 f"open leases on rank {rank.tp_rank}": supervisor._lease_keeper.open_leases,
-                f"heartbeats on rank {rank.tp_rank}": sum(len(actor._holders) for actor in supervisor._peers.values()),
+                f"busy peers on rank {rank.tp_rank}": sum(not each.is_unused for each in supervisor._peers.values()),
                 f"receives in the ledger of rank {rank.tp_rank}": ledger.open_receives,
                 f"sends in the ledger of rank {rank.tp_rank}": ledger.open_sends,
             }

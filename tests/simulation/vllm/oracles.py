@@ -68,8 +68,8 @@ class Requests:
         self._oracles = oracles
         self._recomputes = recomputes
         self.asks: dict[str, Ask] = {}
-        self.lease_ends: dict[str, float] = {}
-        """When P stops holding the blocks of a request, in true time, as far as is known without renewals."""
+        self.owners: dict[str, str] = {}
+        """Which life of P has computed a request."""
         self.coverage = oracles.coverage
         self._wrong: set[str] = set()
 

@@ -1,0 +1,44 @@
+"""The clock of the connector.
+
+State machines never read a clock. The code around them reads this one, so that the simulator can replace it. Times are
+integer nanoseconds that mean something on this machine only: no clock reading is ever compared with one of another
+machine. What crosses the network is a duration, or a reading that the other side sends back unchanged.
+
+The clock counts while the machine is suspended (`CLOCK_BOOTTIME`): a decode engine that slept must not go on reading
+under a lease that ran out in the meantime.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Protocol
+
+NS_PER_SECOND = 1_000_000_000
+
+CLOCK_ID: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Linux has CLOCK_BOOTTIME. Elsewhere CLOCK_MONOTONIC has to do, whether or not it counts while suspended."""
+
+
+class Clock(Protocol):
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary moment; never goes backwards."""
+        ...
+
+    def wall(self) -> float:
+        """Unix time in seconds, for people. It may jump in either direction: never compute with it."""
+        ...
+
+
+class BootClock:
+    """Nanoseconds since the machine was started, time spent suspended included. Implements `Clock`."""
+
+    def now_ns(self) -> int:
+        return time.clock_gettime_ns(CLOCK_ID)
+
+    def wall(self) -> float:
+        return time.time()
+
+
+def to_ns(seconds: float) -> int:
+    """The nearest whole number of nanoseconds."""
+    return round(seconds * NS_PER_SECOND)

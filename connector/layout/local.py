@@ -1,0 +1,21 @@
+"""What this rank knows about itself, and a peer has to match."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from connector.layout.geometry import RankLayout
+from connector.layout.shapes import LayerShape
+
+
+class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
+    """This rank: its memory, and what a peer must match."""
+
+    layout: RankLayout
+    shapes: Mapping[str, LayerShape]
+    """What each layer caches in the whole model; all ranks of all engines alike."""
+    compatibility_hash: str
+    landing: RankLayout | None = None
+    """Our memory with heads and tokens in the other order, for READs from a peer that has that; None: not wanted."""

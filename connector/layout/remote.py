@@ -1,0 +1,340 @@
+"""What a peer's metadata means: from the handshake map to a `RankLayout` whose regions have pieces.
+
+A peer says where its regions begin, how long their blocks are and perhaps which layers they hold, but not where in a
+block a layer lies. That follows from what we know, because both engines run the same model with the same cache groups:
+
+* if the peer names no layers, its region holds the layers of our region of the same name;
+* what a rank holds of a layer follows from the layer's shape, the rank and the tensor parallel size;
+* where that lies in a block follows from the name of the layout and the block size.
+
+The advertised block lengths must then equal what this adds up to. If our blocks carry no padding, the peer's must not
+either; if ours do (pages of unlike layers), the peer's padding may differ. A rank of a pipeline stage has some of the
+layers; whether all ranks together have every layer is checked when the reads are planned.
+
+With ring buffers, blocks hold pages of different sizes, and layers of several groups begin at one address. One length
+is advertised for such a region, that of one of the pages; the others must fit into the stride. Which layers share a
+region depends on the sizes of pages, so a peer of another tensor parallel size must name them.
+
+All input is untrusted: what does not fit raises LayoutMismatch, and no piece lies outside of the peer's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import msgspec
+
+from connector.layout.advertised import (
+    AdvertisedRegion,
+    advertised_regions,
+    kernel_blocks_per_state,
+    layers_in_order,
+    sizing_region,
+)
+from connector.layout.compatibility import (
+    SAME_GROUPS,
+    SAME_LAYOUT,
+    SAME_MODEL,
+    has_ring_buffers,
+    require_same_form,
+    require_same_sizes,
+)
+from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, Piece, RankId, RankLayout, Region
+from connector.layout.local import LocalRank
+from connector.layout.shapes import (
+    ImpossibleShard,
+    LayerShape,
+    moved,
+    of_unit,
+    page_strides,
+    paged_pieces,
+    shard,
+    state_pieces,
+)
+from connector.wire.metadata import SHARED_GROUP, AgentMetadata
+
+
+def layout_from_metadata(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank) -> RankLayout:
+    """The layout of the rank that sent `metadata`, which is `rank` of an engine with `tp_size` ranks in each stage.
+
+    Raises LayoutMismatch when it describes something other than what that rank of our model would have.
+    """
+    ours, shapes = local.layout, local.shapes.values()
+    groups = _groups(ours, metadata, rank, shapes)
+    require_same_form(ours, metadata, groups, shapes, tp_size)
+    peer = _Peer(
+        metadata=metadata,
+        tp_rank=rank.tp_rank,
+        tp_size=tp_size,
+        groups=groups,
+        shapes=local.shapes,
+        has_rings=has_ring_buffers(shapes),
+    )
+    try:
+        regions = _regions(ours, peer)
+    except ImpossibleShard as error:
+        raise LayoutMismatch("tp_size", ours.tp_size, tp_size, str(error)) from error
+    theirs = RankLayout(
+        engine_id=metadata.engine_id,
+        pp_rank=rank.pp_rank,
+        tp_rank=rank.tp_rank,
+        tp_size=tp_size,
+        dcp_size=metadata.dcp_size,
+        pcp_size=metadata.pcp_size,
+        regions=regions,
+        kernel_block_size_tokens=metadata.block_size,
+        kernel_blocks_per_block=metadata.physical_blocks_per_logical_kv_block,
+        layout_name=metadata.kv_cache_layout,
+        attention_backend=metadata.attn_backend_name,
+        device_id=metadata.device_id,
+        groups=groups,
+    )
+    require_same_sizes(metadata, theirs)
+    return theirs
+
+
+class _Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's metadata, and what is derived for it."""
+
+    metadata: AgentMetadata
+    tp_rank: int
+    tp_size: int
+    groups: tuple[CacheGroup, ...]
+    shapes: Mapping[str, LayerShape]
+    has_rings: bool
+
+    def stated(self, field: str) -> list[object]:
+        """A list that older versions may leave out, and that we need."""
+        values: list[object] | None = getattr(self.metadata, field)
+        if values is None:
+            raise LayoutMismatch(field, "required", "not sent", "run the same vLLM version on both engines")
+        return values
+
+
+def _groups(
+    ours: RankLayout, metadata: AgentMetadata, rank: RankId, shapes: Iterable[LayerShape]
+) -> tuple[CacheGroup, ...]:
+    """The peer's cache groups. It states one block size for all; if ours differ, its own differ in proportion."""
+    sharded = {shape.group for shape in shapes if shape.dcp_sharded}
+    groups: list[CacheGroup] = []
+    for index, group in enumerate(ours.cache_groups):
+        if not group.tokens_per_kernel_block:
+            groups.append(group)
+            continue
+        tokens, rest = divmod(metadata.block_size * group.tokens_per_kernel_block, ours.kernel_block_size_tokens)
+        if rest:
+            advice = "use block sizes of which one divides the other"
+            raise LayoutMismatch(
+                f"block size of cache group {index}",
+                f"{group.tokens_per_kernel_block} with {ours.kernel_block_size_tokens} in all",
+                f"unknown with {metadata.block_size} in all",
+                advice,
+            )
+        dcp_size = metadata.dcp_size if index in sharded else 1
+        groups.append(
+            CacheGroup(
+                tokens_per_kernel_block=tokens,
+                kernel_blocks_per_block=metadata.physical_blocks_per_logical_kv_block,
+                dcp_size=dcp_size,
+                dcp_rank=rank.tp_rank % dcp_size,
+            )
+        )
+    return tuple(groups)
+
+
+class _Ours(msgspec.Struct, frozen=True, kw_only=True):
+    """Our own layout, indexed by what a peer's is compared with."""
+
+    layout: RankLayout
+    held: Mapping[str, Region]
+    """By layer."""
+    advertised: Mapping[int, AdvertisedRegion]
+    """By address."""
+
+
+def _regions(layout: RankLayout, peer: _Peer) -> tuple[Region, ...]:
+    ours = _Ours(
+        layout=layout,
+        held={piece.layer: region for region in layout.regions for piece in region.pieces},
+        advertised={region.members[0].base_address: region for region in advertised_regions(layout)},
+    )
+    names = [cast(str, name) for name in peer.stated("region_names")]
+    in_region = {region.name: region for region in ours.advertised.values()}
+    total = Counter(names)
+    parts: Counter[str] = Counter()
+    owners: dict[str, str] = {}
+    regions: list[Region] = []
+    for index, name in enumerate(names):
+        members = peer.metadata.region_members[index] if peer.metadata.region_members else None
+        if members is None:
+            # The same layers share memory with the layer of that name on both sides.
+            members = in_region[name].layers if name in in_region else [name]
+        for layer in (name, *members):
+            if layer not in ours.held or not members:
+                raise LayoutMismatch(f"KV cache region {layer}", "absent", "present", SAME_LAYOUT)
+            if owners.setdefault(layer, name) != name:
+                # Pieces of both would be taken for replicas of each other.
+                raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, SAME_LAYOUT)
+        regions.extend(_region(ours, peer, index, members, parts[name], total[name]))
+        parts[name] += 1
+    return tuple(regions)
+
+
+def _region(ours: _Ours, peer: _Peer, index: int, members: Sequence[str], part: int, parts: int) -> list[Region]:
+    """Region `index` of the peer, once for each cache group in it; it is number `part` of the `parts` of its name."""
+    metadata = peer.metadata
+    by_group: dict[int, list[str]] = {}
+    for layer in members:
+        by_group.setdefault(ours.held[layer].group, []).append(layer)
+    expected_group = next(iter(by_group)) if len(by_group) == 1 else SHARED_GROUP
+    group = peer.stated("region_group_ids")[index]
+    if group != expected_group:
+        raise LayoutMismatch(f"cache group of {members[0]}", expected_group, group, SAME_GROUPS)
+    sizing = sizing_region([ours.held[layer] for layer in members])
+    regions: list[Region] = []
+    for layers in by_group.values():
+        known = ours.held[layers[0]]
+        alike = all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers)
+        if alike and not peer.has_rings:
+            _require_parts(layers[0], 1, parts)
+            regions.append(_like_ours(ours, known, layers, peer, index))
+            continue
+        is_state = peer.shapes[layers[0]].is_state
+        # Peers count and measure states in kernel blocks too.
+        ratio = metadata.physical_blocks_per_logical_kv_block if is_state else 1
+        if is_state:
+            pieces = _state(peer, layers, parts)
+        else:
+            pitch_bytes = _pitch_bytes(known, len(layers), metadata.block_lens[index])
+            pieces = _pages(peer, layers, pitch_bytes, part, parts)
+        region = Region(
+            name=layers[0],
+            base_address=metadata.kv_caches_base_addr[index],
+            block_length_bytes=metadata.block_lens[index] * ratio,
+            block_stride_bytes=metadata.block_strides[index] * ratio,
+            num_blocks=cast(int, peer.stated("region_num_blocks")[index]) // ratio,
+            memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
+            group=known.group,
+            pieces=pieces,
+        )
+        regions.append(_checked(ours.layout, sizing, known, region, peer))
+    return regions
+
+
+def _state(peer: _Peer, layers: Sequence[str], parts: int) -> tuple[Piece, ...]:
+    """Pieces of the state of a layer, which has its blocks to itself in any layout."""
+    _require_parts(layers[0], 1, parts)
+    return state_pieces(peer.shapes[layers[0]], tp_rank=peer.tp_rank, tp_size=peer.tp_size)
+
+
+def _is_held_alike(shape: LayerShape) -> bool:
+    """By all ranks of all engines."""
+    return [component.units for component in shape.components] == [1]
+
+
+def _like_ours(ours: _Ours, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
+    """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
+    metadata = peer.metadata
+    advertised = ours.advertised[known.base_address]
+    length_bytes, stride_bytes = metadata.block_lens[index], metadata.block_strides[index]
+    # Where the length is that of other blocks at this address, the stride says how long these are.
+    expected_stride = stride_bytes if known.block_length_bytes == length_bytes else advertised.block_stride_bytes
+    for field, here, there in (
+        (f"layers that share blocks with {known.name}", layers_in_order(known), list(layers)),
+        ("kv_cache_layout", ours.layout.layout_name, metadata.kv_cache_layout),
+        (f"block length of {known.name}", advertised.block_length_bytes, length_bytes),
+        (f"block stride of {known.name}", expected_stride, stride_bytes),
+    ):
+        if here != there:
+            raise LayoutMismatch(field, here, there, SAME_LAYOUT)
+    return msgspec.structs.replace(
+        known,
+        base_address=metadata.kv_caches_base_addr[index],
+        block_stride_bytes=stride_bytes,
+        num_blocks=cast(int, peer.stated("region_num_blocks")[index]),
+        memory_kind=cast(MemoryKind, peer.stated("region_mem_types")[index]),
+    )
+
+
+def _pitch_bytes(known: Region, count: int, length_bytes: int) -> int | None:
+    """How far apart `count` layers are in a block of the peer's; None: as far as their pages are long.
+
+    Where pages of one size, padded perhaps, fill our block `known`, they fill the peer's.
+    """
+    layers = layers_in_order(known)
+    starts = [min(piece.offset_bytes for piece in known.pieces if piece.layer == layer) for layer in layers]
+    pitch_bytes, rest = divmod(known.block_length_bytes, len(layers))
+    if rest or starts != [pitch_bytes * index for index in range(len(layers))]:
+        return None
+    return length_bytes // count
+
+
+def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: int, parts: int) -> tuple[Piece, ...]:
+    """Pieces of the pages of `layers`, which lie in one block in this order."""
+    metadata = peer.metadata
+    pieces: list[Piece] = []
+    offset_bytes = 0
+    for layer in layers:
+        shape = peer.shapes[layer]
+        start, stop = shard(shape.components[0].units, peer.tp_rank, peer.tp_size)
+        try:
+            strides = page_strides(
+                metadata.kv_cache_layout,
+                layers=len(layers),
+                blocks=metadata.num_blocks,
+                heads=stop - start,
+                tokens=peer.groups[shape.group].tokens_per_kernel_block // shape.tokens_per_entry,
+                bytes_per_token=sum(component.bytes_per_unit for component in shape.components),
+            )
+            heads_are_apart = stop - start > 1 and strides.head >= strides.block
+            strides = msgspec.structs.replace(strides, head=strides.head if stop - start > 1 else 0)
+            of_layer = paged_pieces(shape, tp_rank=peer.tp_rank, tp_size=peer.tp_size, strides=strides)
+        except ValueError as error:
+            raise LayoutMismatch("kv_cache_layout", "a known one", metadata.kv_cache_layout, str(error)) from error
+        _require_parts(layer, stop - start if heads_are_apart else 1, parts)
+        pieces.extend(moved(of_unit(of_layer, start + part) if heads_are_apart else of_layer, offset_bytes))
+        offset_bytes += strides.layer if pitch_bytes is None else pitch_bytes
+    return tuple(pieces)
+
+
+def _require_parts(layer: str, expected: int, parts: int) -> None:
+    if parts != expected:
+        raise LayoutMismatch(f"number of KV cache regions of {layer}", expected, parts, SAME_LAYOUT)
+
+
+def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, peer: _Peer) -> Region:
+    """The peer's region, if its blocks are what they should be; it advertises the length of those like `sizing`."""
+    content_bytes = _content_bytes(region, peer.groups)
+    length_bytes = region.block_length_bytes
+    lengths = {each.block_length_bytes // kernel_blocks_per_state(each, ours) for each in (sizing, known)}
+    if len(lengths) > 1:
+        # The advertised length is that of another cache group's blocks at this address; the stride bounds this one's.
+        length_bytes = region.block_stride_bytes
+        fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
+        if peer.has_rings:
+            padding_bytes = known.block_length_bytes - _content_bytes(known, ours.cache_groups)
+            block_length_bytes = min(content_bytes + padding_bytes, length_bytes)
+            region = msgspec.structs.replace(region, block_length_bytes=block_length_bytes)
+    elif known.block_length_bytes == _content_bytes(known, ours.cache_groups):
+        fits, expected = content_bytes == length_bytes, str(content_bytes)
+    else:
+        fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
+    if not fits:
+        ranks = f"rank {peer.tp_rank} of {peer.tp_size}"
+        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, SAME_MODEL)
+    return region
+
+
+def _content_bytes(region: Region, groups: Sequence[CacheGroup]) -> int:
+    """Bytes of a block up to the end of its last piece."""
+    positions = groups[region.group].positions_per_kernel_block
+    return max(
+        piece.offset_bytes
+        + (piece.stop - piece.start - 1) * piece.unit_stride_bytes
+        + (positions // piece.tokens_per_entry - 1) * piece.token_stride_bytes
+        + (piece.lanes - 1) * piece.lane_stride_bytes
+        + piece.bytes_per_lane
+        for piece in region.pieces
+    )

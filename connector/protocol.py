@@ -1,0 +1,217 @@
+"""Commands and outcomes: what the scheduler side tells the actors of a worker, and what they tell back.
+
+The scheduler side decides commands; the step metadata (`step_metadata`) carries them to the worker process, whose
+engine thread hands them to the actors as they are. Outcomes come back to the engine thread. All of them are frozen, so
+threads share nothing that changes. No vLLM in here: the runtime imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from statemachine.failures import BadParams, Failure
+from statemachine.lease import LeaseName
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A remote engine as a request names it."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    """What the client says. Facts about sizes are in the engine's own handshake; a built-in engine tells none."""
+    dcp_size: int = 1
+    pp_size: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+# --- commands: decode side ------------------------------------------------------------------------------------------
+
+
+class GroupPull(msgspec.Struct, frozen=True, kw_only=True):
+    """The block tables of one KV cache group: logical ids, consecutive in the request on both sides."""
+
+    local_block_ids: list[int]
+    """Blocks to read into."""
+    local_first: int
+    """How many blocks of our size lie before local_block_ids[0] in the request."""
+    remote_block_ids: list[int]
+    """As the peer sent them, without placeholders. They begin with the first block of the request when the group keeps
+    everything; otherwise they end with the last one of `remote_num_tokens`."""
+    window_tokens: int | None = None
+    """Only so many tokens at the end are needed, and kept by either side; None: all."""
+
+
+class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read a request's blocks, group by group.
+
+    With `awaited` false there is nothing to read, and no group: the peer is only told that this consumer is finished.
+    `num_tokens`: tokens to load, counted from the start of the request (None: as far as both tables reach);
+    `remote_num_tokens`: how many the peer has, if it says so. `age_seconds`: how long ago this engine first heard of
+    the request, when the command was made.
+    """
+
+    request_id: str
+    lease: LeaseName
+    """Of the blocks on the peer."""
+    peer: PeerAddress
+    groups: tuple[GroupPull, ...]
+    num_tokens: int | None
+    remote_num_tokens: int | None
+    awaited: bool
+    age_seconds: float
+
+    @property
+    def local_block_ids(self) -> list[int]:
+        """The blocks of all groups; ids of different groups come from the same pool."""
+        return [block_id for group in self.groups for block_id in group.local_block_ids]
+
+
+class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request waits for KV, but its parameters do not say where that lies."""
+
+    request_id: str
+    local_block_ids: list[int]
+    failure: BadParams
+
+
+class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine gave the request up. Unknown ids are ignored: the request may have ended already."""
+
+    request_id: str
+
+
+class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request waits in the scheduler's queue: keep its lease on the peer alive.
+
+    Exactly one StartPull for the same request and peer follows, with which this ends. `age_seconds` is as there.
+    """
+
+    request_id: str
+    lease: LeaseName
+    peer: PeerAddress
+    age_seconds: float
+
+
+# --- commands: prefill side -----------------------------------------------------------------------------------------
+
+
+class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request that will be lent has been scheduled."""
+
+    lease: LeaseName
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The prefill finished; hold its blocks for `lease_seconds` from now."""
+
+    lease: LeaseName
+    lease_seconds: float
+    blocks: int
+
+
+class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request ended without lending."""
+
+    lease: LeaseName
+
+
+Command: TypeAlias = StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn
+
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
+
+
+# --- outcomes -------------------------------------------------------------------------------------------------------
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Stretches of local memory, shape [n] each."""
+
+    addresses: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Blocks whose heads and tokens are in the peer's order, and must be permuted before they are used."""
+
+    kernel_blocks: tuple[npt.NDArray[np.int64], ...]
+    """By cache group, shape [n] each."""
+
+
+class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits for KV has ended: loaded (`failure` None) or not.
+
+    `quarantined`: READs may still write into `local_block_ids`. Before the blocks are used, `landed` must be permuted,
+    and then `unfilled` zeroed, the parts of them that no READ has written.
+    """
+
+    request_id: str
+    failure: Failure | None
+    local_block_ids: list[int]
+    quarantined: bool
+    landed: Landed | None = None
+    unfilled: Memory | None = None
+
+
+class SendEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease ended; the blocks of this request may be freed. `expired`: not everybody had read them."""
+
+    request_id: str
+    expired: bool
+
+
+class QuarantineLifted(msgspec.Struct, frozen=True, kw_only=True):
+    """The READs that might have written into these blocks have ended."""
+
+    local_block_ids: list[int]
+
+
+class TransferMeasured(msgspec.Struct, frozen=True, kw_only=True):
+    """One READ completed; NIXL's own figures."""
+
+    seconds_in_transport: float
+    seconds_to_post: float
+    bytes: int
+    descriptors: int
+
+
+class HandshakeFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A handshake failed (counted once, however many requests waited for it)."""
+
+
+class TransferFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A READ failed."""
+
+
+class NotificationFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A notification could not be sent."""
+
+
+class LateNotificationNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer says that it has read blocks that are not lent (any more)."""
+
+
+class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
+    """This worker can neither read nor lend KV any more; what is open has ended, or ends at its deadline."""
+
+    reason: str
+
+
+Outcome: TypeAlias = (
+    ReceiveEnded
+    | SendEnded
+    | QuarantineLifted
+    | TransferMeasured
+    | HandshakeFailureNoted
+    | TransferFailureNoted
+    | NotificationFailureNoted
+    | LateNotificationNoted
+    | WorkerStopped
+)

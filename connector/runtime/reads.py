@@ -1,0 +1,228 @@
+"""READs and remote agents: everything that the actors of one rank share of the NIXL port.
+
+Every `ReadOrder` is answered by exactly one `ReadEnded` event: when the port reported its end, when it was refused, or
+when nobody wanted it any more by the time its turn came. What an end means is for the core to say.
+
+Orders are posted first come, first served, a few at a time: posting may copy a whole READ (CMA), so a burst from one
+peer must not fill the agent's queue in front of everything else, and an order that is given up early costs nothing.
+Posting runs in the supervisor's nursery, because an actor that dies must not take a half-posted READ with it.
+
+Agents are shared. Two actors may talk to the same built-in engine, which different requests describe with different
+sizes; the agent is removed when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from connector.clock import Clock
+from connector.ports import nixl
+from connector.ports.nixl import (
+    AgentName,
+    DescriptorIds,
+    DescriptorListHandle,
+    MemoryRun,
+    NixlCallFailed,
+    NixlEvent,
+    NixlPort,
+    NotificationReceived,
+    PortClosed,
+    ReadHandle,
+)
+from connector.protocol import Outcome, TransferFailureNoted, TransferMeasured
+from statemachine.failures import TransferError
+from statemachine.remote_engine import ReadEnded
+
+POSTS_AT_ONCE = 4
+"""Orders handed to the port at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOrder:
+    """One READ: `remote_ids` of `remote` into `local_ids` of `local`.
+
+    Attributes:
+        request_id, read, connection: as in the core's events.
+        peer: engine id.
+        is_wanted: asked when its turn has come.
+        on_end: called once, in the trio thread, with the end and the port's own event where it was posted.
+    """
+
+    request_id: str
+    read: int
+    connection: int
+    peer: str
+    local: DescriptorListHandle
+    local_ids: DescriptorIds
+    remote: DescriptorListHandle
+    remote_ids: DescriptorIds
+    is_wanted: Callable[[], bool]
+    on_end: Callable[[ReadEnded, nixl.ReadEnded | None], None]
+
+
+class Reads:
+    """See the module's docstring.
+
+    Args:
+        on_notification: called with each notification (untrusted bytes).
+        on_broken: called once when the port is gone for good.
+        log_crash: writes a line with a traceback: what raised it, what it raised.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: NixlPort,
+        clock: Clock,
+        emit: Callable[[Outcome], None],
+        on_notification: Callable[[NotificationReceived], None],
+        on_broken: Callable[[str], None],
+        log_crash: Callable[[str, BaseException], None],
+    ) -> None:
+        self.port = port
+        self._clock = clock
+        self._emit = emit
+        self._on_notification = on_notification
+        self._on_broken = on_broken
+        self._log_crash = log_crash
+        self._nursery: trio.Nursery | None = None
+        self._turns = trio.CapacityLimiter(POSTS_AT_ONCE)
+        self._posted: dict[ReadHandle, ReadOrder] = {}
+        self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
+        # Who stands on each loaded agent; never empty.
+        self._agents: dict[AgentName, set[Hashable]] = {}
+        # Those that one has given up while another still stands on them.
+        self._broken: set[AgentName] = set()
+        port.set_event_callback(self._receive)
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Orders are posted in this nursery from now on."""
+        self._nursery = nursery
+
+    @property
+    def in_flight(self) -> int:
+        """READs that are posted and whose end has not been reported."""
+        return len(self._posted)
+
+    # --- for the handshake --------------------------------------------------------------------------------------
+
+    async def load_agent(self, metadata: bytes, owner: Hashable) -> AgentName | None:
+        """Load a peer's agent for `owner`. None when it has to be removed before it can be of use again: somebody who
+        stands on it has given it up, or READs of the owner's own last connection have not ended (docs/nixl.md)."""
+        agent = await self.port.add_remote_agent(metadata)
+        owners = self._agents.setdefault(agent, set())
+        if agent in self._broken or owner in owners:
+            return None
+        owners.add(owner)
+        return agent
+
+    async def unload_agent(self, agent: AgentName, owner: Hashable) -> None:
+        """`owner` stands on it no more; the last one removes it."""
+        owners = self._agents.get(agent, set())
+        owners.discard(owner)
+        if owners:
+            self._broken.add(agent)
+            return
+        self._agents.pop(agent, None)
+        self._broken.discard(agent)
+        await self.port.remove_remote_agent(agent)
+
+    async def local_list(self, runs: tuple[MemoryRun, ...]) -> DescriptorListHandle:
+        """The prepared list of local memory for `runs`; shared by all peers and kept until the end."""
+        handle = self._local_lists.get(runs)
+        if handle is None:
+            handle = await self.port.prepare_local(runs)
+            # Another handshake may have prepared the same runs meanwhile; the first one stays.
+            first = self._local_lists.setdefault(runs, handle)
+            if first != handle:
+                await self.port.release_descriptor_list(handle)
+                handle = first
+        return handle
+
+    async def release_local_lists(self) -> None:
+        while self._local_lists:
+            _, handle = self._local_lists.popitem()
+            await self.port.release_descriptor_list(handle)
+
+    # --- for the peer actors ------------------------------------------------------------------------------------
+
+    def order(self, orders: Sequence[ReadOrder]) -> None:
+        """Queue READs; the end of each comes through its `on_end`."""
+        for order in orders:
+            if self._nursery is None:
+                self._end(order, None, error="the connector is not running", operation="post")
+            else:
+                self._nursery.start_soon(self._post, order)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    async def _post(self, order: ReadOrder) -> None:
+        try:
+            async with self._turns:
+                if not order.is_wanted():
+                    self._end(order, None, was_posted=False)
+                    return
+                try:
+                    handle = await self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
+                except NixlCallFailed as failed:
+                    lost = failed.transport_lost
+                    self._end(order, None, error=failed.error, operation=failed.operation, lost=lost)
+                    return
+                except PortClosed as closed:
+                    self._end(order, None, error=str(closed), operation="post")
+                    return
+            # The port reports no end of a READ before its post has returned to this task.
+            self._posted[handle] = order
+        except Exception as error:
+            # A mistake here costs this one READ, whose request ends in quarantine.
+            self._log_crash("posting of a READ", error)
+
+    def _receive(self, event: NixlEvent) -> None:
+        try:
+            if isinstance(event, nixl.ReadEnded):
+                order = self._posted.pop(event.handle, None)
+                if order is not None:  # else its poster was cancelled, because the connector is stopping
+                    self._end(order, event, error=event.error, lost=event.transport_lost)
+            elif isinstance(event, NotificationReceived):
+                self._on_notification(event)
+            else:
+                self._on_broken(event.error)
+        except Exception as error:
+            self._log_crash("NIXL events", error)
+
+    def _end(
+        self,
+        order: ReadOrder,
+        event: nixl.ReadEnded | None,
+        *,
+        error: str | None = None,
+        operation: str = "READ",
+        lost: bool = False,
+        was_posted: bool = True,
+    ) -> None:
+        failure = None
+        if error is not None:
+            failure = TransferError(peer=order.peer, operation=operation, error=error, transport_lost=lost)
+            self._emit(TransferFailureNoted())
+        elif event is not None:
+            self._emit(
+                TransferMeasured(
+                    seconds_in_transport=event.seconds_in_transport,
+                    seconds_to_post=event.seconds_to_post,
+                    bytes=event.bytes,
+                    descriptors=event.descriptors,
+                )
+            )
+        ended = ReadEnded(
+            request_id=order.request_id,
+            read=order.read,
+            connection=order.connection,
+            ended_ns=event.ended_ns if event is not None else self._clock.now_ns(),
+            failure=failure,
+            is_quiescent=event.quiescent if event is not None else True,
+            was_posted=was_posted,
+        )
+        order.on_end(ended, event)

@@ -1,0 +1,81 @@
+"""What vLLM carries between the two sides of the connector: step metadata, handshake metadata, worker reports.
+
+vLLM pickles these objects from one process to the other. Deadlines cross as durations, because the clocks of two
+processes have nothing in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from connector.protocol import Command
+from connector.wire.handshake import ActorExtension
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What one scheduler step tells every worker: commands, in the order in which they were decided."""
+
+    commands: list[Command] = field(default_factory=list)
+    saves: tuple[list[int], ...] = ()
+    """Staged on the host: logical blocks of each cache group to copy there after the forward pass; empty: none."""
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """One rank's part of the handshake payload, on its way from the worker to the scheduler process.
+
+    The scheduler process adds the name of its life and serves it. The metadata is bytes already, so that peers get what
+    the worker made. The other fields are those of `wire.handshake.ActorExtension`.
+    """
+
+    compatibility_hash: str
+    agent_metadata: bytes
+    tp_size: int
+    dcp_size: int
+    pp_size: int
+    tp_rank: int
+    pp_rank: int
+    control_host: str
+    control_port: int
+
+    def extension(self, life: str) -> ActorExtension:
+        """What peers are told of this rank; `life` names this run of the scheduler process."""
+        return ActorExtension(
+            life=life,
+            tp_size=self.tp_size,
+            dcp_size=self.dcp_size,
+            pp_size=self.pp_size,
+            tp_rank=self.tp_rank,
+            pp_rank=self.pp_rank,
+            control_host=self.control_host,
+            control_port=self.control_port,
+        )
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the scheduler must know beyond finished and failed requests.
+
+    `quarantined` are blocks that READs may still write into, `lifted` those of which this is no longer true. One entry
+    per worker and event, so that with several ranks a block is kept until the last of them lets go.
+    """
+
+    quarantined: list[list[int]] = field(default_factory=list)
+    lifted: list[list[int]] = field(default_factory=list)
+    stopped: str | None = None
+    """Why a worker serves no more; None: all of them do. Of several workers, the first that says so."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(
+            quarantined=self.quarantined + other.quarantined,
+            lifted=self.lifted + other.lifted,
+            stopped=other.stopped if self.stopped is None else self.stopped,
+        )

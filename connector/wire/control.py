@@ -1,0 +1,167 @@
+"""Messages on the control socket of a P worker: D says what it holds and what it releases, P says until when.
+
+    D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
+    D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
+
+One msgpack map in one frame each. Only durations cross: `Hold.sent_ns` is D's own clock, which P echoes and does not
+read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; who has more sends more
+messages. The same checks run where a message is made and where one is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
+from statemachine.lease import LeaseName
+
+LEASES_PER_MESSAGE_MAX = 512
+WHY_LENGTH_MAX = 200
+"""Characters."""
+ID_LENGTH_MAX = 512
+"""Characters of an engine or request id, as in `kv_transfer_params`."""
+RANKS_MAX = 1024
+MESSAGE_BYTES_MAX = 2 << 20
+"""More than the largest message there is: 512 leases with an id and a reason of the longest kind, 4 bytes to a
+character."""
+
+_NUMBER_MAX = 2**63 - 1
+_Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
+_EngineId: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+_is_identifier = re.compile(IDENTIFIER_PATTERN).match
+
+
+class HeldLease(NamedTuple):
+    """P holds the lease for `remaining_ns` from when it made the answer."""
+
+    request_id: str
+    number: int
+    remaining_ns: int
+
+    @property
+    def lease(self) -> LeaseName:
+        return LeaseName(self.request_id, self.number)
+
+
+class GoneLease(NamedTuple):
+    """P does not hold the lease, and never will again."""
+
+    request_id: str
+    number: int
+    why: str
+    """For people: at most WHY_LENGTH_MAX printable characters."""
+
+    @property
+    def lease(self) -> LeaseName:
+        return LeaseName(self.request_id, self.number)
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
+    """D wants the blocks of `leases` to be kept."""
+
+    engine_id: _EngineId
+    """D's."""
+    rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+    """Number of the sender among the ranks of its engine."""
+    ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+    """How many ranks of that engine deal with this P rank."""
+    sent_ns: _Nanoseconds
+    leases: tuple[LeaseName, ...]
+
+    def __post_init__(self) -> None:
+        _require_bounded(self.leases)
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """This rank of D is done with `leases`. The fields are those of `Hold`."""
+
+    engine_id: _EngineId
+    rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+    ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+    leases: tuple[LeaseName, ...]
+
+    def __post_init__(self) -> None:
+        _require_bounded(self.leases)
+
+
+class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
+    """What became of each lease of a `Hold`, in any order. A lease that is named in neither list is not answered."""
+
+    sent_ns: _Nanoseconds
+    """That of the `Hold`."""
+    held: tuple[HeldLease, ...] = ()
+    gone: tuple[GoneLease, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_bounded([*self.held, *self.gone])
+        for held in self.held:
+            if not 0 <= held.remaining_ns <= _NUMBER_MAX:
+                raise ValueError(f"remaining_ns is not from 0 to {_NUMBER_MAX}")
+        for gone in self.gone:
+            if len(gone.why) > WHY_LENGTH_MAX or not gone.why.isprintable():
+                raise ValueError(f"why is longer than {WHY_LENGTH_MAX} characters, or not printable")
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+    """P has counted the release of `leases`, or had nothing to count: it need not be sent again."""
+
+    leases: tuple[LeaseName, ...]
+
+    def __post_init__(self) -> None:
+        _require_bounded(self.leases)
+
+
+ControlRequest: TypeAlias = Hold | Release
+ControlAnswer: TypeAlias = HoldAnswer | Released
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[ControlRequest] = msgspec.msgpack.Decoder(ControlRequest)
+_answer_decoder: msgspec.msgpack.Decoder[ControlAnswer] = msgspec.msgpack.Decoder(ControlAnswer)
+
+
+def encode_request(message: ControlRequest) -> tuple[bytes]:
+    """The frames of a message from D to P."""
+    return (_encoder.encode(message),)
+
+
+def encode_answer(message: ControlAnswer) -> tuple[bytes]:
+    """The frames of a message from P to D."""
+    return (_encoder.encode(message),)
+
+
+def gone_lease(lease: LeaseName, why: str) -> GoneLease:
+    """`why` may have any length and any characters; what is sent has neither."""
+    return GoneLease(*lease, shorten(why, WHY_LENGTH_MAX))
+
+
+def decode_request(frames_untrusted: Sequence[bytes]) -> ControlRequest:
+    """P: read what a D sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    return decode_msgpack(_request_decoder, _only(frames_untrusted), bytes_max=MESSAGE_BYTES_MAX)
+
+
+def decode_answer(frames_untrusted: Sequence[bytes]) -> ControlAnswer:
+    """D: read what a P sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    return decode_msgpack(_answer_decoder, _only(frames_untrusted), bytes_max=MESSAGE_BYTES_MAX)
+
+
+def _only(frames: Sequence[bytes]) -> bytes:
+    if len(frames) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames)}")
+    return frames[0]
+
+
+def _require_bounded(leases: Iterable[LeaseName | HeldLease | GoneLease]) -> None:
+    """Raise ValueError for too many leases or an impossible name; msgspec makes it a failed decode."""
+    # Not with msgspec.Meta: LeaseName belongs to the protocol, which has no bounds on text.
+    for count, lease in enumerate(leases, start=1):
+        if count > LEASES_PER_MESSAGE_MAX:
+            raise ValueError(f"more than {LEASES_PER_MESSAGE_MAX} leases")
+        if len(lease.request_id) > ID_LENGTH_MAX or not _is_identifier(lease.request_id):
+            raise ValueError(f"a request id is not 1 to {ID_LENGTH_MAX} characters without control characters")
+        if not 0 <= lease.number <= _NUMBER_MAX:
+            raise ValueError(f"the number of a lease is not from 0 to {_NUMBER_MAX}")

@@ -1,0 +1,392 @@
+"""The core of a prefill rank: every lease that it has out, who holds them, and when they end.
+
+Sans I/O, as h11 is: `handle(event, now_ns)` returns what to do, `next_deadline()` says when `advance(now_ns)` has
+something to do. The executor (`connector/runtime/lease_keeper.py`) carries out effects and decides nothing. Nothing
+here reads a clock: `now_ns` is the executor's, and never goes back.
+
+Where events come from. The engine's scheduler says which requests will be lent (`Computing`), are (`Granted`) or will
+not be (`Withdrawn`). Decode engines of our kind hold and release by messages on the control socket (`HoldAsked`,
+`ReleaseAsked`) and are always answered. Built-in decode engines send notifications through NIXL (`ReleaseNotified`,
+`HeartbeatNotified`) and are not. Everything that comes from a peer may be late, repeated, or about something that is
+not lent here; such a message is answered or counted, and changes nothing.
+
+A lease that is over is remembered with the reason, so that who comes too late is told why. What has been forgotten
+since is "not lent here", which is just as final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
+
+import msgspec
+
+from statemachine import lease as machine
+from statemachine.deadlines import Deadlines
+from statemachine.kernel import Effect, Effects, Event
+from statemachine.lease import NOTIFIERS, Lease, LeaseName
+
+ENDED_MAX = 1 << 16
+"""Leases remembered after their end."""
+HOLDERS_MAX = 64
+"""Decode engines that hold one lease; samples of one prompt are spread over few."""
+
+RELEASED, EXPIRED, WITHDRAWN = "released by its readers", "expired", "withdrawn"
+UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
+CROWDED = "held by too many decode engines already"
+AMBIGUOUS = "named without its lease_number, and its request id was used twice"
+
+_WHY = {
+    machine.State.DONE: RELEASED,
+    machine.State.EXPIRED: EXPIRED,
+    machine.State.RELEASED: WITHDRAWN,
+}
+
+ReplyAddress: TypeAlias = Hashable
+"""Where an answer goes; opaque to the core."""
+
+Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
+"""Told of every step of a machine: its name, subject, value before, event, value after. Before and event are None for
+a value that was made."""
+
+
+class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations in nanoseconds.
+
+    Attributes:
+        lease_ns: how long a grant or a hold keeps the blocks.
+        heartbeat_ns: how long a built-in reader's heartbeat does.
+        total_ns: how long renewals can keep them in all.
+    """
+
+    lease_ns: int
+    heartbeat_ns: int
+    total_ns: int
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class Computing(Event, frozen=True, kw_only=True):
+    """A request that will be lent has been scheduled; again after a preemption."""
+
+    lease: LeaseName
+
+
+class Granted(Event, frozen=True, kw_only=True):
+    """Its prefill has finished, and the engine keeps its blocks until it is told of the lease's end."""
+
+    lease: LeaseName
+    blocks: int = 0
+
+
+class Withdrawn(Event, frozen=True, kw_only=True):
+    """It ended without being lent."""
+
+    lease: LeaseName
+
+
+class HoldAsked(Event, frozen=True, kw_only=True):
+    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases.
+
+    `sent_ns` is the asker's own clock; it is echoed.
+    """
+
+    reply_to: ReplyAddress
+    engine_id: str
+    rank: int
+    ranks: int
+    sent_ns: int
+    leases: tuple[LeaseName, ...]
+
+
+class ReleaseAsked(Event, frozen=True, kw_only=True):
+    """The same rank needs these leases no more."""
+
+    reply_to: ReplyAddress
+    engine_id: str
+    rank: int
+    ranks: int
+    leases: tuple[LeaseName, ...]
+
+
+class ReleaseNotified(Event, frozen=True, kw_only=True):
+    """A rank of a built-in decode engine, known by its agent's name, needs a request no more; `ranks` will say so."""
+
+    sender: str
+    request_id: str
+    ranks: int
+
+
+class HeartbeatNotified(Event, frozen=True, kw_only=True):
+    """A rank of a built-in decode engine still waits for these requests.
+
+    `or_release`: what else the same text may mean, where a request id begins like a heartbeat; it does if such a
+    request is lent.
+    """
+
+    sender: str
+    request_ids: tuple[str, ...]
+    or_release: ReleaseNotified | None = None
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+class AnswerHold(Effect, frozen=True, kw_only=True):
+    """`held`: leases with the nanoseconds that they are kept from now on at least; `gone`: with the reason."""
+
+    reply_to: ReplyAddress
+    sent_ns: int
+    held: tuple[tuple[LeaseName, int], ...]
+    gone: tuple[tuple[LeaseName, str], ...]
+
+
+class AnswerRelease(Effect, frozen=True, kw_only=True):
+    """These leases need not be released again."""
+
+    reply_to: ReplyAddress
+    leases: tuple[LeaseName, ...]
+
+
+class FreeBlocks(Effect, frozen=True, kw_only=True):
+    """Tell the engine that it may free the blocks of this lease. Exactly once for each that was granted."""
+
+    lease: LeaseName
+    expired: bool
+
+
+class WatchNotifications(Effect, frozen=True, kw_only=True):
+    """Whether anybody may be reading from us, so that notifications should be looked for often."""
+
+    is_expected: bool
+
+
+class NoteLateRelease(Effect, frozen=True, kw_only=True):
+    """A reader was done with blocks that were not lent (any more) when it said so."""
+
+    sender: str
+    request_id: str
+
+
+# --- the core -------------------------------------------------------------------------------------------------------
+
+
+class Lending:
+    """See the module's docstring.
+
+    Args:
+        observe: told of every step; for the trace.
+    """
+
+    def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
+        self._limits = limits
+        self._observe = observe
+        # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
+        self._leases: dict[LeaseName, Lease] = {}
+        # Why the others are over, oldest first, at most ENDED_MAX.
+        self._ended: dict[LeaseName, str] = {}
+        # The newest lease of each request id that is in one of the two above.
+        self._newest: dict[str, LeaseName] = {}
+        # Request ids that more than one lease has had; a subset of the keys of `_newest`.
+        self._reused: set[str] = set()
+        # One entry for each lease in state `held`, at or before its deadline.
+        self._timers: Deadlines[LeaseName] = Deadlines()
+        self._effects: list[Effect] = []
+
+    @property
+    def open_leases(self) -> int:
+        return len(self._leases)
+
+    def next_deadline(self) -> int | None:
+        return self._timers.next_ns()
+
+    def advance(self, now_ns: int) -> list[Effect]:
+        """End what is due. One at a time: if one raises, the others stay due."""
+        while (due := self._timers.take_due(now_ns)) is not None:
+            self._step(due, machine.DeadlinePassed(now_ns=now_ns))
+        return self._take_effects()
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Take one event in; returns what to do, in order."""
+        match event:
+            case HoldAsked():
+                self._hold(event, now_ns)
+            case ReleaseAsked():
+                self._release(event)
+            case ReleaseNotified():
+                self._count_notification(event)
+            case HeartbeatNotified():
+                self._renew(event, now_ns)
+            case Computing(lease=lease):
+                self._begin(lease)
+            case Granted(lease=lease, blocks=blocks):
+                self._begin(lease)
+                deadline_ns, latest_ns = now_ns + self._limits.lease_ns, now_ns + self._limits.total_ns
+                self._step(lease, machine.Granted(deadline_ns=deadline_ns, latest_ns=latest_ns, blocks=blocks))
+            case Withdrawn(lease=lease):
+                if lease in self._leases:
+                    self._step(lease, machine.Withdrawn())
+            case _:
+                raise TypeError(f"{type(event).__name__} is not an event of this core")
+        return self._take_effects()
+
+    # --- peers ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, asked: HoldAsked, now_ns: int) -> None:
+        held: list[tuple[LeaseName, int]] = []
+        gone: list[tuple[LeaseName, str]] = []
+        deadline_ns = now_ns + self._limits.lease_ns
+        for name in asked.leases:
+            known, why = self._find(name)
+            if known is not None and self._is_full(known, asked.engine_id):
+                known, why = None, CROWDED
+            if known is None:
+                gone.append((name, why))
+                continue
+            hold = machine.Held(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, deadline_ns=deadline_ns)
+            self._step(known, hold)
+            remaining_ns = self._leases[known].deadline_ns - now_ns
+            if remaining_ns > 0:
+                held.append((name, remaining_ns))
+            else:
+                # Its total bound is reached, and only its timer is late. Nobody is told Held of what ends now: D's
+                # clock need not have moved since it asked, and a READ of this very moment would count as proven.
+                self._step(known, machine.DeadlinePassed(now_ns=now_ns))
+                gone.append((name, EXPIRED))
+        self._effects.append(
+            AnswerHold(reply_to=asked.reply_to, sent_ns=asked.sent_ns, held=tuple(held), gone=tuple(gone))
+        )
+
+    def _release(self, asked: ReleaseAsked) -> None:
+        for name in asked.leases:
+            known, why = self._find(name)
+            if known is not None and self._is_full(known, asked.engine_id):
+                continue  # it was never told that it holds anything
+            if known is not None:
+                self._step(known, machine.ReaderDone(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks))
+            elif why != RELEASED:
+                self._effects.append(NoteLateRelease(sender=asked.engine_id, request_id=name.request_id))
+        self._effects.append(AnswerRelease(reply_to=asked.reply_to, leases=asked.leases))
+
+    def _count_notification(self, notified: ReleaseNotified) -> None:
+        name = self._newest.get(notified.request_id)
+        if name in self._leases:
+            assert name is not None
+            self._step(name, machine.ReaderDone(engine_id=NOTIFIERS, rank=notified.sender, ranks=notified.ranks))
+        elif name is None or self._ended[name] != RELEASED:
+            self._effects.append(NoteLateRelease(sender=notified.sender, request_id=notified.request_id))
+
+    def _renew(self, notified: HeartbeatNotified, now_ns: int) -> None:
+        release = notified.or_release
+        if release is not None and release.request_id in self._newest:
+            self._count_notification(release)
+            return
+        deadline_ns = now_ns + self._limits.heartbeat_ns
+        for request_id in notified.request_ids:
+            name = self._newest.get(request_id)
+            if name is not None and name in self._leases:
+                self._step(name, machine.Renewed(deadline_ns=deadline_ns))
+
+    def _is_full(self, name: LeaseName, engine_id: str) -> bool:
+        """Whether no further engine can hold this lease: every step looks at all that do."""
+        holders = self._leases[name].holders
+        return len(holders) >= HOLDERS_MAX and all(holder.engine_id != engine_id for holder in holders)
+
+    def _find(self, name: LeaseName) -> tuple[LeaseName | None, str]:
+        """The lease that a peer means, or None and why there is none."""
+        if name in self._leases:
+            return name, ""
+        if name.number == 0 and name.request_id in self._newest:
+            if name.request_id in self._reused:
+                return None, AMBIGUOUS
+            newest = self._newest[name.request_id]
+            return (newest, "") if newest in self._leases else (None, self._ended[newest])
+        return None, self._ended.get(name, UNKNOWN)
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: LeaseName) -> None:
+        """Know this lease; a request is announced again when it is scheduled again after a preemption."""
+        if name in self._leases:
+            return
+        before = self._newest.get(name.request_id)
+        if before is not None:
+            self._reused.add(name.request_id)
+            if before in self._leases:
+                self._step(before, machine.Superseded())
+        # The engine may lend under a name without a number again: then what was remembered of it means another one.
+        self._ended.pop(name, None)
+        self._newest[name.request_id] = name
+        fresh = Lease(name=name)
+        self._leases[name] = fresh
+        if self._observe is not None:
+            self._observe("lease", name, None, None, fresh)
+        if len(self._leases) == 1:
+            self._effects.append(WatchNotifications(is_expected=True))
+
+    def _step(self, name: LeaseName, event: Event) -> None:
+        before = self._leases[name]
+        after, effects = machine.MACHINE.step(before, event)
+        self._leases[name] = after
+        # First what must be done: an observer that raises costs a record, and no blocks.
+        self._execute(name, effects)
+        if machine.MACHINE.is_terminal(after):
+            self._forget(name, _WHY[after.state])
+        if self._observe is not None:
+            self._observe("lease", name, before, event, after)
+
+    def _execute(self, name: LeaseName, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case machine.StartLeaseTimer(deadline_ns=deadline_ns):
+                    self._timers.set(name, deadline_ns)
+                case machine.FreeBlocks(expired=expired):
+                    self._effects.append(FreeBlocks(lease=name, expired=expired))
+
+    def _forget(self, name: LeaseName, why: str) -> None:
+        del self._leases[name]
+        self._timers.cancel(name)
+        self._ended[name] = why
+        if len(self._ended) > ENDED_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            if self._newest.get(oldest.request_id) == oldest:
+                del self._newest[oldest.request_id]
+                self._reused.discard(oldest.request_id)
+        if not self._leases:
+            self._effects.append(WatchNotifications(is_expected=False))
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    # --- for the explorer -------------------------------------------------------------------------------------------
+
+    def copy(self) -> Lending:
+        other = type(self)(self._limits, self._observe)
+        other._leases = dict(self._leases)
+        other._ended = dict(self._ended)
+        other._newest = dict(self._newest)
+        other._reused = set(self._reused)
+        other._timers = self._timers.copy()
+        return other
+
+    def freeze(self, now_ns: int) -> Hashable:
+        """Equal for two cores that behave alike from `now_ns` on. Times are relative to it."""
+        leases = frozenset(
+            msgspec.structs.replace(
+                lease,
+                holders=tuple(sorted(lease.holders, key=lambda holder: holder.engine_id)),
+                deadline_ns=max(0, lease.deadline_ns - now_ns),
+                latest_ns=max(0, lease.latest_ns - now_ns),
+            )
+            for lease in self._leases.values()
+        )
+        return (leases, frozenset(self._ended.items()), frozenset(self._reused), self._timers.freeze(now_ns))
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def leases(self) -> tuple[Lease, ...]:
+        """What is lent now, oldest first."""
+        return tuple(self._leases.values())

@@ -1,0 +1,68 @@
+"""Two engines whose clocks disagree: nothing is believed that another process's clock says.
+
+Scenario 77. Quartz drifts apart by 100 ppm; chrony slews a clock by up to 83,333 ppm; a machine that sleeps stops
+CLOCK_MONOTONIC. A D whose clock stood still sees a P whose clock has leapt.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from tests.actors.engines import WarpedClock, engine, lend_by_all, until
+from tests.actors.test_peers import reads
+from tests.actors.test_pull import run
+
+CHRONY = 0.083333
+OPTIONS = ConnectorOptions(kv_lease_duration=0.4, lease_limit_seconds=7200.0)
+THEIRS, NEXT_OWNER = 7, 99
+
+
+@pytest.mark.parametrize(
+    ("rate", "idle_seconds", "leap_seconds"),
+    [(1.0, 0.1, 3600.0), (1.0, 0.1, 100e-6 * 4 * 86400), (1.0 + CHRONY, 3.0, 0.0)],
+    ids=["D was suspended for an hour", "four idle days at 100 ppm", "chrony slews P's clock"],
+)
+def test_a_lease_that_has_ended_is_never_proven_by_clocks_that_drifted_apart(
+    rate: float, idle_seconds: float, leap_seconds: float
+) -> None:
+    async def test() -> None:
+        clock = WarpedClock(rate)
+        async with engine("p", serves=True, options=OPTIONS, clock=clock) as p, engine("d", options=OPTIONS) as d:
+            await reads(d, p, "before")
+            p.memory[:] = THEIRS
+            await trio.sleep(idle_seconds)
+            clock.leap(leap_seconds)
+            loan = lend_by_all([p], "remote-a")
+            await until(lambda: p.sent("remote-a"))
+            p.memory[:] = NEXT_OWNER
+            d.borrow("a", loan, p.address, [4], [4])
+            ended = await until(lambda: d.received("a"))
+            assert ended.failure is not None, f"done, with bytes {set(d.blocks([4]).flatten().tolist())}"
+            assert d.trace.path("request", "a")[-1] == "expired"
+
+    run(test)
+
+
+@pytest.mark.parametrize("rate", [1.0 + CHRONY, 1.0, 1.0 - CHRONY])
+def test_a_lease_that_is_held_is_proven_whatever_the_rate_of_ps_clock(rate: float) -> None:
+    """For three lease times; then the blocks are read."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=0.8)
+        clock = WarpedClock(rate)
+        async with engine("p", serves=True, options=options, clock=clock) as p, engine("d", options=options) as d:
+            await reads(d, p, "before")
+            p.memory[:] = THEIRS
+            loan = lend_by_all([p], "remote-a")
+            d.wait_for("a", loan, p.address)
+            await trio.sleep(3 * 0.8)
+            assert p.sent("remote-a") is None
+            d.borrow("a", loan, p.address, [4], [4])
+            ended = await until(lambda: d.received("a"))
+            assert ended.failure is None, str(ended.failure)
+            assert (d.blocks([4]) == THEIRS).all()
+            assert not (await until(lambda: p.sent("remote-a"))).expired
+
+    run(test)

@@ -1,0 +1,122 @@
+"""What P has lent comes back: whatever floods it, whatever crashes, and whatever the request is called."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.protocol import LateNotificationNoted, SendEnded
+from tests.actors.engines import Engine, engine, lend_by_all, until
+from tests.actors.stranger import stranger
+from tests.actors.test_pull import run
+
+FLOOD = (1 << 16) + 1
+"""Notifications that wait: more than any bound on what comes from outside."""
+
+FLOODS = 12
+"""Whether a grant comes when every place is taken is a matter of the order in which trio runs its tasks."""
+
+BRIEF = ConnectorOptions(kv_lease_duration=0.3)
+
+ODD_IDS = ["HB:x", "HB:", "a,b", ",", "a:7", "cmpl-7,0-1"]
+
+
+async def ended(p: Engine, names: list[str], seconds: float = 5.0) -> list[str]:
+    """Which of these leases have ended by then."""
+    with trio.move_on_after(seconds):
+        while not all(p.sent(name) for name in names):
+            await trio.sleep(0.01)
+    return [name for name in names if p.sent(name)]
+
+
+def test_no_grant_is_lost_in_a_flood_of_notifications() -> None:
+    """Scenario 75. A lease whose grant was dropped has no deadline: its blocks never come back."""
+
+    async def test() -> None:
+        async with engine("p", serves=True, options=BRIEF) as p:
+            names = [f"lent-{number}" for number in range(3 * FLOODS)]
+            for number, name in enumerate(names):
+                if number % 3 == 0:
+                    for _ in range(FLOOD):
+                        p.hear("stranger", b"?")
+                p.lend(name)
+                await trio.lowlevel.checkpoint()  # so that grants come before, between and after what the actors do
+            found = await ended(p, names)
+            assert found == names, f"{sorted(set(names) - set(found))} are lent for ever"
+
+    run(test, 60.0)
+
+
+def test_a_crash_in_one_lease_costs_no_other_its_deadline() -> None:
+    """Scenario 76. All are due before any of them is looked at."""
+
+    async def test() -> None:
+        async with engine("p", serves=True, options=BRIEF) as p:
+            names = [f"lent-{number}" for number in range(6)]
+            for name in names:
+                p.lend(name)
+            await trio.sleep(0.1)
+            p.outcomes.breaks_on = SendEnded
+            time.sleep(0.4)
+            found = await ended(p, names)
+            assert p.outcomes.breaks_on is None, "nothing has crashed"
+            assert len(found) >= len(names) - 1, f"only {found} of {names} have ended"
+
+    run(test)
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+def test_a_release_by_a_built_in_engine_is_one_whatever_the_request_is_called(request_id: str) -> None:
+    """Its text is `<request id>:<consumers>`, and may begin as a heartbeat does."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            p.lend(request_id)
+            with stranger() as builtin:
+                builtin.notify(builtin.meet(p.port.agent_metadata), f"{request_id}:1".encode())
+
+                def released() -> SendEnded | None:
+                    builtin.progress()
+                    return p.sent(request_id)
+
+                assert not (await until(released, 2.0)).expired
+
+    run(test)
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+def test_a_lease_is_held_and_released_whatever_the_request_is_called(request_id: str) -> None:
+    """By an engine of ours, for three lease times."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=0.6)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            loan = lend_by_all([p], request_id)
+            d.wait_for("a", loan, p.address)
+            await trio.sleep(1.8)
+            assert p.sent(request_id) is None, "the lease has ended although D waits"
+            d.borrow("a", loan, p.address, [], [], awaited=False)
+            assert not (await until(lambda: p.sent(request_id), 3.0)).expired
+
+    run(test)
+
+
+def test_what_is_released_already_is_not_counted_as_late() -> None:
+    """The parameters of a request come a second time, and D needs none of the blocks: it has them cached."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            loan = lend_by_all([p], "remote-a")
+            d.borrow("first", loan, p.address, [1], [1])
+            assert (await until(lambda: d.received("first"))).failure is None
+            await until(lambda: p.sent("remote-a"))
+            for number in range(3):
+                d.borrow(f"again-{number}", loan, p.address, [], [], awaited=False)
+            await trio.sleep(0.3)
+            late = [o for o in p.outcomes if isinstance(o, LateNotificationNoted)]
+            assert (len(late), p.failures) == (0, [])
+
+    run(test)

@@ -1,0 +1,85 @@
+"""Blocks go back to the scheduler only when nothing writes into them any more, whatever NIXL says of the READ."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.protocol import QuarantineLifted
+from tests.actors.engines import Engine, engine, lend_by_all, until
+from tests.actors.late_reads import Answer, LateReads
+from tests.actors.test_peers import reads
+from tests.actors.test_pull import run
+
+OPTIONS = ConnectorOptions(
+    transfer_retries=0, request_timeout_seconds=0.3, quiesce_timeout_seconds=0.3, backoff_initial_seconds=0.1
+)
+THEIRS, NEXT_OWNER = 7, 77
+
+
+def is_lifted(d: Engine, block_ids: list[int]) -> bool:
+    return any(isinstance(o, QuarantineLifted) and o.local_block_ids == block_ids for o in d.outcomes)
+
+
+@pytest.mark.parametrize("answer", [Answer.ERROR, Answer.ERROR_AT_POST])
+def test_a_read_that_errored_with_requests_in_flight_writes_into_nobody_elses_blocks(
+    monkeypatch: pytest.MonkeyPatch, answer: Answer
+) -> None:
+    """Scenario 70. The blocks get their next owner as soon as the connector lets the scheduler have them."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
+            await reads(d, p, "before")
+            p.memory[:] = THEIRS
+            late = LateReads(monkeypatch, d.port.agent_name, answer)
+            d.borrow("a", lend_by_all([p], "remote-a"), p.address, [4, 6, 9], [1, 3, 5])
+            ended = await until(lambda: d.received("a"))
+            assert ended.failure is not None
+            assert late.posted == 1
+            if not ended.quarantined:
+                d.memory[:, [4, 6, 9]] = NEXT_OWNER
+            late.let_go()
+            if ended.quarantined:
+                await until(lambda: is_lifted(d, [4, 6, 9]))
+                d.memory[:, [4, 6, 9]] = NEXT_OWNER
+            await trio.sleep(0.3)
+            found = sorted(set(d.blocks([4, 6, 9]).flatten().tolist()))
+            assert found == [NEXT_OWNER], f"quarantined: {ended.quarantined}; {late.landed} READ(s) landed late"
+            await until(lambda: p.sent("remote-a"), 20.0)
+
+    run(test)
+
+
+def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario 74. One quarantine is what a hung peer costs; every request after it keeps its blocks out of it."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
+            await reads(d, p, "before")
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+            quarantined = []
+            for number in range(6):
+                name = f"a-{number}"
+                d.borrow(name, lend_by_all([p], f"remote-{name}"), p.address, [10 + number], [1])
+                ended = await until(lambda name=name: d.received(name))
+                assert ended.failure is not None
+                if ended.quarantined:
+                    quarantined.append(name)
+            assert quarantined == ["a-0"], f"{late.posted} READs posted to a peer that had answered none"
+            assert late.posted == 1
+            late.let_go()
+            await until(lambda: is_lifted(d, [10]))
+
+            async def served(number: int) -> bool:
+                name = f"after-{number}"
+                d.borrow(name, lend_by_all([p], f"remote-{name}"), p.address, [30], [1])
+                return (await until(lambda: d.received(name))).failure is None
+
+            with trio.fail_after(10.0):
+                number = 0
+                while not await served(number):
+                    await trio.sleep(0.1)
+                    number += 1
+
+    run(test)

@@ -1,0 +1,71 @@
+"""How long a request may wait for a live P (as long as it is held), and for a dead one (not at all)."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from tests.actors.engines import engine, lend_by_all, until
+from tests.actors.test_peers import nobody, reads
+from tests.actors.test_pull import run
+from tests.rig.network import free_port
+
+AT_ONCE_SECONDS = 1.0
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_request_waits_in_the_queue_for_three_lease_times_and_is_served(connected: bool) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=0.6)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            if connected:
+                await reads(d, p, "before")
+            p.memory[:] = 7
+            loan = lend_by_all([p], "remote-a")
+            d.wait_for("a", loan, p.address)
+            await trio.sleep(3 * 0.6)
+            assert p.sent("remote-a") is None, "P has given the blocks away"
+            d.borrow("a", loan, p.address, [4], [4])
+            ended = await until(lambda: d.received("a"))
+            assert ended.failure is None, f"{ended.failure}; the lease is alive on P"
+            assert (d.blocks([4]) == 7).all()
+
+    run(test)
+
+
+def test_a_peer_whose_port_refuses_connections_fails_its_requests_at_once() -> None:
+    """The option handshake_timeout_seconds is five seconds."""
+
+    async def test() -> None:
+        async with engine("d") as d:
+            started = trio.current_time()
+            d.pull("a", nobody("dead", free_port()), [1], [1])
+            ended = await until(lambda: d.received("a"))
+            seconds = trio.current_time() - started
+            assert ended.failure is not None
+            assert seconds < AT_ONCE_SECONDS, f"{ended.failure.kind} after {seconds:.1f} s"
+
+    run(test)
+
+
+def test_a_peer_that_ended_while_it_was_connected_fails_its_requests_at_once() -> None:
+    """Those that are asked for afterwards, and those that waited in D's queue meanwhile."""
+
+    async def test() -> None:
+        async with engine("d") as d:
+            async with engine("p", serves=True) as p:
+                await reads(d, p, "before")
+                address, loan = p.address, lend_by_all([p], "remote-a")
+                d.wait_for("a", loan, address)
+                await trio.sleep(0.2)
+            started = trio.current_time()
+            d.borrow("a", loan, address, [1], [1])
+            d.borrow("b", loan, address, [2], [1])
+            for name in ("a", "b"):
+                ended = await until(lambda name=name: d.received(name), 20.0)
+                assert ended.failure is not None
+                seconds = trio.current_time() - started
+                assert seconds < AT_ONCE_SECONDS, f"{ended.failure.kind} after {seconds:.1f} s"
+
+    run(test)

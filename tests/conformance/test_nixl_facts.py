@@ -1,0 +1,394 @@
+"""What NIXL does, as docs/nixl.md says it: one test for each fact that can be shown here in a second or two.
+
+These tests judge NIXL and not this project. When one fails after an upgrade, NIXL has changed: correct docs/nixl.md,
+and look at every place that cites the fact. They call the Python API of NIXL directly, from one thread, against a
+source in a process of its own. Over tcp a READ needs the source's help, so that a stopped source holds it up; by itself
+UCX picks a copy between processes, which is over when `transfer` returns.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import gc
+import importlib
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS, BLOCK_BYTES = 64, 4096
+"""A block is one page, so that the source can take one away."""
+
+WAIT_SECONDS = 20.0
+
+nixl: Any = importlib.import_module("nixl._api")
+NotFound = nixl.nixlBind.nixlNotFoundError
+RemoteDisconnect = nixl.nixlBind.nixlRemoteDisconnectError
+
+
+def new_agent(name: str | None = None, **options: Any) -> Any:
+    config = nixl.nixl_agent_config(**{"enable_prog_thread": False, "capture_telemetry": True, **options})
+    return nixl.nixl_agent(name or f"facts-{uuid.uuid4()}", config)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# --- the source, a process ------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Program: BLOCKS blocks, block i full of i + 1; obeys one word a line, and answers each with a line."""
+    pages = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)
+    memory = np.frombuffer(pages, dtype=np.uint8).reshape(BLOCKS, BLOCK_BYTES)
+    memory[:] = np.arange(1, BLOCKS + 1, dtype=np.uint8)[:, None]
+    address = memory.ctypes.data
+    agent = new_agent(enable_prog_thread=True)  # it moves data and takes notifications in without being asked
+    registered = agent.register_memory([(address, memory.nbytes, 0, "")], "DRAM")
+    say({"metadata": base64.b64encode(agent.get_agent_metadata()).decode(), "address": address})
+    for line in sys.stdin:
+        word, _, argument = line.strip().partition(" ")
+        answer: object = None
+        match word:
+            case "unmap":
+                page = ctypes.c_void_p(address + int(argument) * BLOCK_BYTES)
+                answer = ctypes.CDLL(None).munmap(page, ctypes.c_size_t(BLOCK_BYTES))
+            case "deregister":
+                agent.deregister_memory(registered)
+            case "notifications":
+                answer = [text.decode() for texts in agent.get_new_notifs().values() for text in texts]
+        say(answer)
+    os._exit(0)  # the memory may have holes by now
+
+
+def say(what: object) -> None:
+    sys.stdout.write("@" + json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+class Source:
+    def __init__(self, environment: dict[str, str]) -> None:
+        program = "from tests.conformance.test_nixl_facts import serve; serve()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        said = self._answer()
+        self.metadata: bytes = base64.b64decode(said["metadata"])
+        self.address: int = said["address"]
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return next(json.loads(line[1:]) for line in self.process.stdout if line.startswith("@"))
+
+    def ask(self, order: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        until(lambda: os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Pair:
+    """An agent of this process, and a source that it can read from."""
+
+    def __init__(self, transports: str | None, **options: Any) -> None:
+        before = os.environ.pop("UCX_TLS", None)
+        if transports is not None:
+            os.environ["UCX_TLS"] = transports
+        try:
+            self.source = Source(dict(os.environ))
+            self.agent = new_agent(**options)  # UCX reads the environment when an agent is made
+        finally:
+            os.environ.pop("UCX_TLS", None)
+            if before is not None:
+                os.environ["UCX_TLS"] = before
+        self.memory: npt.NDArray[np.uint8] = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self._registered = self.agent.register_memory([(self.memory.ctypes.data, self.memory.nbytes, 0, "")], "DRAM")
+        self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._rows(self.memory.ctypes.data), "DRAM")
+        self.connect()
+
+    @staticmethod
+    def _rows(address: int) -> npt.NDArray[np.uint64]:
+        """One run of all blocks: address, length, device, stride, count."""
+        return np.array([(address, BLOCK_BYTES, 0, BLOCK_BYTES, BLOCKS)], dtype=np.uint64)
+
+    def connect(self) -> None:
+        self.name: str = self.agent.add_remote_agent(self.source.metadata).decode()
+        self.remote = self.agent.prep_xfer_dlist(self.name, self._rows(self.source.address), "DRAM")
+
+    def make(self, ids: Any, notification: bytes = b"") -> Any:
+        return self.agent.make_prepped_xfer("READ", self.local, ids, self.remote, ids, notification)
+
+    def read(self, ids: Any, notification: bytes = b"") -> Any:
+        """A whole READ. Raises what NIXL raises."""
+        handle = self.make(ids, notification)
+        state = self.agent.transfer(handle)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while state == "PROC":
+            assert time.monotonic() < deadline
+            state = self.agent.check_xfer_state(handle)
+        assert state == "DONE"
+        return handle
+
+    def read_in_flight(self, notification: bytes = b"") -> Any:
+        """A READ of all blocks that the stopped source holds up. The first one made the connection."""
+        self.read(ids(0))
+        self.memory[:] = 0
+        self.source.stop()
+        handle = self.make(ids(*range(BLOCKS)), notification)
+        assert self.agent.transfer(handle) == "PROC"
+        return handle
+
+    def blocks_written(self) -> int:
+        return int(np.count_nonzero(self.memory.any(axis=1)))
+
+    def blocks_written_while_polled(self, at_least: int) -> None:
+        """Other calls make UCX progress, as they do in any agent that goes on working."""
+
+        def arrived() -> bool:
+            self.agent.get_new_notifs()
+            return self.blocks_written() >= at_least
+
+        until(arrived)
+
+    def end(self) -> None:
+        self.source.kill()
+        self.agent.remove_remote_agent(self.name)
+        del self.local, self.remote, self.agent
+        gc.collect()
+
+
+def ids(*values: int) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.fixture
+def over_tcp() -> Iterator[Pair]:
+    pair = Pair("tcp,self")
+    yield pair
+    pair.end()
+
+
+@pytest.fixture
+def over_copies() -> Iterator[Pair]:
+    pair = Pair(None)
+    yield pair
+    pair.end()
+
+
+# --- the end of a READ ----------------------------------------------------------------------------------------------
+
+
+def test_fact_1_releasing_a_read_in_flight_does_not_stop_it(over_tcp: Pair) -> None:
+    handle = over_tcp.read_in_flight()
+    assert over_tcp.agent.release_xfer_handle(handle) is None
+    over_tcp.memory[:] = 0
+    over_tcp.source.resume()
+    over_tcp.blocks_written_while_polled(at_least=BLOCKS)
+
+
+def test_fact_2_removing_the_remote_agent_does_not_stop_it_and_hides_its_end(over_tcp: Pair) -> None:
+    handle = over_tcp.read_in_flight()
+    over_tcp.agent.remove_remote_agent(over_tcp.name)
+    with pytest.raises(NotFound):
+        over_tcp.agent.check_xfer_state(handle)
+    over_tcp.memory[:] = 0
+    over_tcp.source.resume()
+    over_tcp.blocks_written_while_polled(at_least=BLOCKS)
+
+
+def test_fact_3_an_error_is_raised_and_raised_again(over_tcp: Pair) -> None:
+    handle = over_tcp.read_in_flight()
+    over_tcp.source.kill()
+    with pytest.raises(RemoteDisconnect):
+        until(lambda: over_tcp.agent.check_xfer_state(handle) != "PROC")
+    with pytest.raises(RemoteDisconnect):
+        over_tcp.agent.check_xfer_state(handle)
+
+
+def test_fact_5_a_stopped_source_is_no_error(over_tcp: Pair) -> None:
+    handle = over_tcp.read_in_flight()
+    ends_at = time.monotonic() + 1.0
+    while time.monotonic() < ends_at:
+        assert over_tcp.agent.check_xfer_state(handle) == "PROC"
+    over_tcp.source.resume()
+    until(lambda: over_tcp.agent.check_xfer_state(handle) == "DONE")
+    assert over_tcp.blocks_written() == BLOCKS
+
+
+def test_fact_6_the_notification_of_a_read_leaves_when_its_end_is_looked_at() -> None:
+    pair = Pair("tcp,self", enable_prog_thread=True)
+    try:
+        handle = pair.read_in_flight(b"all read")
+        pair.source.resume()
+        until(lambda: pair.blocks_written() == BLOCKS)
+        time.sleep(0.5)
+        assert pair.source.ask("notifications") == []
+        until(lambda: pair.agent.check_xfer_state(handle) == "DONE")
+        until(lambda: pair.source.ask("notifications") == ["all read"])
+    finally:
+        pair.end()
+
+
+def test_fact_10_what_telemetry_says_before_the_end_is_no_error(over_tcp: Pair) -> None:
+    handle = over_tcp.read_in_flight()
+    assert over_tcp.agent.get_xfer_telemetry(handle).totalBytes != BLOCKS * BLOCK_BYTES
+    over_tcp.source.resume()
+    until(lambda: over_tcp.agent.check_xfer_state(handle) == "DONE")
+    assert over_tcp.agent.get_xfer_telemetry(handle).totalBytes == BLOCKS * BLOCK_BYTES
+
+
+def test_fact_22_a_read_across_a_hole_is_cut_short_and_called_done(over_copies: Pair) -> None:
+    over_copies.read(ids(0))
+    assert over_copies.source.ask("unmap 5") == 0
+    over_copies.read(ids(4, 5, 6))  # one descriptor: fact 15
+    assert over_copies.memory[4].all()
+    assert not over_copies.memory[5:7].any()
+
+
+# --- connections ----------------------------------------------------------------------------------------------------
+
+
+def test_facts_7_and_8_one_bad_read_breaks_the_connection_until_the_agent_is_removed(over_copies: Pair) -> None:
+    pair = over_copies
+    pair.read(ids(1))
+    assert pair.source.ask("unmap 5") == 0
+    with pytest.raises(RemoteDisconnect):
+        pair.read(ids(5))
+    assert pair.agent.check_remote_metadata(pair.name)  # as if nothing had happened
+    with pytest.raises(RemoteDisconnect):
+        pair.read(ids(1))
+    pair.agent.add_remote_agent(pair.source.metadata)
+    with pytest.raises(RemoteDisconnect):
+        pair.read(ids(1))
+    pair.agent.remove_remote_agent(pair.name)
+    pair.connect()
+    pair.memory[:] = 0
+    pair.read(ids(1))
+    assert (pair.memory[1] == 2).all()
+
+
+def test_fact_9_a_list_does_not_survive_the_removal_of_its_agent(over_copies: Pair) -> None:
+    old = over_copies.remote
+    over_copies.agent.remove_remote_agent(over_copies.name)
+    over_copies.connect()
+    with pytest.raises(NotFound):
+        over_copies.agent.make_prepped_xfer("READ", over_copies.local, ids(1), old, ids(1), b"")
+
+
+def test_fact_11_each_removal_of_a_live_agent_leaks_a_descriptor(over_copies: Pair) -> None:
+    over_copies.read(ids(1))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        over_copies.agent.remove_remote_agent(over_copies.name)
+        over_copies.connect()
+        over_copies.read(ids(1))
+    assert len(os.listdir("/proc/self/fd")) == before + 8
+
+
+def test_fact_12_deregistering_protects_nothing(over_copies: Pair) -> None:
+    over_copies.read(ids(0))
+    over_copies.source.ask("deregister")
+    over_copies.read(ids(1))
+    assert (over_copies.memory[1] == 2).all()
+
+
+# --- notifications --------------------------------------------------------------------------------------------------
+
+
+def test_fact_13_anybody_with_the_metadata_may_notify() -> None:
+    receiver, stranger = new_agent(), new_agent()
+    name = stranger.add_remote_agent(receiver.get_agent_metadata())
+    stranger.send_notif(name, b"\x00\xff")
+    received: dict[str, list[bytes]] = {}
+
+    def arrived() -> bool:
+        stranger.get_new_notifs()
+        received.update(receiver.get_new_notifs())
+        return bool(received)
+
+    until(arrived)
+    assert received == {stranger.name: [b"\x00\xff"]}
+
+
+def test_fact_14_a_sender_whose_name_is_not_utf8_makes_the_call_raise() -> None:
+    receiver = new_agent()
+    bindings = nixl.nixlBind
+    stranger = bindings.nixlAgent(b"\xff\xfe", bindings.nixlAgentConfig(False))
+    stranger.createBackend("UCX", stranger.getPluginParams("UCX")[0])
+    name = stranger.loadRemoteMD(receiver.get_agent_metadata())
+    stranger.genNotif(name, b"hello")
+
+    def arrived() -> bool:
+        stranger.getNotifs({})  # makes it progress
+        return bool(receiver.get_new_notifs())
+
+    with pytest.raises(UnicodeDecodeError):
+        until(arrived)
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+def test_fact_15_neighbours_are_merged_when_the_ids_of_both_sides_rise_by_one(over_copies: Pair) -> None:
+    def descriptors(*wanted: int) -> int:
+        return int(over_copies.agent.get_xfer_telemetry(over_copies.read(ids(*wanted))).descCount)
+
+    assert descriptors(1, 2, 3, 4) == 1
+    assert descriptors(4, 3, 2, 1) == 4
+    assert descriptors(1, 2, 4, 5) == 2
+
+
+def test_fact_16_ids_of_the_wrong_type_are_truncated_without_a_word(over_copies: Pair) -> None:
+    over_copies.read(np.array([1.9]))
+    assert (over_copies.memory[1] == 2).all()
+    assert over_copies.blocks_written() == 1
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_fact_18_the_progress_thread_takes_a_core_while_nothing_happens() -> None:
+    def cores(**options: Any) -> float:
+        agent = new_agent(**options)
+        began, before = time.monotonic(), time.process_time()
+        time.sleep(1.0)
+        used = (time.process_time() - before) / (time.monotonic() - began)
+        del agent
+        gc.collect()
+        return used
+
+    assert cores(enable_prog_thread=True) > 0.2  # 1.0 on a quiet machine
+    assert cores(enable_prog_thread=False) < 0.1

@@ -1,0 +1,129 @@
+"""What somebody can do who is no engine of ours: notifications from strangers, requests with odd names; and what a
+prefill engine does that cannot serve any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.wire.handshake import decode_reply, encode_request
+from tests.actors.stranger import stranger
+from tests.integration.house import BLOCK_TOKENS, LEASE_SECONDS, House, check_loaded
+from tests.rig import EngineRig, RequestSpec, expected_output, prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+_TOLERANCE = 10.0
+WISH = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def agent_metadata(engine: EngineRig) -> bytes:
+    """What the engine's side channel says to anybody who asks."""
+    port = engine.options.side_channel_port
+
+    async def main() -> bytes:
+        channel = ZmqSideChannel()
+        try:
+            with trio.fail_after(10.0):
+                frames = await channel.connect("127.0.0.1", port).ask([encode_request(0, 0)])
+        finally:
+            channel.close()
+        reply = decode_reply(frames, peer=engine.options.engine_id, address=f"127.0.0.1:{port}", expected_hash=None)
+        return bytes(reply.metadata.agent_metadata)
+
+    return trio.run(main)
+
+
+NAMES = {"two bytes": b"\xff\xfe", "in text": b"stranger-\xc3(", "long": b"\x80" * 60}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -> None:
+    """Scenario 72. What arrives in the same poll as the first of its notifications is lost, which is logged; everything
+    after that is heard, and the engine goes on serving."""
+    with house.extra_engine() as engine:
+        engine.wait_ready()
+        lent = f"lent beside {kind}"
+        tokens = prompt(lent, 2 * BLOCK_TOKENS)
+        metadata = agent_metadata(engine)
+        engine.prefill(lent, tokens)
+        with stranger(NAMES[kind]) as bad, stranger() as good:
+
+            def progress_until(is_reached: Callable[[], bool]) -> None:
+                deadline = time.monotonic() + LEASE_SECONDS / 3
+                while not is_reached() and time.monotonic() < deadline:
+                    bad.progress()
+                    good.progress()
+                    time.sleep(0.01)
+
+            peers = {each: each.meet(metadata) for each in (bad, good)}
+            bad.notify(peers[bad], b"HB:x")
+            progress_until(lambda: "is not UTF-8" in engine.log_path.read_text())
+            for each, message in ((bad, b"HB:x"), (good, f"{lent}:1".encode()), (bad, b"HB:y")):
+                each.notify(peers[each], message)
+            progress_until(lambda: not engine.snapshot().requests)
+        path = house.traces.path("lease", lent)
+        after = f"after {kind}"
+        tokens = prompt(after, 70)
+        params = engine.prefill(after, tokens)
+        outcome = house.decode.decode(after, tokens, params, 2)
+        check_loaded(outcome, tokens, 2)
+        engine.wait_until_whole(LEASE_SECONDS / 2)
+        assert path == ["computing", "held", "done"]
+
+
+def test_a_prefill_engine_whose_actors_died_lends_nothing_any_more(house: House) -> None:
+    """Scenario 73. It answers without kv_transfer_params, so that D computes the prompt itself; what it lent comes
+    back."""
+    with house.extra_engine() as engine:
+        engine.wait_ready()
+        house.expect_loaded(engine, "before-death", prompt("before-death", 70))
+        engine.crash_actors()
+        deadline = time.monotonic() + _TOLERANCE
+        while "actors have died" not in engine.log_path.read_text():
+            assert time.monotonic() < deadline
+            engine.decode("step", prompt("step", 10), None)
+        answers = {}
+        for number in range(4):
+            name = f"dead-{number}"
+            engine.submit(RequestSpec(name, prompt(name, 70), kv_transfer_params=dict(WISH)))
+            outcome = engine.wait(name)
+            assert outcome.output_token_ids == expected_output(prompt(name, 70), 1)
+            answers[name] = outcome.kv_transfer_params
+        # The step in which it dies may still have lent once.
+        lent = [name for name, params in answers.items() if params is not None]
+        assert lent in ([], ["dead-0"]), f"lent by an engine that cannot serve: {lent}"
+
+
+def test_a_decode_engine_is_told_at_once_that_the_actors_of_a_prefill_engine_died(house: House) -> None:
+    """What was lent before is failed over: by the listener's answer, or by the control socket that was reset."""
+    with house.extra_engine() as engine:
+        engine.wait_ready()
+        tokens = prompt("lent-before-death", 70)
+        params = engine.prefill("lent-before-death", tokens)
+        engine.crash_actors()
+        deadline = time.monotonic() + _TOLERANCE
+        while "actors have died" not in engine.log_path.read_text():
+            assert time.monotonic() < deadline
+            engine.decode("step", prompt("step", 10), None)
+        started = time.monotonic()
+        outcome = house.recompute.decode("lent-before-death", tokens, params, 2)
+        seconds = time.monotonic() - started
+        assert outcome.output_token_ids == expected_output(tokens, 2)
+        assert outcome.receive_failed
+        assert seconds < 0.9, f"it took {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("name", ["HB:odd", "odd,with,commas", "odd:7"])
+def test_requests_with_odd_names_are_lent_and_released(house: House, name: str) -> None:
+    tokens = prompt(name, 70)
+    params = house.prefill.prefill(name, tokens)
+    started = time.monotonic()
+    check_loaded(house.decode.decode(name, tokens, params, 2), tokens, 2)
+    house.prefill.wait_until_idle(_TOLERANCE)
+    path = house.traces.path("lease", name)
+    assert path == ["computing", "held", "done"], f"{path} after {time.monotonic() - started:.1f} s"

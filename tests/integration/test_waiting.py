@@ -1,0 +1,88 @@
+"""Requests that wait in D's queue for a long time, inside the real scheduler: a live P waits with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+import pytest
+
+from tests.integration.house import BLOCK_TOKENS, LEASE_SECONDS, USABLE_BLOCKS, House, check_loaded, check_not_loaded
+from tests.rig import EngineRig, RequestSpec, free_port, prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+AT_ONCE_SECONDS = 0.5
+"""Half of what a handshake with an engine that does not answer takes here."""
+LEASES = 3
+BLOCKERS = 40
+BLOCKER_TOKENS = (USABLE_BLOCKS - 2) * BLOCK_TOKENS
+"""Together they take minutes if nobody aborts them."""
+
+
+@pytest.fixture(scope="module")
+def narrow(shared_house: House) -> Iterator[EngineRig]:
+    """A decode engine that serves one request at a time."""
+    options = dataclasses.replace(
+        shared_house.decode.options,
+        engine_id=f"rig-{uuid4().hex[:12]}",
+        side_channel_port=free_port(),
+        max_requests=1,
+    )
+    with EngineRig(options, shared_house.directory) as engine:
+        engine.wait_ready()
+        yield engine
+
+
+@contextmanager
+def occupied(decode: EngineRig, name: str) -> Iterator[None]:
+    """Inside, whatever is submitted waits in the queue of an engine that makes steps."""
+    names = [f"{name}-{number}" for number in range(BLOCKERS)]
+    decode.submit(*(RequestSpec(each, prompt(each, 2), BLOCKER_TOKENS) for each in names))
+    yield
+    decode.abort(*names)
+    decode.wait_all(names)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narrow: EngineRig, connected: bool) -> None:
+    """D holds what waits in its queue; P gives nothing away meanwhile."""
+    name = f"long-queue-{connected}"
+    if not connected:
+        house.prefill.kill()
+        house.restart_prefill(same_id=False)
+    tokens = prompt(name, 3 * BLOCK_TOKENS)
+    if connected:
+        house.expect_loaded(narrow, f"{name}-before", prompt(f"{name}-before", 40))
+    params = house.prefill.prefill(name, tokens)
+    with occupied(narrow, f"{name}-blocker"):
+        narrow.submit(RequestSpec(name, tokens, 2, params))
+        time.sleep(LEASES * LEASE_SECONDS)
+        lent = house.prefill.snapshot().requests
+        assert not narrow.has_ended(name)
+    outcome = narrow.wait(name)
+    assert outcome.received, f"{house.traces.reason('request', name)}, while P had lent {lent}"
+    check_loaded(outcome, tokens, 2)
+
+
+def test_a_request_that_waits_for_a_killed_engine_fails_as_soon_as_it_is_scheduled(
+    house: House, narrow: EngineRig
+) -> None:
+    """P dies while D holds its blocks; D's control connection was reset long before the request is scheduled."""
+    name, tokens = "waits-for-dead", prompt("waits-for-dead", 70)
+    house.expect_loaded(narrow, "before-death", prompt("before-death", 40))
+    params = house.prefill.prefill(name, tokens)
+    with occupied(narrow, "death-blocker"):
+        narrow.submit(RequestSpec(name, tokens, 2, params))
+        time.sleep(0.5)
+        house.prefill.kill()
+        time.sleep(1.0)
+    started = time.monotonic()
+    outcome = narrow.wait(name, 20)
+    seconds = time.monotonic() - started
+    house.restart_prefill(same_id=False)
+    check_not_loaded(narrow, outcome, tokens)
+    assert seconds < AT_ONCE_SECONDS, f"{house.traces.reason('request', name)} after {seconds:.2f} s"

@@ -1,0 +1,85 @@
+"""Seeds that nobody has run before, on both levels at once: `python -m tests.simulation.fresh --seconds 40`.
+
+The first seed is the time in milliseconds, so no two runs share one; it is printed before anything runs. A level runs
+in a process of its own, one seed after another until the time is up. What it says is printed when it has ended, without
+the list of its seeds. One that hangs is ended, and its last seed is printed. Exit status 1 when a seed failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from tests.simulation.__main__ import say
+
+LEVELS = ("1", "2")
+HANG_SECONDS = 300.0
+"""A level may take so much longer than it was told to: the last seed, and shrinking plans that failed."""
+SEED_LINE = "seed "
+SUMMARY_LINE = "seeds "
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.fresh", description="seeds not run before")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seed", type=int, help="begin there instead")
+    arguments = parser.parse_args()
+    first = int(time.time() * 1000) if arguments.seed is None else arguments.seed
+    say(f"levels {' and '.join(LEVELS)}: seeds from {first} on, for {arguments.seconds:g} s")
+    levels = {level: _command(level, first, arguments.seconds) for level in LEVELS}
+    return 0 if run(levels, arguments.seconds + HANG_SECONDS) else 1
+
+
+def _command(level: str, first: int, seconds: float) -> list[str]:
+    module = [sys.executable, "-m", "tests.simulation"]
+    return [*module, "--level", level, "--seed", str(first), "--seconds", str(seconds)]
+
+
+def run(levels: Mapping[str, Sequence[str]], limit_seconds: float) -> bool:
+    """Run the command of each level, all at once, and print what they say. Whether all ended well and in time."""
+    deadline = time.monotonic() + limit_seconds
+    with contextlib.ExitStack() as stack:
+        started = []
+        for level, command in levels.items():
+            said = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+            stack.callback(_end, process)
+            started.append((level, process, said))
+        verdicts = [_conclude(level, process, said, deadline) for level, process, said in started]
+    return all(verdicts)
+
+
+def _conclude(level: str, process: subprocess.Popen[bytes], said: IO[str], deadline: float) -> bool:
+    """The end of one level."""
+    try:
+        ended_well = process.wait(max(0.0, deadline - time.monotonic())) == 0
+        hangs = False
+    except subprocess.TimeoutExpired:
+        _end(process)
+        ended_well, hangs = False, True
+    say(f"--- level {level}")
+    said.seek(0)
+    lines = said.read().splitlines()
+    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        # A seed that went well has nothing to say.
+        if not (line.startswith(SEED_LINE) and following.startswith((SEED_LINE, SUMMARY_LINE))):
+            say(line)
+    if hangs:
+        say(f"verdict      level {level} hangs, FAILED")
+    return ended_well
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

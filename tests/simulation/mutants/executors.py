@@ -1,0 +1,665 @@
+"""Mutants of the executors: peer actor, reads, handshake, lease keeper, supervisor, and what starts them again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import trio
+
+from connector.runtime import handshake, lease_keeper, peer_actor, reads, restarts
+from connector.runtime.lease_keeper import LeaseKeeper
+from connector.runtime.mailbox import Mailbox
+from connector.runtime.peer_actor import PeerActor
+from connector.runtime.reads import Reads
+from connector.runtime.supervisor import Supervisor
+from tests.simulation.faults import Kind
+from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
+
+NOT_AN_ERROR_OF_THE_PRODUCT = type("NeverRaised", (Exception,), {})
+"""In an `except` clause: nothing is caught."""
+
+READ_ERRORS = (fault(Kind.READ_ERROR, "d0>p0", 0.5, 3.0, 0.3),)
+STALLED_READS = (fault(Kind.READ_STALL, "d0>p0", 0.5, 9.0),)
+LONG_QUEUE = (fault(Kind.LONG_QUEUE, "d0", 0.0, 6.0),)
+ABORTS_OF_A_CROWD = (
+    fault(Kind.ABORT, "d0", 0.0, 8.0),
+    fault(Kind.READ_SLOW, "d0>p0", 0.0, 8.0),
+    *(fault(Kind.LONG_QUEUE, "d0", float(at), 0.95) for at in range(8)),
+)
+"""So many requests start at once that their READs wait for their turn, and some are aborted meanwhile."""
+ACTOR_CRASHES = (fault(Kind.ACTOR_CRASH, "d0", 0.0, 4.0),)
+KEEPER_CRASHES = (fault(Kind.KEEPER_CRASH, "p0", 0.0, 4.0),)
+REPLACEMENTS = tuple(fault(Kind.CRASH_NEW_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0))
+RESTARTS = tuple(fault(Kind.CRASH_SAME_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0))
+GARBAGE = (fault(Kind.GARBAGE, "p0", 0.5, 1.0),)
+BAD_PARAMS = (fault(Kind.BAD_PARAMS, "d0", 0.0, 4.0),)
+WRONG_SIZES = tuple(fault(Kind.WRONG_SIZES, f"d{number}", 0.0, 4.0, 0.5) for number in range(3))
+CONTROL_CRASHES = (fault(Kind.CONTROL_CRASH, "p0", 0.0, 4.0),)
+WORKER_STOPS = (fault(Kind.WORKER_STOPS, "p0", 1.0, 0.1),)
+REFUSED = (fault(Kind.PREPARE_REFUSED, "d0>p0", 0.0, 1.0),)
+RESETS = (fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0),)
+ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 6.0, 0.5),)
+
+
+async def _once(run: Callable[[], Awaitable[None]], log_crash: Callable[[str, BaseException], None]) -> None:
+    try:
+        await run()
+    except Exception as error:
+        log_crash("control socket", error)
+
+
+def _run_once(patch: Patch) -> None:
+    keep_running = partial(restarts.keep_running)
+    keep_running.once = _once  # type: ignore[attr-defined]
+    patch.attribute(lease_keeper, "keep_running", keep_running)
+
+
+def _lose_commands(patch: Patch) -> None:
+    deliver = Supervisor.deliver
+    counts: dict[int, int] = {}
+
+    def deliver_most(self: Supervisor, command: Any) -> None:
+        counts[id(self)] = counts.get(id(self), 0) + 1
+        if counts[id(self)] % 40:
+            deliver(self, command)
+
+    patch.attribute(Supervisor, "deliver", deliver_most)
+
+
+def _lose_messages(patch: Patch) -> None:
+    put = Mailbox.put
+    counts: dict[int, int] = {}
+
+    def put_most(self: Mailbox[Any], message: Any) -> None:
+        counts[id(self)] = counts.get(id(self), 0) + 1
+        if counts[id(self)] % 50:
+            put(self, message)
+
+    patch.attribute(Mailbox, "put", put_most)
+
+
+def _one_handshake_at_a_time(patch: Patch) -> None:
+    shake_hands = PeerActor._handshake
+    locks: dict[int, trio.Lock] = {}
+
+    async def in_turn(self: PeerActor, address: Any) -> None:
+        async with locks.setdefault(id(self._context), trio.Lock()):
+            await shake_hands(self, address)
+
+    patch.attribute(PeerActor, "_handshake", in_turn)
+
+
+def level2(oracle: str, *faults: Any, first: int = 0) -> Seeds:
+    return Seeds(level=2, oracle=oracle, faults=faults, first=first)
+
+
+# --- the peer actor -------------------------------------------------------------------------------------------------
+
+ACTORS = (
+    Mutant(
+        name="post after failure",
+        row=4,
+        broken="a READ whose request was given up before its turn is posted all the same",
+        changes=(
+            Edit(
+                Reads._post,
+                "self._end(order, None, was_posted=False)\n                return",
+                "self._end(order, None, was_posted=False)",
+            ),
+        ),
+        place=level2("bytes", *ABORTS_OF_A_CROWD),
+    ),
+    Mutant(
+        name="links are not listened to again",
+        row=31,
+        broken="an actor that crashed hears nothing over the control connections that it had",
+        changes=(
+            Edit(
+                PeerActor.run, "for number, connection in self._connections.items():", "for number, connection in ():"
+            ),
+        ),
+        place=level2("recovery", *ACTOR_CRASHES, first=2),
+    ),
+    Mutant(
+        name="every answer is of the first rank",
+        rule="the report waits for the proof",
+        row=59,
+        broken="what a rank of P answers is taken for the answer of the first",
+        changes=(Edit(peer_actor._event_of, "rank=rank,\n        sent_ns", "rank=0,\n        sent_ns"),),
+        place=level2("recovery", first=1),
+    ),
+    Mutant(
+        name="a reset is not told",
+        row=83,
+        broken="the actor does not tell its core that a control connection was reset",
+        changes=(
+            Edit(
+                PeerActor._receive,
+                "self.inbox.put(core.LinkLost(connection=number, detail=str(error)))",
+                "pass",
+            ),
+        ),
+        place=level2("recovery", *RESETS),
+    ),
+    Mutant(
+        name="block ids trusted",
+        row=32,
+        broken="block ids that no engine has raise in the actor that looks them up",
+        changes=(Set(peer_actor, "BlockIdError", NOT_AN_ERROR_OF_THE_PRODUCT),),
+        place=level2("health", *BAD_PARAMS),
+    ),
+    Mutant(
+        name="the executor drops the quarantine",
+        row=5,
+        broken="the actor tells the engine that quarantined blocks are free",
+        changes=(Edit(PeerActor._report, "quarantined=effect.is_quarantined,", "quarantined=False,"),),
+        place=level2("block reuse", *STALLED_READS),
+    ),
+    Mutant(
+        name="lifted quarantines are not told",
+        row=5,
+        broken="the engine never hears that quarantined blocks may be used again",
+        changes=(
+            Edit(
+                PeerActor._lift_quarantine,
+                "self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))",
+                "del pull",
+            ),
+        ),
+        place=level2("leaks", *STALLED_READS),
+    ),
+    Mutant(
+        name="an effect that raises costs the others",
+        row=31,
+        broken="when an effect raises, those behind it are not carried out",
+        changes=(Edit(PeerActor._carry_out, "crash = crash or error", "raise error"),),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
+    ),
+    Mutant(
+        name="nothing recovered",
+        row=43,
+        broken="the core is not told that its executor crashed, and waits for tasks that are gone",
+        changes=(Edit(PeerActor.recover, "self._feed(core.Crashed(failure=failure))", "del failure"),),
+        place=level2("recovery", *ACTOR_CRASHES, fault(Kind.MESSAGE_DELAY, "p0>d0", 0.0, 4.0)),
+    ),
+    Mutant(
+        name="the end of a READ is lost in a crash",
+        row=31,
+        broken="an actor that crashes over the end of a READ never tells its core of it",
+        changes=(Edit(PeerActor.recover, "if isinstance(event, core.ReadEnded):", "if False:"),),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing"),
+    ),
+    Mutant(
+        name="failed handshake is not told",
+        row=26,
+        broken="the core never hears that a handshake has failed",
+        changes=(
+            Edit(
+                PeerActor._handshake,
+                "self.inbox.put(core.ConnectFailed(failure=failure))",
+                "del failure",
+            ),
+        ),
+        place=level2("leaks", *REPLACEMENTS, first=1),
+    ),
+    Mutant(
+        name="torn down without a word",
+        row=47,
+        broken="the core never hears that a connection has been torn down",
+        changes=(Edit(PeerActor._disconnect, "self.inbox.put(core.TornDown(connection=number))", "pass"),),
+        place=level2("recovery", *READ_ERRORS),
+    ),
+    Mutant(
+        name="one rank speaks for all",
+        rule="every holder",
+        row=59,
+        broken="what a rank tells P says that no other rank of its engine deals with P",
+        changes=(
+            Edit(
+                PeerActor._sender,
+                "ranks = self._connections[effect.connection].ranks[effect.rank].consumers",
+                "ranks = 1",
+            ),
+        ),
+        place=level2("held", first=7),
+    ),
+    Mutant(
+        name="every rank is the first",
+        rule="a sender counts once",
+        row=59,
+        broken="all ranks of an engine give P the same number",
+        changes=(Edit(PeerActor._sender, '"rank": local.tp_rank', '"rank": 0'),),
+        place=level2("handed back", first=7),
+    ),
+    Mutant(
+        name="tail not zeroed",
+        row=20,
+        broken="what no READ has filled of a larger block keeps what another request left there",
+        changes=(
+            Edit(PeerActor._report, "unfilled=resolved.unfilled if resolved is not None else None", "unfilled=None"),
+        ),
+        place=level2("bytes", first=41),
+    ),
+)
+
+# --- READs and agents -----------------------------------------------------------------------------------------------
+
+READS = (
+    Mutant(
+        name="the port's word on quiescence is ignored",
+        rule="a READ that failed may go on",
+        row=70,
+        broken="the translation of a READ's end says that it is over, whatever the port knows",
+        changes=(Edit(Reads._end, "event.quiescent if event is not None else True", "True"),),
+        place=level2("block reuse", *ERRS_EARLY),
+    ),
+    Mutant(
+        name="failed READs lost",
+        row=45,
+        broken="the end of a READ that failed is not told to who ordered it",
+        changes=(Edit(Reads._end, "order.on_end(ended, event)", "failure is None and order.on_end(ended, event)"),),
+        place=level2("recovery", *READ_ERRORS),
+    ),
+    Mutant(
+        name="READs that nobody wants have no end",
+        rule="the order of giving up",
+        row=45,
+        broken="a READ that is not posted is never told to have ended",
+        changes=(Edit(Reads._post, "self._end(order, None, was_posted=False)", "pass"),),
+        place=level2("leaks", *ABORTS_OF_A_CROWD),
+    ),
+    Mutant(
+        name="errors of NIXL raised",
+        row=30,
+        broken="an error of a NIXL call is not caught where a READ is posted",
+        changes=(Set(reads, "NixlCallFailed", NOT_AN_ERROR_OF_THE_PRODUCT),),
+        place=level2("health", *REPLACEMENTS),
+    ),
+    Mutant(
+        name="agents are removed under others",
+        row=14,
+        broken="who lets go of an agent removes it, although another stands on it",
+        changes=(Edit(Reads.unload_agent, "if owners:", "if False:"),),
+        place=ByTest("tests/unit/test_reads.py::test_an_agent_is_removed_when_the_last_who_stands_on_it_lets_go"),
+    ),
+    Mutant(
+        name="agents kept",
+        row=47,
+        broken="the agent of a connection that broke stays loaded, so that it can never be loaded afresh",
+        changes=(Edit(Reads.unload_agent, "await self.port.remove_remote_agent(agent)", "owners.add(owner)"),),
+        place=level2("recovery", *READ_ERRORS),
+    ),
+    Mutant(
+        name="a broken port is not told",
+        row=73,
+        broken="nobody learns that the NIXL thread has died",
+        changes=(Edit(Reads._receive, "self._on_broken(event.error)", "pass"),),
+        place=level2("health", *WORKER_STOPS),
+    ),
+)
+
+# --- the handshake --------------------------------------------------------------------------------------------------
+
+HANDSHAKE = (
+    Mutant(
+        name="sizes believed",
+        row=68,
+        broken="the sizes that the client says are not compared with those that P says",
+        changes=(Edit(handshake._require_true_sizes, "if facts is None:", "if True:"),),
+        place=level2("params", *WRONG_SIZES),
+    ),
+    Mutant(
+        name="two lives in one connection",
+        row=48,
+        broken="ranks of two lives of an engine make one connection",
+        changes=(Edit(handshake._require_one_life, "> 1", "> 99"),),
+        place=ByTest("tests/unit/test_handshake_answers.py::test_ranks_of_two_lives_of_an_engine_make_no_connection"),
+    ),
+    Mutant(
+        name="answers about another rank",
+        row=68,
+        broken="an answer about another rank than was asked about is taken",
+        changes=(
+            Edit(
+                handshake._exchange,
+                "if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:",
+                "if False:",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_handshake_answers.py::test_an_answer_about_another_rank_than_was_asked_about_is_refused"
+        ),
+    ),
+    Mutant(
+        name="any hash will do",
+        row=16,
+        broken="the hash of what two engines must have in common is not compared",
+        changes=(
+            Edit(
+                handshake._exchange,
+                "context.local.compatibility_hash if context.options.enforce_handshake_compat else None",
+                "None",
+            ),
+        ),
+        place=level2("bytes", fault(Kind.INCOMPATIBLE, "p0", 0.5, 3.0)),
+    ),
+    Mutant(
+        name="half a handshake kept",
+        row=51,
+        broken="what a handshake that failed half-way has loaded stays loaded",
+        changes=(Edit(handshake._load, "await _unload(context, owner, list(agents.values()), remote_lists)", "pass"),),
+        place=level2("recovery", *REFUSED),
+    ),
+    Mutant(
+        name="links of a failed handshake stay open",
+        row=51,
+        broken="the control connections of a handshake that failed are not closed",
+        changes=(Edit(handshake._load, "for link in links.values():", "for link in ():"),),
+        place=level2("leaks", *RESETS),
+    ),
+    Mutant(
+        name="descriptor lists kept",
+        row=50,
+        broken="the descriptor lists of a connection stay when the connection is torn down",
+        changes=(Edit(handshake._unload, "for remote_list in remote_lists:", "for remote_list in ():"),),
+        place=level2("leaks", *READ_ERRORS),
+    ),
+    Mutant(
+        name="links kept",
+        row=50,
+        broken="the control connections stay open when the connection is torn down",
+        changes=(Edit(handshake.disconnect, "rank.link.close()", "pass"),),
+        place=level2("leaks", *READ_ERRORS),
+    ),
+    Mutant(
+        name="the control socket is not tried",
+        row=66,
+        broken="a connection is made although nobody answers at the control socket",
+        changes=(
+            Edit(
+                handshake._open_link,
+                "if not isinstance(decode_answer(await link.receive()), HoldAnswer):\n"
+                '                raise BadFrame("not the answer to a hold")',
+                "pass",
+            ),
+        ),
+        place=level2("recovery"),
+    ),
+    Mutant(
+        name="handshakes wait for ever",
+        row=45,
+        broken="a question that nobody answers is waited for without bound",
+        changes=(Edit(handshake._exchange, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
+        place=level2("recovery", fault(Kind.PARTITION, "d0>p0", 0.0, 4.0)),
+    ),
+)
+
+# --- the lease keeper -----------------------------------------------------------------------------------------------
+
+KEEPER = (
+    Mutant(
+        name="notifications without bound",
+        row=75,
+        broken="whoever knows our agent can fill our memory with notifications",
+        changes=(
+            Edit(LeaseKeeper.notify, "if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX:", "if False:"),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_flood_of_notifications_costs_no_grant"),
+    ),
+    Mutant(
+        name="commands share the notifications' bound",
+        row=75,
+        broken="a grant that comes in a flood of notifications is dropped",
+        changes=(
+            Edit(
+                LeaseKeeper.deliver,
+                "self._inbox.put(_command_event(command))",
+                "self._notifications_waiting < NOTIFICATIONS_WAITING_MAX and self._inbox.put(_command_event(command))",
+            ),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_flood_of_notifications_costs_no_grant"),
+    ),
+    Mutant(
+        name="a flood keeps deadlines waiting",
+        row=52,
+        broken="the keeper empties its inbox before it looks at its deadlines, however full it is",
+        changes=(
+            Edit(
+                LeaseKeeper.run,
+                "for _ in range(MESSAGES_PER_TURN_MAX):\n"
+                "                if (message := self._inbox.take_one()) is None:\n"
+                "                    break\n",
+                "while (message := self._inbox.take_one()) is not None:\n",
+            ),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_flood_does_not_keep_other_tasks_waiting"),
+    ),
+    Mutant(
+        name="control task not restarted",
+        row=31,
+        broken="a control socket whose task crashed serves nobody any more",
+        changes=(
+            Edit(
+                LeaseKeeper.run,
+                'nursery.start_soon(keep_running, "control socket", serve, self._log_crash)',
+                "nursery.start_soon(keep_running.once, serve, self._log_crash)",
+            ),
+            Do(_run_once),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_crash_of_the_control_socket_is_logged_and_it_serves_on"),
+    ),
+    Mutant(
+        name="bad frames end the control task's turn",
+        row=38,
+        broken="a frame that is no message raises in the task of the control socket",
+        changes=(
+            Set(lease_keeper, "BadFrame", NOT_AN_ERROR_OF_THE_PRODUCT),
+            Set(lease_keeper, "DecodeFailed", NOT_AN_ERROR_OF_THE_PRODUCT),
+        ),
+        place=level2("health", *GARBAGE),
+    ),
+    Mutant(
+        name="a message that raises costs the others",
+        row=31,
+        broken="what raises in the keeper's core ends the keeper",
+        changes=(Edit(LeaseKeeper._step, 'self._log_crash("lease keeper", error)\n        return', "raise"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_crash_with_one_message_costs_no_other"),
+    ),
+    Mutant(
+        name="an end that raises costs the others",
+        row=76,
+        broken="an effect that raises costs the effects behind it",
+        changes=(
+            Edit(LeaseKeeper._step, '            self._log_crash("lease keeper", error)\n', "            raise\n"),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_crash_with_one_effect_costs_no_other"),
+    ),
+    Mutant(
+        name="ends of leases lost",
+        row=59,
+        broken="the engine never hears that a lease has ended",
+        changes=(
+            Edit(
+                LeaseKeeper._execute,
+                "self._emit(SendEnded(request_id=lease.request_id, expired=expired))",
+                "pass",
+            ),
+        ),
+        place=level2("free once"),
+    ),
+    Mutant(
+        name="ends under another name",
+        row=53,
+        broken="ends of leases name a request that the engine does not know",
+        changes=(
+            Edit(LeaseKeeper._execute, "SendEnded(request_id=lease.request_id,", "SendEnded(request_id=str(lease),"),
+        ),
+        place=level2("free once"),
+    ),
+    Mutant(
+        name="answers to nobody",
+        row=59,
+        broken="nobody is told of the leases that are gone",
+        changes=(Edit(LeaseKeeper._execute, "held=held, gone=gone)", "held=held, gone=())"),),
+        place=level2("isolation"),
+    ),
+)
+
+# --- the supervisor -------------------------------------------------------------------------------------------------
+
+SUPERVISOR = (
+    Mutant(
+        name="nobody restarted",
+        row=31,
+        broken="an actor that crashed is not started again, and its requests are lost",
+        changes=(
+            Edit(
+                restarts.keep_running,
+                "        log_crash(name, error)\n",
+                "        log_crash(name, error)\n            return\n",
+            ),
+        ),
+        place=level2("bound", *ACTOR_CRASHES, *STALLED_READS),
+    ),
+    Mutant(
+        name="a crash takes the engine along",
+        row=30,
+        broken="an exception in one actor ends all of them",
+        changes=(Edit(restarts.keep_running, "        log_crash(name, error)\n", "        raise\n"),),
+        place=level2("bound", *ACTOR_CRASHES),
+    ),
+    Mutant(
+        name="restarts without delay",
+        row=31,
+        broken="a task that crashes at once spins",
+        changes=(
+            Edit(
+                restarts.keep_running,
+                "await trio.sleep(min(RESTART_DELAY_SECONDS_MAX, delay_seconds))",
+                "await trio.sleep(0)",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_lease_keeper.py::test_what_crashes_at_once_is_started_again_ever_more_slowly_and_for_ever"
+        ),
+    ),
+    Mutant(
+        name="table without limit",
+        row=50,
+        broken="more remote engines are kept than the options allow",
+        changes=(Edit(Supervisor._actor, "and not self._evict_one()", "and False"),),
+        place=ByTest("tests/actors/test_peers.py::test_too_many_peers"),
+    ),
+    Mutant(
+        name="nobody evicted",
+        row=50,
+        broken="a full table never makes room",
+        changes=(Edit(Supervisor._evict_one, "if not unused:", "if True:"),),
+        place=ByTest("tests/actors/test_peers.py::test_full_table_makes_room_for_the_engine_that_replaced_another"),
+    ),
+    Mutant(
+        name="replaced engine kept",
+        row=49,
+        broken="what is loaded of an engine stays after another one has taken its address",
+        changes=(Edit(Supervisor._retire_replaced, "actor.inbox.put(Retire())", "pass"),),
+        place=level2("leaks", *REPLACEMENTS),
+    ),
+    Mutant(
+        name="sizes share an actor",
+        row=68,
+        broken="requests that say different sizes of an engine share one connection",
+        changes=(
+            Edit(
+                Supervisor._actor,
+                "key = _key(address)",
+                "key = _key(address)._replace(tp_size=1, dcp_size=1, pp_size=1)",
+            ),
+            Edit(
+                Supervisor._start_pull,
+                "_key(command.peer)",
+                "_key(command.peer)._replace(tp_size=1, dcp_size=1, pp_size=1)",
+            ),
+        ),
+        place=level2("isolation", *WRONG_SIZES),
+    ),
+    Mutant(
+        name="a dead worker says nothing",
+        row=73,
+        broken="the scheduler goes on lending blocks of a worker that is dead",
+        changes=(Edit(Supervisor._stop_everything, "self._context.emit(WorkerStopped(reason=detail))", "pass"),),
+        place=level2("health", *WORKER_STOPS),
+    ),
+    Mutant(
+        name="stop without a word",
+        row=27,
+        broken="requests that are open when the connector stops are not reported",
+        changes=(Edit(Supervisor._stop_everything, "actor.inbox.put(Stop(failure=self._stopped))", "pass"),),
+        place=level2("bound", fault(Kind.STOP, "d0", 3.0, 0.1), *STALLED_READS),
+    ),
+    Mutant(
+        name="aborts are not routed",
+        row=8,
+        broken="an abort does not reach the actor that reads for the request",
+        changes=(
+            Edit(Supervisor._start_pull, "self._peer_of_request[command.request_id] = _key(command.peer)", "pass"),
+        ),
+        place=ByTest("tests/actors/test_pull.py::test_abort_while_the_peer_is_silent_ends_at_once"),
+    ),
+    Mutant(
+        name="refused requests are not reported",
+        row=43,
+        broken="a request that finds no room for its peer is dropped",
+        changes=(
+            Edit(
+                Supervisor._start_pull,
+                "self._refuse(command, request.PeerFailed(failure=self._stopped or too_many))",
+                "pass",
+            ),
+        ),
+        place=ByTest("tests/actors/test_peers.py::test_too_many_peers"),
+    ),
+    Mutant(
+        name="wake-up missed",
+        row=44,
+        broken="a message that arrives before its actor waits does not wake it",
+        changes=(Edit(Mailbox.wait, "if self._messages:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_mailbox.py::test_waiting_with_a_message_at_hand_returns_at_once_but_lets_others_run"
+        ),
+    ),
+    Mutant(
+        name="commands lost",
+        row=44,
+        broken="every fortieth command of the engine thread is lost",
+        changes=(Do(_lose_commands),),
+        place=level2("bound"),
+    ),
+    Mutant(
+        name="messages lost",
+        row=44,
+        broken="every fiftieth message to an actor is lost",
+        changes=(Do(_lose_messages),),
+        place=level2("bound"),
+    ),
+    Mutant(
+        name="one handshake at a time",
+        row=61,
+        broken="handshakes with healthy engines wait for a dead one",
+        changes=(Do(_one_handshake_at_a_time),),
+        place=level2("isolation", fault(Kind.PARTITION, "d0>p0", 0.0, 4.0)),
+    ),
+    Mutant(
+        name="leases timed by the wall clock",
+        row=9,
+        broken="leases end by a clock that is set back and forth",
+        changes=(
+            Edit(LeaseKeeper._step, "self._clock.now_ns()", "round(self._clock.wall() * NS_PER_SECOND)"),
+            Edit(LeaseKeeper._seconds_to_deadline, "self._clock.now_ns()", "round(self._clock.wall() * NS_PER_SECOND)"),
+        ),
+        place=level2("held", *(fault(Kind.WALL_CLOCK_JUMP, "p0", at, 0.1) for at in (1.0, 2.0, 3.0))),
+    ),
+)
+
+MUTANTS = (*ACTORS, *READS, *HANDSHAKE, *KEEPER, *SUPERVISOR)

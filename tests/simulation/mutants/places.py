@@ -1,0 +1,29 @@
+"""Where mutants of the cores are run: small products of the model checker, faults of level 1, files of tests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tests.explore import Product
+from tests.simulation.faults import Kind
+from tests.simulation.mutants.mutant import fault
+
+ONE = Product(name="one request", restarts=True)
+TWO = Product(name="two requests", requests=((0, 0), (0, 1)), restarts=True)
+SHARED = Product(name="two requests, one lease", requests=((0, 0), (0, 0)), restarts=True)
+SIBLINGS = Product(name="two engines, one lease", requests=((0, 0), (1, 0)), restarts=True, dies=True)
+TWO_OF_P = Product(name="two ranks of P", prefill_ranks=2, restarts=True)
+TWO_OF_D = Product(name="two ranks of D", decode_ranks=2)
+BUILTIN = Product(name="built-in P", requests=((0, 0), (0, 1)), is_builtin=True)
+
+
+def within(product: Product, deviations: int) -> Product:
+    return msgspec.structs.replace(product, deviations=deviations)
+
+
+ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 4.0, 0.3),)
+
+CORE = "tests/unit/test_remote_engine_rules.py"
+LENDING = "tests/unit/test_lending.py"
+LEASE = "tests/unit/test_lease_machine.py"
+KEEPER = "tests/unit/test_lease_keeper.py"

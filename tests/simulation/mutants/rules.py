@@ -1,0 +1,119 @@
+"""The rules of the cores, each by a short name, as the docstring says it that states it.
+
+A test compares: every quotation stands in its module, and every rule is removed by at least one mutant.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+from statemachine import deadlines, hold, lease, lending, peer, remote_engine, request
+
+
+class Rule(NamedTuple):
+    where: ModuleType | type
+    """The module or class that says so in its docstring."""
+    quotation: str
+
+
+RULES: dict[str, Rule] = {
+    # a decode rank and one remote engine
+    "held from the announcement": Rule(
+        remote_engine, "A request holds its lease from the moment it is announced, which is before it is scheduled."
+    ),
+    "the READ does not wait": Rule(remote_engine, "The READ does not wait for the answer; the report does"),
+    "released by the last": Rule(remote_engine, "The release is owed when the last of a claim's users has ended"),
+    "released until confirmed": Rule(remote_engine, "is said until P has confirmed it or the lease must be over."),
+    "a released lease is consumed": Rule(
+        remote_engine, "A lease that was released here is consumed: who names it again is refused."
+    ),
+    "a READ that failed may go on": Rule(
+        remote_engine,
+        "A READ that failed may go on in part. It counts as quiescent when NIXL has shown that it is over",
+    ),
+    "the grace of the back end": Rule(
+        remote_engine, "when its connection has been torn down and the grace of the back end has passed."
+    ),
+    "a quarantine makes suspect": Rule(
+        remote_engine,
+        "A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read "
+        "over it.",
+    ),
+    "the order of giving up": Rule(
+        remote_engine,
+        "no new READ, the end of those in flight, the removal of its agents; the next handshake begins after that.",
+    ),
+    "left standing until READs end": Rule(remote_engine, "One whose READs do not end is left standing until they do."),
+    "who waits is told": Rule(remote_engine, "who waits for it is told when it is ready, and when it fails"),
+    "many leases in one message": Rule(remote_engine, "Renewals of many leases travel in one message."),
+    # one request
+    "draining": Rule(
+        request, "after the first failure the request waits until every READ is quiescent: known to write no more."
+    ),
+    "quarantine": Rule(
+        request,
+        "If that takes too long the request ends as failed(Quarantined): the client gets its answer, the blocks do not "
+        "return to the pool.",
+    ),
+    "the report waits for the proof": Rule(
+        request, "It must reach the end of the last READ before the request is `done`"
+    ),
+    "asked once more": Rule(request, "where it does not, P is asked once more"),
+    "reported once": Rule(request, "to exactly one report."),
+    "a retry": Rule(
+        request,
+        "A retry goes back to `pending_handshake` when the failure was the transport's, retries are left, and P is not "
+        "known to have given the blocks up.",
+    ),
+    # one lease as a decode rank knows it
+    "durations on our own clock": Rule(
+        hold,
+        "on our own clock the blocks are kept until `asked + remaining`, less what two clocks may part in that time "
+        "and less a margin.",
+    ),
+    "Held proves what was before": Rule(hold, "the answer proves everything before the moment of asking too"),
+    "asked again on a new connection": Rule(hold, "So everything is asked again."),
+    "assumed from when we heard": Rule(hold, "its lease is taken to have begun when we first heard of the request"),
+    "told why at once": Rule(hold, "P does not keep them"),
+    # one connection
+    "drained before rebuilt": Rule(peer, "READs in flight end first"),
+    "fails at once in back-off": Rule(peer, "A failed peer fails requests at once while it backs off"),
+    # a prefill rank
+    "always answered": Rule(lending, "and are always answered"),
+    "late and repeated messages": Rule(
+        lending,
+        "Everything that comes from a peer may be late, repeated, or about something that is not lent here; such a "
+        "message is answered or counted, and changes nothing.",
+    ),
+    "who comes too late is told why": Rule(
+        lending, "A lease that is over is remembered with the reason, so that who comes too late is told why."
+    ),
+    # one lease
+    "names": Rule(lease.LeaseName, "a number that no other lease of this life of P has"),
+    "every holder": Rule(lease, "The lease is done when every holder is complete"),
+    "a release counts as a hold": Rule(lease, "a release counts as a hold too"),
+    "a sender counts once": Rule(lease, "A sender counts once, however often it repeats itself."),
+    "resolved to the largest": Rule(
+        lease, "Holders that disagree about the number of ranks are resolved to the largest"
+    ),
+    "a rank may hold again": Rule(lease, "A rank that holds after it has released wants the blocks again"),
+    "built-in readers are one holder": Rule(
+        lease, "They count as one holder, whose ranks are the senders' agent names"
+    ),
+    "overtaking": Rule(lease, "holds and releases in `computing` are remembered"),
+    "the grant keeps the promise": Rule(
+        lease, "the promise that a hold was given (`deadline_ns`) is kept by the grant"
+    ),
+    "over is over": Rule(lease, "A lease that is over never comes back."),
+    "the total bound": Rule(lease, "Renewals end at `latest_ns`"),
+    "deadlines move forward": Rule(lease, "the blocks are kept for readers until `deadline_ns`"),
+    "a deadline ends a lease": Rule(lease, "nobody renewed it in time: the blocks are freed"),
+    "freed once": Rule(
+        lease, "every engine that held the lease has released it on all its ranks: the blocks are freed"
+    ),
+    # both
+    "told again": Rule(remote_engine.ReadEnded, "May be told again."),
+    "every wait ends": Rule(request.DeadlinePassed, "The request as a whole took too long."),
+    "one deadline at a time": Rule(deadlines, "Due keys are taken one at a time"),
+}

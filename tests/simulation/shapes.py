@@ -1,0 +1,43 @@
+"""What simulated engines are, as plain data: what a model caches, over how many ranks an engine is spread, how many
+tokens its blocks hold. What follows from it in memory is in `model`."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+BLOCK_TOKENS = 16
+"""Of engines whose blocks have the usual size."""
+BLOCK_TOKENS_MAX = 32
+
+
+class SecondGroup(enum.Enum):
+    """What a model caches beside full attention."""
+
+    NONE = "nothing else"
+    WINDOW = "sliding window"
+    STATE = "state"
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What all engines of a cluster serve."""
+
+    heads: int = 1
+    second: SecondGroup = SecondGroup.NONE
+
+    @property
+    def groups(self) -> tuple[SecondGroup, ...]:
+        """The cache groups; NONE stands for full attention."""
+        first = (SecondGroup.NONE,)
+        return first if self.second is SecondGroup.NONE else (*first, self.second)
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine is built."""
+
+    tp_size: int = 1
+    block_tokens: int = BLOCK_TOKENS
+
+    def blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)

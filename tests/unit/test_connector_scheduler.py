@@ -1,0 +1,185 @@
+"""The scheduler side under vLLM's own scheduler: names of leases, what becomes of pulls, an engine that has stopped.
+
+Which blocks travel is in `test_cache_groups`, failed loads are in `test_load_failures`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from connector.protocol import AbortPull, Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull
+from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.step_metadata import WorkerReport
+from connector.wire.params import LEASE_NUMBER_MAX
+from tests.unit.hybrid_engine import HybridEngine, full
+
+TOKENS = list(range(40))
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+STOPPED = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(stopped="its actors died"))
+
+
+def side(engine: HybridEngine) -> ConnectorScheduler:
+    connector = engine.scheduler.connector
+    assert connector is not None
+    found: ConnectorScheduler = connector._scheduler
+    return found
+
+
+def of_type(engine: HybridEngine, *kinds: type[Command]) -> list[type]:
+    return [type(each) for each in engine.commands if isinstance(each, kinds)]
+
+
+def free_blocks(engine: HybridEngine) -> int:
+    count: int = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return count
+
+
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker side can register is not the matter here."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+# --- names of leases --------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_engine_repeats_no_number_of_its_former_life() -> None:
+    """The peers of the former life may still hold and release its leases."""
+    numbers: set[int] = set()
+    for _ in range(3):
+        engine = HybridEngine([full()], engine_id="same")
+        for name in ("a", "b"):
+            engine.prefill(name, TOKENS)
+        first, second = (engine.params[name]["lease_number"] for name in ("a", "b"))
+        assert 0 < first < second < LEASE_NUMBER_MAX
+        numbers |= {first, second}
+    assert len(numbers) == 6
+
+
+def test_the_answer_of_a_prefill_names_the_lease_and_no_clock() -> None:
+    engine = HybridEngine([full()])
+    engine.prefill("a", TOKENS)
+    params = engine.params["a"]
+    assert (params["remote_request_id"], params["lease_number"]) == engine.grant_of("a").lease
+    assert not {"lease_expires_at", "incarnation"} & params.keys()
+    assert params["remote_blocks_expiry_time"] is None
+
+
+# --- pulls ------------------------------------------------------------------------------------------------------------
+
+
+def lent() -> dict[str, Any]:
+    prefill = HybridEngine([full()], engine_id="p")
+    prefill.prefill("a", TOKENS)
+    params: dict[str, Any] = prefill.params["a"]
+    return params
+
+
+def test_a_pull_waits_then_loads_and_then_is_an_ordinary_request() -> None:
+    decode, params = HybridEngine([full()]), lent()
+    decode.submit("a", TOKENS, params, max_tokens=3)
+    assert (set(side(decode)._waiting), side(decode)._loading) == ({"a"}, set())
+    decode.step()
+    assert (side(decode)._waiting, side(decode)._loading) == ({}, {"a"})
+    decode.loaded("a")
+    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+    for _ in range(4):
+        decode.step()
+    assert decode.finished["a"] == "length"
+    assert decode.computed["a"] == 3, "the prompt was loaded, and its last token is computed to sample from it"
+    assert of_type(decode, StartPull, AbortPull, RejectPull) == [StartPull]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, [StartPull]), (1, [StartPull, AbortPull])])
+def test_a_pull_that_is_aborted_leaves_nothing_behind(steps: int, expected: list[type]) -> None:
+    """Before it is scheduled P is told that nothing is read; while it loads the worker is told to stop."""
+    decode, params = HybridEngine([full()]), lent()
+    decode.submit("a", TOKENS, params)
+    for _ in range(steps):
+        decode.step()
+    decode.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    decode.step()
+    assert of_type(decode, StartPull, AbortPull) == expected
+    assert decode.pull_of("a").awaited is bool(steps)
+    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+
+
+def test_bad_parameters_park_the_request_like_good_ones() -> None:
+    decode, params = HybridEngine([full()]), lent()
+    decode.submit("a", TOKENS, {**params, "remote_port": 0})
+    decode.step()
+    assert decode.rejection_of("a").failure.field == "remote_port"
+    assert side(decode)._loading == {"a"}
+    decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
+    assert decode.finished["a"] == "error"
+    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+
+
+# --- an engine whose workers have stopped -----------------------------------------------------------------------------
+
+
+class Refusals:
+    """In place of the listener's thread."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def stop_serving(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def test_nothing_is_lent_once_a_worker_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    engine, listener = HybridEngine([full()], caches_prefixes=False), Refusals()
+    side(engine)._listener = listener  # type: ignore[assignment]
+    free_before = free_blocks(engine)
+    with caplog.at_level(logging.CRITICAL, logger="vllm.nixl_actor_connector"):
+        for _ in range(2):
+            engine.step(STOPPED)
+    engine.run("a", TOKENS, REMOTE_DECODE)
+    engine.step()
+    assert "a" not in engine.params, "D would read what nobody can read"
+    assert free_blocks(engine) == free_before
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
+    assert listener.reasons == ["its actors died"]
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "vllm.nixl_actor_connector"]
+    assert "its actors died" in line
+
+
+def test_what_is_computing_when_a_worker_stops_is_not_lent_either() -> None:
+    """Other ranks of this engine live on and are told."""
+    engine = HybridEngine([full()], batch_tokens=16, caches_prefixes=False)
+    free_before = free_blocks(engine)
+    engine.submit("a", TOKENS, REMOTE_DECODE)
+    engine.step()
+    engine.step(STOPPED)
+    for _ in range(4):
+        engine.step()
+    assert engine.finished["a"] == "length"
+    assert "a" not in engine.params
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseWithdrawn]
+    assert free_blocks(engine) == free_before
+
+
+def test_what_was_lent_before_stays_so_until_the_workers_give_it_back() -> None:
+    engine = HybridEngine([full()], caches_prefixes=False)
+    free_before = free_blocks(engine)
+    engine.prefill("a", TOKENS)
+    engine.step(STOPPED)
+    assert free_blocks(engine) < free_before
+    engine.step(KVConnectorOutput(finished_sending={"a"}))
+    assert free_blocks(engine) == free_before
+
+
+def test_requests_that_nobody_reads_are_served_as_ever_when_a_worker_has_stopped() -> None:
+    engine = HybridEngine([full()])
+    engine.step(STOPPED)
+    engine.run("a", TOKENS, None, max_tokens=3)
+    assert engine.finished["a"] == "length"

@@ -1,0 +1,82 @@
+"""What the documents name exists: files, tests, links, facts about NIXL; and so does what the code cites of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FACTS_TEST = ROOT / "tests" / "conformance" / "test_nixl_facts.py"
+SUITE = ROOT / "tests" / "conformance" / "nixl_suite.py"
+FACTS = (ROOT / "docs" / "nixl.md").read_text()
+NUMBERS = {int(number) for number in re.findall(r"^\*\*(\d+)\. ", FACTS, re.MULTILINE)}
+
+_PATH = re.compile(r"`((?:connector|statemachine|tests|diagrams|docs)/[\w./-]*)(?:::([\w:]+))?`")
+_CITED = re.compile(r"nixl\.md,?\s+facts? (\d+)(?:(?:,| and)\s+(\d+))?")
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+def document(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    named = _PATH.findall(document.read_text())
+    missing = sorted({path for path, _ in named if not (ROOT / path).exists()})
+    assert missing == []
+    for path, function in named:
+        last = function.rpartition("::")[2]
+        assert not last or f"def {last}(" in (ROOT / path).read_text(), (path, function)
+
+
+def test_every_module_that_is_run_exists(document: Path) -> None:
+    modules = re.findall(r"python -m ((?:tests|diagrams|connector|statemachine)[\w.]*)", document.read_text())
+    for module in modules:
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+def test_every_target_of_make_exists(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|^)make (\w+)", document.read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        assert (document.parent / link).exists(), link
+
+
+def test_tests_and_suites_that_show_a_fact_exist() -> None:
+    shown = FACTS_TEST.read_text()
+    for prefix in re.findall(r"`(test_facts?_[\d_and]+)", FACTS):
+        assert f"def {prefix}" in shown, prefix
+    suite = SUITE.read_text()
+    for name in re.findall(r"\*suite:\*\s+`(\w+)`", FACTS):
+        assert f"def {name}(" in suite, name
+
+
+def test_every_test_of_a_fact_is_named_by_the_fact() -> None:
+    for numbers in re.findall(r"def test_facts?_((?:\d+_(?:and_)?)+)", FACTS_TEST.read_text()):
+        for number in re.findall(r"\d+", numbers):
+            fact = re.search(rf"^\*\*{number}\. .*?(?=^\*\*\d+\. |^## |\Z)", FACTS, re.MULTILINE | re.DOTALL)
+            assert fact is not None, number
+            assert "*test:*" in fact.group(), number
+
+
+def test_every_fact_that_is_cited_exists() -> None:
+    sources = [path for folder in ("connector", "statemachine", "tests", "docs") for path in (ROOT / folder).rglob("*")]
+    cited = {
+        (path.relative_to(ROOT).as_posix(), int(number))
+        for path in sources
+        if path.suffix in (".py", ".md")
+        for numbers in _CITED.findall(path.read_text())
+        for number in numbers
+        if number
+    }
+    assert len(cited) > 10
+    assert {each for each in cited if each[1] not in NUMBERS} == set()

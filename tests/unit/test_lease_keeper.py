@@ -1,0 +1,611 @@
+"""The executor of the `Lending` core: what comes in reaches the core, what it says is done, a bug costs one message."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from connector.clock import BootClock, Clock, to_ns
+from connector.config import ConnectorOptions, parse_options
+from connector.ports.side_channel import ListenerCounts, Request
+from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
+from connector.protocol import LateNotificationNoted, LeaseComputing, LeaseGranted, LeaseWithdrawn, Outcome, SendEnded
+from connector.runtime import lease_keeper
+from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
+from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
+from connector.wire.bounded import shorten
+from connector.wire.control import (
+    MESSAGE_BYTES_MAX,
+    ControlAnswer,
+    ControlRequest,
+    Hold,
+    HoldAnswer,
+    Release,
+    Released,
+    decode_answer,
+    encode_request,
+)
+from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.lease import Lease, LeaseName, State
+
+HOST = "127.0.0.1"
+LEASE_SECONDS = 9.0
+LIMIT_SECONDS = 60.0
+OPTIONS = ConnectorOptions(kv_lease_duration=LEASE_SECONDS, lease_limit_seconds=LIMIT_SECONDS)
+
+ODD_IDS = ["HB:x", "HB:", "a,b", ",", "a:7", "cmpl-7,0-1"]
+
+
+class TrioClock:
+    """Trio's, which a test may run ahead."""
+
+    def now_ns(self) -> int:
+        return to_ns(1000 + trio.current_time())
+
+    def wall(self) -> float:
+        return 0.0
+
+
+class Rank:
+    """A lease keeper, and everything that it tells."""
+
+    def __init__(self, clock: Clock, control: Any = None, options: ConnectorOptions = OPTIONS) -> None:
+        self.outcomes: list[Outcome] = []
+        self.failures: list[Failure] = []
+        self.crashes: list[str] = []
+        self.is_watching: list[bool] = []
+        self.steps: list[tuple[Any, str, str]] = []
+        self.values: dict[Any, Lease] = {}
+        self.breaks_on: type[Outcome] | None = None
+        """The next outcome of this type is lost in a crash."""
+        self.breaks_at: str | None = None
+        """The next step of the lease of this request is."""
+        self.keeper = LeaseKeeper(
+            limits=lending_limits(options),
+            clock=clock,
+            observe=self._observe,
+            emit=self._emit,
+            log_failure=lambda subject, failure: self.failures.append(failure),
+            log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
+            watch_notifications=self.is_watching.append,
+            control=control,
+        )
+
+    def _emit(self, outcome: Outcome) -> None:
+        if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
+            self.breaks_on = None
+            raise RuntimeError("injected")
+        self.outcomes.append(outcome)
+
+    def _observe(self, machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
+        if self.breaks_at == subject.request_id:
+            self.breaks_at = None
+            raise RuntimeError("injected")
+        self.steps.append((subject, type(event).__name__ if before is not None else "Created", after.state.value))
+        self.values[subject] = after
+
+    def lend(self, name: str, number: int = 1, blocks: int = 1) -> LeaseName:
+        lease = LeaseName(name, number)
+        self.keeper.deliver(LeaseComputing(lease=lease))
+        self.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=blocks))
+        return lease
+
+    def ended(self) -> dict[str, bool]:
+        """By request id: whether it expired."""
+        ended = [each for each in self.outcomes if isinstance(each, SendEnded)]
+        assert len({each.request_id for each in ended}) == len(ended), "a lease has ended twice"
+        return {each.request_id: each.expired for each in ended}
+
+    def late(self) -> int:
+        return sum(isinstance(each, LateNotificationNoted) for each in self.outcomes)
+
+
+@asynccontextmanager
+async def running(rank: Rank) -> Any:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rank.keeper.run)
+        yield rank
+        nursery.cancel_scope.cancel()
+
+
+def run_ahead(test: Callable[[Rank], Awaitable[None]], **settings: Any) -> Rank:
+    """Run a test beside a keeper, on a clock that leaps over every wait."""
+    made: list[Rank] = []
+
+    async def main() -> None:
+        made.append(Rank(TrioClock(), **settings))
+        async with running(made[0]) as rank:
+            await test(rank)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return made[0]
+
+
+async def turn() -> None:
+    """Until the keeper has handled what it was told."""
+    await trio.testing.wait_all_tasks_blocked()
+
+
+# --- commands and deadlines -------------------------------------------------------------------------------------------
+
+
+def test_what_is_lent_ends_at_its_deadline() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a", blocks=7)
+        await trio.sleep(LEASE_SECONDS - 0.01)
+        assert rank.ended() == {}
+        await trio.sleep(0.02)
+        assert rank.ended() == {"a": True}
+        assert rank.keeper.open_leases == 0
+
+    rank = run_ahead(test)
+    assert [step[1:] for step in rank.steps] == [
+        ("Created", "computing"),
+        ("Granted", "held"),
+        ("DeadlinePassed", "expired"),
+    ]
+    assert rank.values[LeaseName("a", 1)].blocks == 7
+    assert rank.crashes == []
+
+
+def test_what_is_withdrawn_frees_nothing() -> None:
+    async def test(rank: Rank) -> None:
+        lease = LeaseName("a", 1)
+        rank.keeper.deliver(LeaseComputing(lease=lease))
+        rank.keeper.deliver(LeaseWithdrawn(lease=lease))
+        await trio.sleep(2 * LEASE_SECONDS)
+        assert rank.outcomes == []
+        assert rank.values[lease].state is State.RELEASED
+
+    run_ahead(test)
+
+
+def test_notifications_are_watched_while_anything_is_lent() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        rank.lend("b")
+        await turn()
+        assert rank.is_watching == [True]
+        rank.keeper.notify("d", b"a:1")
+        await turn()
+        assert rank.is_watching == [True]
+        rank.keeper.notify("d", b"b:1")
+        await turn()
+        assert rank.is_watching == [True, False]
+
+    run_ahead(test)
+
+
+def test_heartbeats_keep_a_lease_and_not_for_ever() -> None:
+    """Each for two thirds of its duration, as the built-in connector counts; in all for lease_limit_seconds."""
+
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        start = trio.current_time()
+        while not rank.ended():
+            rank.keeper.notify("d", b"HB:a,b")
+            await trio.sleep(LEASE_SECONDS / 2)
+            assert trio.current_time() < start + 2 * LIMIT_SECONDS, "a reader that never reads pins the blocks"
+        assert LIMIT_SECONDS <= trio.current_time() - start < LIMIT_SECONDS + LEASE_SECONDS
+
+    run_ahead(test)
+
+
+def test_limits_come_from_the_options() -> None:
+    limits = lending_limits(parse_options({"kv_lease_duration": 9}, {}))
+    assert (limits.lease_ns, limits.heartbeat_ns, limits.total_ns) == (to_ns(9), to_ns(6), to_ns(900))
+
+
+def test_a_keeper_that_is_run_again_goes_on_where_it_was() -> None:
+    async def main() -> None:
+        rank = Rank(TrioClock())
+        async with running(rank):
+            rank.lend("a")
+            await trio.sleep(1)
+        rank.lend("b")
+        await trio.sleep(1)
+        async with running(rank):
+            await trio.sleep(LEASE_SECONDS + 1)
+        assert rank.ended() == {"a": True, "b": True}
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+# --- floods and crashes -----------------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_notifications_costs_no_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 7: a grant that is lost is a lease without a timer, blocks that never come back."""
+    monkeypatch.setattr(lease_keeper, "NOTIFICATIONS_WAITING_MAX", 1000)
+
+    async def test(rank: Rank) -> None:
+        for flood in range(3):
+            for _ in range(1500):
+                rank.keeper.notify("stranger", b"?")
+            rank.lend(f"lent-{flood}")
+        assert rank.keeper.notifications_dropped == 3500
+        await turn()
+        rank.keeper.notify("d", b"lent-0:1")
+        await turn()
+        assert rank.ended() == {"lent-0": False}, "there is room for notifications again"
+        await trio.sleep(LEASE_SECONDS + 1)
+        assert rank.ended() == {"lent-0": False, "lent-1": True, "lent-2": True}
+
+    rank = run_ahead(test)
+    dropped = [each.dropped for each in rank.failures if isinstance(each, NotificationsDropped)]
+    assert dropped == [2**exponent for exponent in range(12)], "few lines, and each says how many"
+    assert sum(isinstance(each, MessageMalformed) for each in rank.failures) == 1000
+
+
+def test_a_flood_does_not_keep_other_tasks_waiting() -> None:
+    messages = 20 * lease_keeper.MESSAGES_PER_TURN_MAX
+
+    async def test(rank: Rank) -> None:
+        for _ in range(messages):
+            rank.keeper.notify("stranger", b"?")
+        turns = 0
+        while len(rank.failures) < messages:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        assert turns >= 20
+
+    run_ahead(test)
+
+
+def test_a_crash_with_one_effect_costs_no_other() -> None:
+    """Case 8: all are due before any of them is looked at."""
+
+    async def test(rank: Rank) -> None:
+        for number in range(6):
+            rank.lend(f"lent-{number}")
+        rank.breaks_on = SendEnded
+        await trio.sleep(LEASE_SECONDS + 1)
+        assert len(rank.ended()) == 5
+        assert rank.crashes == ["lease keeper: injected"]
+
+    run_ahead(test)
+
+
+def test_a_crash_with_one_message_costs_no_other() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("before")
+        rank.breaks_at = "broken"
+        rank.keeper.deliver(LeaseWithdrawn(lease=rank.lend("broken")))
+        rank.lend("after")
+        await trio.sleep(LEASE_SECONDS + 1)
+        assert rank.ended().keys() >= {"before", "after"}
+        assert rank.crashes == ["lease keeper: injected"]
+
+    run_ahead(test)
+
+
+def test_a_crash_with_one_deadline_costs_no_other() -> None:
+    async def test(rank: Rank) -> None:
+        for name in ("a", "b", "c"):
+            rank.lend(name)
+        await turn()
+        rank.breaks_at = "b"
+        await trio.sleep(LEASE_SECONDS + 1)
+        assert rank.ended().keys() >= {"a", "c"}
+        assert rank.crashes == ["lease keeper: injected"]
+
+    run_ahead(test)
+
+
+# --- notifications ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+def test_a_release_is_one_whatever_the_request_is_called(request_id: str) -> None:
+    """Case 11: the text of a release may begin as a heartbeat does."""
+
+    async def test(rank: Rank) -> None:
+        rank.lend(request_id)
+        rank.keeper.notify("d", f"{request_id}:1".encode())
+        await turn()
+        assert rank.ended() == {request_id: False}
+        assert rank.late() == 0
+
+    run_ahead(test)
+
+
+def test_a_heartbeat_is_one_although_it_could_be_a_release() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("x:1")
+        await trio.sleep(LEASE_SECONDS - 1)
+        rank.keeper.notify("d", b"HB:x:1")
+        await trio.sleep(2)
+        assert rank.ended() == {}
+
+    run_ahead(test)
+
+
+def test_a_lease_ends_when_every_rank_of_a_builtin_reader_has_said_so_once() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        for sender in ("d.0", "d.0", "d.1", "d.0"):
+            rank.keeper.notify(sender, b"a:3")
+        await turn()
+        assert rank.ended() == {}
+        rank.keeper.notify("d.2", b"a:3")
+        await turn()
+        assert rank.ended() == {"a": False}
+        rank.keeper.notify("d.2", b"a:3")
+        await turn()
+        assert rank.late() == 0, "what was released by its readers is not released late by one of them"
+
+    run_ahead(test)
+
+
+def test_a_release_of_what_is_not_lent_any_more_is_counted() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        await trio.sleep(LEASE_SECONDS + 1)
+        rank.keeper.notify("d", b"a:1")
+        rank.keeper.notify("d", b"never:1")
+        await turn()
+        assert rank.late() == 2
+        assert rank.failures == [
+            ConsumerUnknown(sender="d", request_id="a"),
+            ConsumerUnknown(sender="d", request_id="never"),
+        ]
+
+    run_ahead(test)
+
+
+def test_what_is_no_notification_costs_a_line() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        rank.keeper.notify("d", b"\xff")
+        await turn()
+        (failure,) = rank.failures
+        assert isinstance(failure, MessageMalformed)
+        assert (failure.sender, failure.detail) == ("d", "not UTF-8: b'\\xff'")
+        assert rank.late() == 0
+
+    run_ahead(test)
+
+
+# --- the control socket, real -----------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """A decode engine's end of the control socket, one message to a connection."""
+
+    def __init__(self, channel: ZmqSideChannel, port: int) -> None:
+        self._channel = channel
+        self._port = port
+
+    async def ask(self, message: ControlRequest) -> ControlAnswer:
+        return decode_answer(await self.ask_raw(encode_request(message)))
+
+    async def ask_raw(self, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        return await self._channel.connect(HOST, self._port).ask(frames)
+
+    async def hold(self, *leases: LeaseName, engine_id: str = "d", sent_ns: int = 5) -> HoldAnswer:
+        answer = await self.ask(Hold(engine_id=engine_id, rank=0, ranks=1, sent_ns=sent_ns, leases=leases))
+        assert isinstance(answer, HoldAnswer)
+        return answer
+
+    async def release(self, *leases: LeaseName, engine_id: str = "d") -> Released:
+        answer = await self.ask(Release(engine_id=engine_id, rank=0, ranks=1, leases=leases))
+        assert isinstance(answer, Released)
+        return answer
+
+
+def run_over_zmq(
+    test: Callable[[Rank, Decoder], Awaitable[None]],
+    *,
+    wrap: Callable[[ZmqListener], Any] = lambda listener: listener,
+    **settings: Any,
+) -> None:
+    async def main() -> None:
+        channel = ZmqSideChannel()
+        try:
+            listener = channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+            with trio.fail_after(20):
+                async with running(Rank(BootClock(), wrap(listener), **settings)) as rank:
+                    await test(rank, Decoder(channel, listener.port))
+        finally:
+            channel.close()
+
+    trio.run(main)
+
+
+def test_a_hold_is_answered_with_what_remains_or_why_nothing_does() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease, unknown = rank.lend("a", 3), LeaseName("a", 4)
+        answer = await decoder.hold(lease, unknown, sent_ns=12345)
+        assert answer.sent_ns == 12345
+        (held,) = answer.held
+        assert held.lease == lease
+        assert to_ns(LEASE_SECONDS - 5) < held.remaining_ns <= to_ns(LEASE_SECONDS)
+        (gone,) = answer.gone
+        assert gone.lease == unknown
+        assert "not lent here" in gone.why
+
+    run_over_zmq(test)
+
+
+def test_a_lease_lives_for_as_long_as_it_is_held_and_is_gone_for_who_comes_too_late() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        for _ in range(6):
+            await trio.sleep(0.15)
+            answer = await decoder.hold(lease)
+            assert answer.held, answer.gone
+        assert rank.ended() == {}
+        assert (await decoder.release(lease)).leases == (lease,)
+        assert rank.ended() == {"a": False}
+        (gone,) = (await decoder.hold(lease, engine_id="another")).gone
+        assert "released" in gone.why
+
+    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=0.4))
+
+
+def test_a_lease_that_nobody_holds_ends_and_says_so() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        await trio.sleep(0.4)
+        assert rank.ended() == {"a": True}
+        (gone,) = (await decoder.hold(lease)).gone
+        assert gone.why == "expired"
+
+    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=0.2))
+
+
+def test_two_engines_hold_one_lease_until_both_have_released_it() -> None:
+    """Case 2."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        for engine_id in ("first", "second"):
+            assert (await decoder.hold(lease, engine_id=engine_id)).held
+        await decoder.release(lease, engine_id="first")
+        assert rank.ended() == {}
+        await decoder.release(lease, engine_id="second")
+        assert rank.ended() == {"a": False}
+
+    run_over_zmq(test)
+
+
+def test_a_release_that_is_sent_again_is_answered_again_and_is_not_late() -> None:
+    """Case 11: the answer to the first one may have been lost."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        for _ in range(3):
+            assert (await decoder.release(lease)).leases == (lease,)
+        assert rank.ended() == {"a": False}
+        assert (rank.late(), rank.failures) == (0, [])
+
+    run_over_zmq(test)
+
+
+def test_a_reader_that_is_faster_than_the_engines_next_step_is_not_overlooked() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = LeaseName("a", 1)
+        rank.keeper.deliver(LeaseComputing(lease=lease))
+        assert (await decoder.hold(lease)).held
+        await decoder.release(lease)
+        assert rank.ended() == {}
+        rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1))
+        await turn()
+        assert rank.ended() == {"a": False}
+
+    run_over_zmq(test)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [(b"",), (b"\xc1",), (b"a", b"b"), (b"x" * (1 << 20),), (b"\x81\xa4type\xa3own",)],
+    ids=["empty", "no msgpack", "two frames", "long", "unknown type"],
+)
+def test_what_is_no_message_gets_silence_and_costs_nothing(frames: tuple[bytes, ...]) -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        with trio.move_on_after(0.2) as waiting:
+            await decoder.ask_raw(frames)
+        assert waiting.cancelled_caught, "it was answered"
+        assert (await decoder.hold(lease)).held
+        assert [type(failure) for failure in rank.failures] == [MessageMalformed]
+        assert shorten(str(rank.failures[0]), 500) == str(rank.failures[0]), "fit for a log"
+        assert rank.crashes == []
+
+    run_over_zmq(test)
+
+
+class BreakingListener:
+    """Raises for the first messages, after it has taken them, and then for the first replies."""
+
+    def __init__(self, listener: ZmqListener, *, receives: int = 0, replies: int = 0) -> None:
+        self._listener = listener
+        self._receives = receives
+        self._replies = replies
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
+
+    async def receive(self) -> Request:
+        request = await self._listener.receive()
+        if self._receives:
+            self._receives -= 1
+            raise RuntimeError("injected")
+        return request
+
+    def reply(self, address: bytes, frames: Any) -> None:
+        if self._replies:
+            self._replies -= 1
+            raise RuntimeError("injected")
+        self._listener.reply(address, frames)
+
+    def counts(self) -> ListenerCounts:
+        return self._listener.counts()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "logged_as"), [("receives", "control socket: injected"), ("replies", "lease keeper: injected")]
+)
+def test_a_crash_of_the_control_socket_is_logged_and_it_serves_on(broken: str, logged_as: str) -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        for _ in range(3):
+            with trio.move_on_after(0.2) as waiting:
+                await decoder.hold(lease)
+            assert waiting.cancelled_caught
+        assert (await decoder.hold(lease)).held
+        assert rank.crashes == [logged_as] * 3
+
+    run_over_zmq(test, wrap=lambda listener: BreakingListener(listener, **{broken: 3}))
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_crashes_at_once_is_started_again_ever_more_slowly_and_for_ever() -> None:
+    """More often than a float has powers of two."""
+    starts: list[float] = []
+    recovered: list[BaseException] = []
+
+    async def crash() -> None:
+        starts.append(trio.current_time())
+        if len(starts) <= 1200:
+            raise RuntimeError("injected")
+
+    async def main() -> None:
+        await keep_running("task", crash, lambda name, error: None, recovered.append)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    delays = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert len(delays) == len(recovered) == 1200
+    assert [round(delay, 6) for delay in delays] == sorted(round(delay, 6) for delay in delays)
+    assert 0 < delays[0] < 0.01
+    assert delays[-1] == pytest.approx(RESTART_DELAY_SECONDS_MAX)
+
+
+def test_what_has_worked_for_a_while_is_started_again_soon() -> None:
+    starts: list[float] = []
+
+    async def crash_sometimes() -> None:
+        starts.append(trio.current_time())
+        if len(starts) == 20:
+            await trio.sleep(10)
+        if len(starts) <= 20:
+            raise RuntimeError("injected")
+
+    async def main() -> None:
+        await keep_running("task", crash_sometimes, lambda name, error: None)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert starts[19] - starts[18] == pytest.approx(RESTART_DELAY_SECONDS_MAX)
+    assert starts[20] - starts[19] - 10 < 0.01

@@ -1,0 +1,245 @@
+"""The core of a prefill rank: names of leases, what who comes too late is told, and what it costs to have many."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from statemachine import lending
+from statemachine.kernel import Effect
+from statemachine.lease import LeaseName
+from statemachine.lending import (
+    AMBIGUOUS,
+    EXPIRED,
+    RELEASED,
+    UNKNOWN,
+    WITHDRAWN,
+    AnswerHold,
+    AnswerRelease,
+    Computing,
+    FreeBlocks,
+    Granted,
+    HeartbeatNotified,
+    HoldAsked,
+    Lending,
+    LendingLimits,
+    NoteLateRelease,
+    ReleaseAsked,
+    ReleaseNotified,
+    WatchNotifications,
+    Withdrawn,
+)
+
+NAME = LeaseName("r", 1)
+LIMITS = LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000)
+A = LeaseName("a", 1)
+
+
+def lent(*leases: LeaseName) -> Lending:
+    """A core that has lent these at the moment 0."""
+    core = Lending(LIMITS)
+    for lease in leases:
+        core.handle(Computing(lease=lease), 0)
+        core.handle(Granted(lease=lease), 0)
+    return core
+
+
+def hold(core: Lending, now_ns: int, *leases: LeaseName, engine_id: str = "d", ranks: int = 1) -> AnswerHold:
+    asked = HoldAsked(reply_to=b"d", engine_id=engine_id, rank=0, ranks=ranks, sent_ns=7, leases=leases)
+    answers = [each for each in core.handle(asked, now_ns) if isinstance(each, AnswerHold)]
+    assert len(answers) == 1, "every question has one answer"
+    assert (answers[0].reply_to, answers[0].sent_ns) == (b"d", 7)
+    return answers[0]
+
+
+def release(core: Lending, *leases: LeaseName, engine_id: str = "d") -> list[Effect]:
+    """What a release causes, but for its answer, which names the same leases."""
+    asked = ReleaseAsked(reply_to=b"d", engine_id=engine_id, rank=0, ranks=1, leases=leases)
+    *effects, answer = core.handle(asked, 1)
+    assert answer == AnswerRelease(reply_to=b"d", leases=leases)
+    return effects
+
+
+FREED = [FreeBlocks(lease=A, expired=False), WatchNotifications(is_expected=False)]
+
+
+def test_a_hold_is_told_for_how_long_it_is_kept_and_the_promise_is_kept() -> None:
+    core = lent(A)
+    assert hold(core, 40, A).held == ((A, 100),)
+    assert core.advance(139) == []
+    assert FreeBlocks(lease=A, expired=True) in core.advance(140)
+    assert core.next_deadline() is None
+
+
+def test_holds_reach_no_further_than_the_total_bound() -> None:
+    core = lent(A)
+    for now_ns in range(50, 950, 50):
+        assert hold(core, now_ns, A).held == ((A, 100 if now_ns <= 900 else 1000 - now_ns),)
+        assert not core.advance(now_ns)
+    assert hold(core, 990, A).held == ((A, 10),)
+    assert FreeBlocks(lease=A, expired=True) in core.advance(1000)
+
+
+def test_nobody_is_told_held_of_what_ends_at_this_very_moment() -> None:
+    """The bound is reached, and only the timer is late."""
+    core = lent(A)
+    for now_ns in range(50, 1000, 50):
+        hold(core, now_ns, A)
+    asked = HoldAsked(reply_to=b"d", engine_id="d", rank=0, ranks=1, sent_ns=7, leases=(A,))
+    effects = core.handle(asked, 1000)
+    assert effects.count(FreeBlocks(lease=A, expired=True)) == 1
+    assert effects[-1] == AnswerHold(reply_to=b"d", sent_ns=7, held=(), gone=((A, EXPIRED),))
+    assert core.advance(1000) == []
+
+
+def test_who_comes_too_late_is_told_why() -> None:
+    withdrawn, expired, released = LeaseName("w", 2), LeaseName("x", 3), A
+    core = lent(released, expired)
+    core.handle(Computing(lease=withdrawn), 0)
+    core.handle(Withdrawn(lease=withdrawn), 0)
+    release(core, released)
+    core.advance(100)
+    unknown = LeaseName("u", 9)
+    answer = hold(core, 100, withdrawn, expired, released, unknown)
+    assert answer.held == ()
+    assert dict(answer.gone) == {withdrawn: WITHDRAWN, expired: EXPIRED, released: RELEASED, unknown: UNKNOWN}
+
+
+def test_a_repeated_release_is_answered_and_is_not_late() -> None:
+    core = lent(A)
+    assert release(core, A) == FREED
+    assert release(core, A) == []
+    assert core.handle(ReleaseNotified(sender="s", request_id="a", ranks=1), 1) == []
+
+
+def test_a_release_of_what_is_over_otherwise_is_late() -> None:
+    core = lent(A)
+    core.advance(100)
+    late = NoteLateRelease(sender="d", request_id="a")
+    assert release(core, A) == [late]
+    assert core.handle(ReleaseNotified(sender="d", request_id="a", ranks=1), 1) == [late]
+    assert core.handle(ReleaseNotified(sender="d", request_id="never", ranks=1), 1) == [
+        NoteLateRelease(sender="d", request_id="never")
+    ]
+
+
+def test_a_lease_of_another_life_is_not_this_one() -> None:
+    """The same request id, and the number that another life of this engine gave it."""
+    core = lent(A)
+    assert hold(core, 0, LeaseName("a", 2)).gone == ((LeaseName("a", 2), UNKNOWN),)
+    assert release(core, LeaseName("a", 2)) == [NoteLateRelease(sender="d", request_id="a")]
+    assert core.open_leases == 1
+
+
+def test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_without_its_number() -> None:
+    again, without = LeaseName("a", 2), LeaseName("a", 0)
+    core = lent(A)
+    assert hold(core, 0, without).held == ((without, 100),)
+    effects = core.handle(Computing(lease=again), 0)
+    assert not any(isinstance(effect, FreeBlocks) for effect in effects), "the engine has freed them by itself"
+    core.handle(Granted(lease=again), 0)
+    assert hold(core, 0, A).gone == ((A, WITHDRAWN),)
+    assert hold(core, 0, again).held == ((again, 100),)
+    assert hold(core, 0, without).gone == ((without, AMBIGUOUS),)
+    assert core.open_leases == 1
+
+
+def test_a_preempted_request_is_announced_again_and_remembers_its_readers() -> None:
+    core = Lending(LIMITS)
+    core.handle(Computing(lease=A), 0)
+    release(core, A)
+    core.handle(Computing(lease=A), 5)
+    assert core.handle(Granted(lease=A), 10) == FREED
+
+
+def test_heartbeats_count_for_less_than_holds_and_name_the_newest_lease() -> None:
+    core = lent(A)
+    core.handle(HeartbeatNotified(sender="s", request_ids=("a", "unknown")), 80)
+    assert core.advance(139) == []
+    assert FreeBlocks(lease=A, expired=True) in core.advance(140)
+
+
+@pytest.mark.parametrize("lent_as", ["HB:x", "x:1"])
+def test_a_text_with_two_readings_is_what_makes_sense_here(lent_as: str) -> None:
+    lease = LeaseName(lent_as, 1)
+    core = lent(lease)
+    both = HeartbeatNotified(
+        sender="s",
+        request_ids=("x:1",),
+        or_release=ReleaseNotified(sender="s", request_id="HB:x", ranks=1),
+    )
+    effects = core.handle(both, 50)
+    freed = FreeBlocks(lease=lease, expired=False) in effects
+    assert freed is (lent_as == "HB:x")
+    assert not any(isinstance(effect, NoteLateRelease) for effect in effects)
+
+
+def test_what_is_over_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "ENDED_MAX", 10)
+    core = Lending(LIMITS)
+    names = [LeaseName(f"r{number}", number) for number in range(30)]
+    for name in names:
+        core.handle(Granted(lease=name), 0)
+        release(core, name)
+    answer = hold(core, 0, *names)
+    assert [why for _, why in answer.gone] == [UNKNOWN] * 20 + [RELEASED] * 10
+    assert len(core._newest) == 10
+
+
+def test_an_observer_that_breaks_on_one_deadline_leaves_the_others_due() -> None:
+    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
+        if subject == LeaseName("b", 2) and before is not None and type(event).__name__ == "DeadlinePassed":
+            raise RuntimeError("injected")
+
+    core = Lending(LIMITS, observe)
+    names = [A, LeaseName("b", 2), LeaseName("c", 3)]
+    for name in names:
+        core.handle(Granted(lease=name), 0)
+    with pytest.raises(RuntimeError):
+        core.advance(100)
+    effects = core.advance(100)
+    assert {each.lease for each in effects if isinstance(each, FreeBlocks)} >= {A, LeaseName("c", 3)}
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    core = lent(A)
+    other = core.copy()
+    assert core.freeze(0) == other.freeze(0)
+    release(other, A)
+    assert core.freeze(0) != other.freeze(0)
+    assert hold(core, 0, A).held == ((A, 100),)
+
+
+def test_what_a_message_costs_does_not_grow_with_the_leases_that_are_out() -> None:
+    def seconds_per_hold(leases: int) -> float:
+        core = lent(*(LeaseName(f"r{number}", number) for number in range(leases)))
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            for now_ns in range(100):
+                hold(core, now_ns, LeaseName("r3", 3))
+                core.next_deadline()
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    assert seconds_per_hold(10_000) < 5 * seconds_per_hold(10)
+
+
+def test_a_lease_is_held_by_a_bounded_number_of_engines() -> None:
+    core = Lending(LIMITS)
+    core.handle(lending.Computing(lease=NAME), 0)
+    core.handle(lending.Granted(lease=NAME), 0)
+    for number in range(lending.HOLDERS_MAX):
+        assert held_by(core, f"d{number}") == "held"
+    assert held_by(core, "one too many") == lending.CROWDED
+    assert held_by(core, "d0") == "held"
+
+
+def held_by(core: Lending, engine_id: str) -> str:
+    """What this engine is told when it asks for the lease."""
+    asked = lending.HoldAsked(reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,))
+    (answer,) = core.handle(asked, 1)
+    assert isinstance(answer, lending.AnswerHold)
+    return "held" if answer.held else answer.gone[0][1]

@@ -1,0 +1,223 @@
+"""The trace of the cores: what is recorded of each step of a machine, and what it costs when nobody records.
+
+The steps are those of a production core; `Lending` has one machine for each lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from connector.clock import NS_PER_SECOND
+from connector.protocol import PeerAddress
+from connector.runtime.recorder import Recorder
+from statemachine import lending, remote_engine
+from statemachine.failures import HandshakeTimeout
+from statemachine.kernel import Event, ProtocolError
+from statemachine.lease import LeaseName
+from statemachine.lending import Lending, LendingLimits
+from statemachine.remote_engine import EngineLimits, RemoteEngine
+from statemachine.trace import TransitionRecord
+
+LEASE = LeaseName("cmpl-1", 7)
+COMPUTING = lending.Computing(lease=LEASE)
+GRANTED = lending.Granted(lease=LEASE, blocks=7)
+HEARTBEAT = lending.HeartbeatNotified(sender="d", request_ids=("cmpl-1",))
+READ = lending.ReleaseNotified(sender="d", request_id="cmpl-1", ranks=1)
+LIMITS = LendingLimits(lease_ns=100 * NS_PER_SECOND, heartbeat_ns=100 * NS_PER_SECOND, total_ns=900 * NS_PER_SECOND)
+
+
+class HandClock:
+    """Moved by hand; refuses to be read when `is_readable` is false."""
+
+    def __init__(self) -> None:
+        self.ns = 5 * NS_PER_SECOND
+        self.is_readable = True
+
+    def now_ns(self) -> int:
+        assert self.is_readable, "nobody records: the clock must not be read"
+        return self.ns
+
+    def wall(self) -> float:
+        assert self.is_readable
+        return 1_700_000_000 + self.ns / NS_PER_SECOND
+
+    def pass_seconds(self, seconds: int) -> None:
+        self.ns += seconds * NS_PER_SECOND
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.records: list[TransitionRecord] = []
+
+    def write(self, record: TransitionRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        raise AssertionError("a core does not close the sink")
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def sink() -> ListSink:
+    return ListSink()
+
+
+@pytest.fixture
+def recorder(clock: HandClock, sink: ListSink) -> Recorder:
+    return Recorder(engine_id="engine-1", rank=3, role="worker", clock=clock, sink=sink)
+
+
+@pytest.fixture
+def lend(recorder: Recorder, clock: HandClock) -> Callable[..., None]:
+    """Feeds a core events, each after some seconds."""
+    core = Lending(LIMITS, recorder.observer(None))
+
+    def feed(event: Event, seconds: int = 0) -> None:
+        clock.pass_seconds(seconds)
+        core.handle(event, clock.ns)
+
+    return feed
+
+
+def reading_core(recorder: Recorder) -> RemoteEngine:
+    """A decode rank's core for an engine that it has not met yet."""
+    limits = EngineLimits(
+        lease_ns=30 * NS_PER_SECOND,
+        margin_ns=0,
+        request_ns=120 * NS_PER_SECOND,
+        quiesce_ns=30 * NS_PER_SECOND,
+        grace_ns=NS_PER_SECOND,
+        backoff_first_ns=NS_PER_SECOND,
+        backoff_max_ns=NS_PER_SECOND,
+        incompatible_ns=NS_PER_SECOND,
+        retries=1,
+    )
+    address = PeerAddress(engine_id="prefill-1", host="h", port=1, tp_size=1)
+    observe = recorder.observer("prefill-1", lambda request_id: (3, 4096, 2))
+    return RemoteEngine("prefill-1", address, limits, observe=observe)
+
+
+def start(core: RemoteEngine, clock: HandClock) -> None:
+    core.handle(remote_engine.Started(request_id="decode-1", lease=LEASE, address=core.address, age_ns=0), clock.ns)
+
+
+def test_creation_and_every_transition_are_recorded(lend: Callable[..., None], sink: ListSink) -> None:
+    lend(COMPUTING)
+    lend(GRANTED, 2)
+    lend(READ, 3)
+    path = [(record.from_state, record.event, record.to_state, record.seconds_in_from) for record in sink.records]
+    assert path == [
+        (None, "Created", "computing", None),
+        ("computing", "Granted", "held", 2.0),
+        ("held", "ReaderDone", "done", 3.0),
+    ]
+
+
+def test_a_record_says_who_when_and_what(lend: Callable[..., None], sink: ListSink) -> None:
+    lend(COMPUTING)
+    lend(GRANTED, 1)
+    assert sink.records[-1] == TransitionRecord(
+        seq=1,
+        wall=1_700_000_006.0,
+        mono_ns=6 * NS_PER_SECOND,
+        engine_id="engine-1",
+        rank=3,
+        role="worker",
+        machine="lease",
+        subject="cmpl-1",
+        from_state="computing",
+        event="Granted",
+        to_state="held",
+        blocks=7,
+        seconds_in_from=1.0,
+    )
+
+
+def test_a_request_is_recorded_with_its_peer_and_amounts(recorder: Recorder, sink: ListSink, clock: HandClock) -> None:
+    start(reading_core(recorder), clock)
+    (record,) = [each for each in sink.records if each.machine == "request"]
+    assert (record.subject, record.peer, record.remote_request_id) == ("decode-1", "prefill-1", "cmpl-1")
+    assert (record.blocks, record.bytes, record.descriptors) == (3, 4096, 2)
+    assert (record.reason, record.detail) == (None, None)
+
+
+def test_a_failure_is_recorded_as_kind_and_sentence(recorder: Recorder, sink: ListSink, clock: HandClock) -> None:
+    core, failure = reading_core(recorder), HandshakeTimeout(peer="prefill-1", address="h:1", timeout_seconds=5.0)
+    start(core, clock)
+    core.handle(remote_engine.ConnectFailed(failure=failure), clock.ns)
+    (record,) = [each for each in sink.records if each.machine == "request" and each.to_state == "failed"]
+    assert (record.reason, record.detail) == ("HandshakeTimeout", str(failure))
+
+
+def test_a_hold_is_named_by_the_lease_and_the_rank(recorder: Recorder, sink: ListSink, clock: HandClock) -> None:
+    """What P says of a lease that is over is the reason."""
+    core = reading_core(recorder)
+    start(core, clock)
+    core.handle(remote_engine.Connected(connection=1, ranks=2, is_builtin=False, life="a"), clock.ns)
+    gone = remote_engine.HoldAnswered(connection=1, rank=1, sent_ns=clock.ns, held=(), gone=((LEASE, "expired"),))
+    core.handle(gone, clock.ns)
+    holds = [(each.subject, each.to_state, each.reason) for each in sink.records if each.machine == "hold"]
+    assert holds[:2] == [("cmpl-1/0", "wanted", None), ("cmpl-1/1", "wanted", None)]
+    assert ("cmpl-1/1", "gone", "expired") in holds
+    assert {each.remote_request_id for each in sink.records if each.machine == "hold"} == {"cmpl-1"}
+
+
+def test_records_of_one_process_are_numbered_without_gaps(recorder: Recorder, sink: ListSink, clock: HandClock) -> None:
+    """Whichever core they come from."""
+    cores = [Lending(LIMITS, recorder.observer(None)) for _ in range(3)]
+    for event in (COMPUTING, GRANTED, READ):
+        for core in reversed(cores):
+            core.handle(event, clock.ns)
+    start(reading_core(recorder), clock)
+    assert [record.seq for record in sink.records] == list(range(len(sink.records)))
+    assert len(sink.records) > 9
+
+
+def test_time_in_a_state_counts_from_entering_it(lend: Callable[..., None], sink: ListSink) -> None:
+    lend(COMPUTING)
+    lend(GRANTED)
+    lend(HEARTBEAT, 4)
+    lend(READ, 5)
+    assert [record.seconds_in_from for record in sink.records[2:]] == [4.0, 9.0]
+
+
+def test_an_event_that_changes_nothing_is_not_recorded(lend: Callable[..., None], sink: ListSink) -> None:
+    lend(COMPUTING)
+    lend(HEARTBEAT)  # ignored before the grant
+    lend(COMPUTING)  # scheduled again after a preemption
+    lend(GRANTED)
+    assert [record.event for record in sink.records] == ["Created", "Granted"]
+
+
+def test_an_impossible_event_is_not_recorded(lend: Callable[..., None], sink: ListSink) -> None:
+    lend(COMPUTING)
+    lend(GRANTED)
+    with pytest.raises(ProtocolError):
+        lend(GRANTED)
+    assert [record.seq for record in sink.records] == [0, 1]
+    lend(READ)
+    assert (sink.records[-1].seq, sink.records[-1].to_state) == (2, "done")
+
+
+def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, lend: Callable[..., None]) -> None:
+    for event in (COMPUTING, GRANTED):
+        lend(event)
+    assert len(recorder._entered_ns) == 1
+    lend(READ)
+    assert recorder._entered_ns == {}
+
+
+def test_without_a_sink_nothing_is_recorded_and_no_clock_is_read(clock: HandClock) -> None:
+    clock.is_readable = False
+    recorder = Recorder(engine_id="e", rank=0, role="worker", clock=clock, sink=None)
+    assert recorder.observer(None) is None
+    core = Lending(LIMITS, recorder.observer(None))
+    for event in (COMPUTING, GRANTED, READ):
+        core.handle(event, clock.ns)
+    assert core.open_leases == 0

@@ -1,0 +1,1184 @@
+"""The core of a decode rank for one prefill engine, driven by events as its executor drives it.
+
+`Driver` is the executor: after each event it calls `advance`, and time passes from deadline to deadline. What the
+machines do by themselves has its own tests; here is what the core composes of them: leases that are held, proven and
+released, connections that are given up in order, and that everything ends.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from statemachine import peer, remote_engine, request
+from statemachine.failures import (
+    AbortedByClient,
+    ActorCrashed,
+    BadParams,
+    BlocksConsumed,
+    ConnectorStopped,
+    DeadlineExceeded,
+    Failure,
+    HandshakeTimeout,
+    Incompatible,
+    LeaseNotProven,
+    LeaseOver,
+    PeerBackoff,
+    PeerRetired,
+    Quarantined,
+    TransferError,
+)
+from statemachine.kernel import Effect, Event, ProtocolError
+from statemachine.lease import LeaseName
+from statemachine.remote_engine import (
+    ASSUMED_OVER,
+    DRIFT_DIVISOR,
+    LEASES_PER_MESSAGE_MAX,
+    RESIZED,
+    RESTARTED,
+    AbortAsked,
+    Announced,
+    BlocksRejected,
+    BlocksResolved,
+    Connected,
+    ConnectFailed,
+    Crashed,
+    EngineLimits,
+    HoldAnswered,
+    LiftQuarantine,
+    LinkLost,
+    NoteHandshakeFailure,
+    NotificationFailed,
+    NotifyReleases,
+    PostReads,
+    ReadEnded,
+    ReleaseAnswered,
+    RemoteEngine,
+    Report,
+    ResolveBlocks,
+    Retire,
+    SendHeartbeat,
+    SendHold,
+    SendRelease,
+    Settled,
+    Started,
+    StartHandshake,
+    Stop,
+    TearDown,
+    TornDown,
+)
+
+S = 1_000_000_000
+NOW = 1000 * S
+"""When every test begins."""
+
+LIMITS = EngineLimits(
+    lease_ns=60 * S,
+    margin_ns=S,
+    request_ns=300 * S,
+    quiesce_ns=30 * S,
+    grace_ns=5 * S,
+    backoff_first_ns=S,
+    backoff_max_ns=8 * S,
+    incompatible_ns=90 * S,
+    retries=1,
+)
+A, B = LeaseName("p-a", 1), LeaseName("p-b", 2)
+ADDRESS = "host:1"
+
+LOST = TransferError(peer="p", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
+REFUSED = TransferError(peer="p", operation="READ", error="INVALID_PARAM", transport_lost=False)
+SILENT = HandshakeTimeout(peer="p", address=ADDRESS, timeout_seconds=5.0)
+UNLIKE = Incompatible(peer="p", address=ADDRESS, field="dtype", local="float16", remote="bfloat16")
+CRASH = ActorCrashed(actor="peer actor", error="KeyError()")
+STOPPED = ConnectorStopped(detail="shutdown")
+
+
+class Driver:
+    """Feeds events, lets time pass, and keeps what came of both."""
+
+    def __init__(self, now_ns: int = NOW, limits: EngineLimits = LIMITS, **options: Any) -> None:
+        self.core = RemoteEngine("p", ADDRESS, limits, **options)
+        self.now_ns = now_ns
+        self.log: list[Effect] = []
+
+    def feed(self, *events: Event) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            effects += self.core.handle(event, self.now_ns)
+            effects += self.core.advance(self.now_ns)
+        self.log += effects
+        return effects
+
+    def wait(self, ns: int) -> list[Effect]:
+        """Whatever is due in this time is done when it is due."""
+        effects: list[Effect] = []
+        end_ns = self.now_ns + ns
+        while (at_ns := self.core.next_deadline()) is not None and at_ns <= end_ns:
+            self.now_ns = max(self.now_ns, at_ns)
+            effects += self.core.advance(self.now_ns)
+        self.now_ns = end_ns
+        self.log += effects
+        return effects
+
+    @property
+    def state(self) -> peer.State:
+        return self.core.state
+
+    # --- events, in short -------------------------------------------------------------------------------------------
+
+    def announce(self, request_id: str, lease: LeaseName = A, age_ns: int = 0) -> list[Effect]:
+        return self.feed(Announced(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
+
+    def start(self, request_id: str, lease: LeaseName = A, age_ns: int = 0) -> list[Effect]:
+        return self.feed(Started(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
+
+    def settle(self, request_id: str, lease: LeaseName = A) -> list[Effect]:
+        return self.feed(Settled(request_id=request_id, lease=lease, address=ADDRESS))
+
+    def connect(self, number: int = 1, ranks: int = 1, *, is_builtin: bool = False, life: str = "l1") -> list[Effect]:
+        return self.feed(Connected(connection=number, ranks=ranks, is_builtin=is_builtin, life=life))
+
+    def resolve(self, request_id: str, reads: int = 1, number: int = 1) -> list[Effect]:
+        return self.feed(BlocksResolved(request_id=request_id, connection=number, reads=reads))
+
+    def end(self, request_id: str, read: int = 0, number: int = 1, **fields: Any) -> list[Effect]:
+        fields.setdefault("ended_ns", self.now_ns)
+        return self.feed(ReadEnded(request_id=request_id, read=read, connection=number, **fields))
+
+    def held(
+        self, remaining_ns: int, *leases: LeaseName, sent_ns: int | None = None, rank: int = 0, number: int = 1
+    ) -> list[Effect]:
+        return self.feed(
+            HoldAnswered(
+                connection=number,
+                rank=rank,
+                sent_ns=self.now_ns if sent_ns is None else sent_ns,
+                held=tuple((lease, remaining_ns) for lease in leases or (A,)),
+                gone=(),
+            )
+        )
+
+    def gone(self, *leases: LeaseName, rank: int = 0, number: int = 1) -> list[Effect]:
+        told = tuple((lease, "expired") for lease in leases or (A,))
+        return self.feed(HoldAnswered(connection=number, rank=rank, sent_ns=self.now_ns, held=(), gone=told))
+
+    def confirm(self, *leases: LeaseName, rank: int = 0, number: int = 1) -> list[Effect]:
+        return self.feed(ReleaseAnswered(connection=number, rank=rank, leases=leases or (A,)))
+
+
+def only(effects: list[Effect], kind: type[Effect]) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def done(request_id: str) -> Report:
+    return Report(request_id=request_id, failure=None, is_quarantined=False)
+
+
+def failed(request_id: str, failure: Failure) -> Report:
+    return Report(request_id=request_id, failure=failure, is_quarantined=False)
+
+
+def over(why: str, lease: LeaseName = A) -> LeaseOver:
+    return LeaseOver(peer="p", remote_request_id=lease.request_id, why=why)
+
+
+def hold_at(now_ns: int, *leases: LeaseName, rank: int = 0, number: int = 1) -> SendHold:
+    return SendHold(connection=number, rank=rank, sent_ns=now_ns, leases=leases or (A,))
+
+
+def release(*leases: LeaseName, rank: int = 0, number: int = 1) -> SendRelease:
+    return SendRelease(connection=number, rank=rank, leases=leases or (A,))
+
+
+def connected(**options: Any) -> Driver:
+    """P is connected; nobody wants anything."""
+    drive = Driver()
+    drive.announce("first", B)
+    drive.connect(**options)
+    drive.settle("first", B)
+    for rank in range(options.get("ranks", 1)):
+        drive.confirm(B, rank=rank)
+    assert (drive.state, drive.core.next_deadline()) == (peer.State.READY, None)
+    drive.log.clear()
+    return drive
+
+
+def reading(*request_ids: str, reads: int = 1, **options: Any) -> Driver:
+    """P is connected and these requests read, each under the lease A."""
+    drive = connected(**options)
+    for request_id in request_ids or ("a",):
+        drive.start(request_id)
+        assert PostReads(request_id=request_id, connection=1) in drive.resolve(request_id, reads)
+    drive.log.clear()
+    return drive
+
+
+def is_done_at(drive: Driver, ended_ns: int, request_id: str = "a") -> bool:
+    """Whether a READ that ends at this moment makes the request done without a further question."""
+    core = drive.core.copy()
+    effects = core.handle(ReadEnded(request_id=request_id, read=0, connection=1, ended_ns=ended_ns), drive.now_ns)
+    return done(request_id) in effects
+
+
+# --- holding ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_announced_before_p_is_connected_is_held_at_connect_and_read_without_a_round_trip() -> None:
+    drive = Driver()
+    assert drive.announce("a") == [StartHandshake(address=ADDRESS)]
+    assert drive.start("a") == []
+    offered = ResolveBlocks(request_id="a", connection=1)
+    assert drive.connect(ranks=2) == [hold_at(NOW, rank=0), hold_at(NOW, rank=1), offered]
+    assert drive.resolve("a", 2) == [PostReads(request_id="a", connection=1)]
+
+
+def test_what_is_announced_to_a_connected_p_is_held_at_once_and_again_before_half_of_it_is_gone() -> None:
+    drive = connected()
+    assert drive.announce("a") == [hold_at(NOW)]
+    drive.held(60 * S)
+    reach_ns = 60 * S - 60 * S // DRIFT_DIVISOR - S
+    assert drive.wait(reach_ns // 2 - 1) == []
+    assert drive.wait(1) == [hold_at(NOW + reach_ns // 2)]
+
+
+def test_a_hold_that_is_not_answered_is_asked_again() -> None:
+    drive = connected()
+    drive.announce("a")
+    assert drive.wait(3 * S) == [hold_at(NOW + S), hold_at(NOW + 2 * S), hold_at(NOW + 3 * S)]
+
+
+def test_renewals_of_many_leases_travel_in_few_messages() -> None:
+    drive = Driver()
+    leases = [LeaseName(f"p-{number}", number) for number in range(1, 1201)]
+    for lease in leases:
+        drive.announce(f"d-{lease.number}", lease)
+    holds = only(drive.connect(), SendHold)
+    assert [len(each.leases) for each in holds] == [LEASES_PER_MESSAGE_MAX, LEASES_PER_MESSAGE_MAX, 176]
+    assert sorted(lease for each in holds for lease in each.leases) == sorted(leases)
+    holds = only(drive.wait(S), SendHold)
+    assert [len(each.leases) for each in holds] == [LEASES_PER_MESSAGE_MAX, LEASES_PER_MESSAGE_MAX, 176]
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def test_the_proof_is_what_remains_less_drift_and_margin_from_the_moment_of_asking() -> None:
+    drive = reading()
+    drive.wait(2 * S)
+    drive.held(60 * S, sent_ns=NOW)  # received two seconds after it was asked for
+    proven_until_ns = NOW + 60 * S - 10 * S - S
+    assert is_done_at(drive, proven_until_ns)
+    assert not is_done_at(drive, proven_until_ns + 1)
+
+
+@given(remaining_ns=st.integers(0, 100 * S))
+@settings(max_examples=50, deadline=None)
+def test_the_proof_is_never_less_than_the_moment_of_asking_nor_more_than_what_remains(remaining_ns: int) -> None:
+    drive = reading()
+    drive.held(remaining_ns, sent_ns=NOW)
+    assert is_done_at(drive, NOW)
+    reach_ns = remaining_ns * 5 / 6 - S
+    assert not is_done_at(drive, NOW + max(0, round(reach_ns)) + 2)
+
+
+def test_an_answer_of_another_connection_proves_nothing() -> None:
+    drive = reading()
+    drive.held(60 * S, number=2)
+    assert not is_done_at(drive, NOW)
+
+
+def test_an_answer_to_what_was_not_asked_yet_proves_nothing() -> None:
+    drive = reading()
+    drive.held(60 * S, sent_ns=NOW + 1)
+    assert not is_done_at(drive, NOW)
+
+
+def test_the_rank_that_is_proven_least_counts() -> None:
+    drive = reading(ranks=2)
+    drive.held(60 * S, rank=0)
+    assert not is_done_at(drive, NOW)
+    drive.held(12 * S, rank=1)
+    assert is_done_at(drive, NOW + 9 * S)
+    assert not is_done_at(drive, NOW + 9 * S + 1)
+
+
+def test_a_request_whose_bytes_are_here_asks_at_once_and_again() -> None:
+    drive = reading()
+    drive.held(12 * S)
+    drive.wait(20 * S)
+    drive.log.clear()
+    drive.wait(S // 2)
+    effects = drive.end("a")
+    asked_ns = drive.now_ns
+    assert effects == [hold_at(asked_ns)]
+    assert drive.wait(S) == [hold_at(asked_ns + S)]
+    # An answer to a question from before the end does not prove it; one from after it does, however little is left.
+    assert only(drive.held(1, sent_ns=asked_ns - 1), Report) == []
+    assert drive.held(1, sent_ns=asked_ns) == [done("a"), release()]
+
+
+def test_only_the_ranks_that_are_not_proven_are_asked() -> None:
+    drive = reading(ranks=2)
+    drive.held(60 * S, rank=1)
+    assert drive.end("a") == [hold_at(NOW, rank=0)]
+
+
+def test_a_proof_that_does_not_come_ends_the_request_and_gives_the_blocks_back() -> None:
+    drive = reading()
+    drive.end("a")
+    effects = drive.wait(60 * S)
+    unproven = LeaseNotProven(peer="p", remote_request_id="p-a", waited_seconds=60.0)
+    assert only(effects, Report) == [failed("a", unproven)]
+    assert release() in effects
+
+
+# --- what is gone -----------------------------------------------------------------------------------------------------
+
+
+def test_gone_while_the_blocks_are_looked_up() -> None:
+    drive = connected()
+    drive.start("a")
+    assert drive.gone() == [failed("a", over("expired"))]
+    assert drive.resolve("a") == []
+
+
+def test_gone_before_it_is_scheduled_is_told_when_it_starts() -> None:
+    drive = connected()
+    drive.announce("a")
+    assert drive.gone() == []
+    assert drive.start("a") == [failed("a", over("expired"))]
+
+
+def test_gone_while_reading_is_told_when_the_read_has_ended() -> None:
+    drive = reading()
+    assert drive.gone() == []
+    assert drive.end("a") == [failed("a", over("expired"))]
+
+
+def test_gone_while_proving() -> None:
+    drive = reading()
+    drive.end("a")
+    assert drive.gone() == [failed("a", over("expired"))]
+
+
+def test_gone_on_one_rank_is_gone_and_the_other_is_released() -> None:
+    drive = reading(ranks=2)
+    drive.end("a")
+    assert drive.gone(rank=1) == [failed("a", over("expired")), release(rank=0)]
+
+
+def test_gone_while_draining_stops_the_retry() -> None:
+    drive = reading(reads=2)
+    drive.end("a", 0, failure=LOST)
+    # The answer was on its way when the connection became suspect.
+    drive.gone()
+    assert failed("a", LOST) in drive.end("a", 1, failure=LOST)
+    assert drive.state is not peer.State.HANDSHAKING
+
+
+def test_what_is_gone_is_not_asked_for_any_more() -> None:
+    drive = connected()
+    drive.start("a")
+    drive.gone()
+    assert drive.core.next_deadline() is None
+    assert drive.core.is_unused
+
+
+# --- releasing --------------------------------------------------------------------------------------------------------
+
+
+def test_samples_share_a_claim_and_the_release_is_said_after_the_last() -> None:
+    drive = reading("a", "b")
+    drive.held(60 * S)
+    assert drive.end("a") == [done("a")]
+    assert drive.end("b") == [done("b"), release()]
+
+
+def test_a_sample_that_is_only_announced_keeps_the_blocks() -> None:
+    drive = reading("a")
+    drive.announce("b")
+    drive.held(60 * S)
+    assert drive.end("a") == [done("a")]
+    assert drive.settle("b") == [release()]
+
+
+def test_a_lease_that_was_released_is_refused() -> None:
+    drive = reading("a")
+    drive.held(60 * S)
+    drive.end("a")
+    consumed = BlocksConsumed(peer="p", address=ADDRESS, remote_request_id="p-a")
+    for request_id in ("while it is owed", "when it is confirmed"):
+        assert drive.announce(request_id) == []
+        assert drive.start(request_id) == [failed(request_id, consumed)]
+        assert drive.settle(request_id) == []
+        drive.confirm()
+    assert drive.core.next_deadline() is None
+
+
+def test_a_release_is_said_again_until_it_is_confirmed() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.end("a")
+    assert drive.wait(2 * S) == [release(), release()]
+    assert drive.confirm() == []
+    assert drive.core.next_deadline() is None
+
+
+def test_a_release_that_is_never_confirmed_is_given_up_when_the_lease_must_be_over() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.end("a")
+    assert drive.wait(59 * S) == [release()] * 59
+    drive.wait(S)
+    assert (drive.core.next_deadline(), drive.wait(600 * S)) == (None, [])
+
+
+def test_what_ended_before_p_was_connected_is_released_at_connect_and_refused_after() -> None:
+    """Also when P is a built-in engine, which could be asked nothing: it frees the blocks when it is told."""
+    for is_builtin in (False, True):
+        drive = Driver()
+        drive.announce("a")
+        drive.settle("a")
+        said = NotifyReleases(connection=1, rank=0, leases=(A,)) if is_builtin else release()
+        assert drive.connect(is_builtin=is_builtin) == [said]
+        drive.confirm()
+        (report,) = drive.start("b")
+        assert isinstance(report, Report)
+        assert isinstance(report.failure, BlocksConsumed)
+
+
+def test_a_claim_that_p_never_heard_of_is_revived_by_a_later_request() -> None:
+    drive = Driver()
+    drive.announce("a")
+    drive.settle("a")
+    drive.start("b")
+    assert drive.connect() == [hold_at(NOW), ResolveBlocks(request_id="b", connection=1)]
+    assert drive.resolve("b") == [PostReads(request_id="b", connection=1)]
+    drive.wait(61 * S)
+    drive.held(60 * S)
+    assert drive.end("b") == [done("b"), release()]
+
+
+def test_a_claim_that_p_never_hears_of_is_forgotten_when_the_lease_must_be_over() -> None:
+    drive = Driver()
+    drive.announce("a")
+    drive.settle("a")
+    drive.wait(60 * S)
+    assert drive.connect() == []
+
+
+# --- a built-in P -----------------------------------------------------------------------------------------------------
+
+
+def heartbeat(number: int = 1) -> SendHeartbeat:
+    return SendHeartbeat(connection=number, rank=0, leases=(A,))
+
+
+def test_a_builtin_p_gets_heartbeats_and_notifications_and_answers_nothing() -> None:
+    drive = Driver()
+    drive.start("a")
+    assert drive.connect(is_builtin=True) == [heartbeat(), ResolveBlocks(request_id="a", connection=1)]
+    drive.resolve("a")
+    assert drive.wait(30 * S) == [heartbeat()] * 3
+    assert drive.end("a") == [done("a"), NotifyReleases(connection=1, rank=0, leases=(A,))]
+    assert drive.core.next_deadline() is None
+
+
+@pytest.mark.parametrize("age_ns", [0, 20 * S])
+def test_the_lease_of_a_builtin_p_is_taken_to_begin_when_the_request_was_first_heard_of(age_ns: int) -> None:
+    drive = Driver()
+    drive.announce("a", age_ns=age_ns)
+    drive.wait(10 * S)
+    drive.start("a", age_ns=age_ns + 10 * S)
+    drive.connect(is_builtin=True)
+    drive.resolve("a")
+    over_ns = NOW - age_ns + 60 * S - S
+    assert is_done_at(drive, over_ns)
+    assert not is_done_at(drive, over_ns + 1)
+    drive.wait(over_ns - drive.now_ns)
+    assert drive.end("a") == [failed("a", over(ASSUMED_OVER))]
+
+
+def test_another_life_of_a_builtin_p_ends_what_was_assumed_of_the_one_before() -> None:
+    drive = reading(is_builtin=True)
+    drive.end("a", failure=LOST)
+    drive.feed(TornDown(connection=1))
+    assert only(drive.connect(2, is_builtin=True, life="l2"), Report) == [failed("a", over(RESTARTED))]
+
+
+def test_the_same_life_of_a_builtin_p_is_read_from_again_and_its_lease_did_not_grow() -> None:
+    drive = reading(is_builtin=True)
+    drive.wait(10 * S)
+    drive.end("a", failure=LOST)
+    drive.feed(TornDown(connection=1))
+    assert drive.connect(2, is_builtin=True) == [heartbeat(2), ResolveBlocks(request_id="a", connection=2)]
+    drive.resolve("a", number=2)
+    drive.wait(49 * S)
+    assert only(drive.end("a", number=2), Report) == [failed("a", over(ASSUMED_OVER))]
+
+
+# --- a suspect connection ---------------------------------------------------------------------------------------------
+
+SUSPICIONS: list[Callable[[Driver], list[Effect]]] = [
+    lambda drive: drive.end("a", failure=LOST),
+    lambda drive: drive.end("a", failure=REFUSED, is_quiescent=False),
+    lambda drive: drive.feed(LinkLost(connection=1, detail="reset")),
+    lambda drive: drive.feed(NotificationFailed(connection=1, failure=LOST)),
+]
+
+
+@pytest.mark.parametrize("suspicion", SUSPICIONS)
+def test_a_suspect_connection_is_read_from_no_more_and_torn_down_when_its_reads_have_ended(
+    suspicion: Callable[[Driver], list[Effect]],
+) -> None:
+    drive = reading("a", "b")
+    drive.held(60 * S)
+    assert drive.core.wants("b")
+    assert only(suspicion(drive), TearDown) == []
+    assert drive.state is peer.State.DRAINING
+    assert not drive.core.wants("b")
+    drive.start("c")
+    assert only(drive.log, ResolveBlocks) == []
+    drive.end("a")  # ignored where it is told again
+    effects = drive.end("b")
+    assert done("b") in effects
+    assert only(effects, TearDown) == [TearDown(connection=1)]
+    assert drive.state is peer.State.DISCONNECTING
+    assert only(drive.log, StartHandshake) == []
+    assert StartHandshake(address=ADDRESS) in drive.feed(TornDown(connection=1))
+
+
+def test_an_error_that_is_quiescent_and_not_the_transports_leaves_the_connection_as_it_is() -> None:
+    drive = reading()
+    effects = drive.end("a", failure=REFUSED)
+    assert effects == [failed("a", REFUSED), release()]
+    drive.feed(NotificationFailed(connection=1, failure=REFUSED), LinkLost(connection=7, detail="an old one"))
+    assert drive.state is peer.State.READY
+
+
+def test_reads_that_are_not_posted_any_more_are_retried_over_the_next_connection() -> None:
+    drive = reading("a", "b")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    for request_id in ("a", "b"):
+        drive.end(request_id, was_posted=False)
+    assert only(drive.log, Report) == []
+    assert only(drive.log, TearDown) == [TearDown(connection=1)]
+    drive.feed(TornDown(connection=1))
+    effects = drive.connect(2)
+    assert only(effects, ResolveBlocks) == [
+        ResolveBlocks(request_id="a", connection=2),
+        ResolveBlocks(request_id="b", connection=2),
+    ]
+    assert drive.resolve("a", number=1) == [], "an answer about the connection before"
+
+
+def test_bytes_that_came_over_a_lost_connection_are_proven_over_the_next() -> None:
+    drive = reading()
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    effects = drive.end("a")
+    assert effects == [TearDown(connection=1)]
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+    drive.wait(S)
+    assert drive.connect(2) == [hold_at(NOW + S, number=2)]
+    assert drive.held(5 * S, number=2) == [done("a"), release(number=2)]
+
+
+def test_what_was_proven_over_one_connection_is_not_proven_over_the_next() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.end("a", failure=LOST)
+    drive.feed(TornDown(connection=1))
+    drive.connect(2)
+    drive.resolve("a", number=2)
+    assert only(drive.end("a", number=2), Report) == []
+    assert drive.gone(number=2) == [failed("a", over("expired"))]
+
+
+def test_an_engine_that_comes_back_with_another_number_of_ranks_does_not_keep_what_it_lent() -> None:
+    drive = reading(ranks=2)
+    drive.end("a", failure=LOST)
+    drive.feed(TornDown(connection=1))
+    assert only(drive.connect(2, ranks=1), Report) == [failed("a", over(RESIZED))]
+
+
+def test_a_release_that_is_owed_is_said_over_the_next_connection() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.end("a")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+    assert drive.connect(2) == [release(number=2)]
+
+
+def test_after_a_tear_down_the_grace_passes_before_an_errored_read_counts_as_quiescent() -> None:
+    drive = reading(reads=2)
+    drive.end("a", 0, failure=REFUSED, is_quiescent=False)
+    assert only(drive.end("a", 1), Report) == []
+    drive.feed(TornDown(connection=1))
+    assert only(drive.wait(5 * S - 1), Report) == []
+    assert only(drive.wait(1), Report) == [failed("a", REFUSED)]
+
+
+def test_a_retry_waits_for_the_grace_too() -> None:
+    drive = reading()
+    drive.end("a", failure=LOST, is_quiescent=False)
+    drive.feed(TornDown(connection=1))
+    drive.connect(2)
+    assert only(drive.log, ResolveBlocks) == []
+    assert only(drive.wait(5 * S), ResolveBlocks) == [ResolveBlocks(request_id="a", connection=2)]
+
+
+def test_retries_of_a_lost_transport_are_bounded() -> None:
+    drive = reading()
+    drive.end("a", failure=LOST)
+    drive.feed(TornDown(connection=1))
+    drive.connect(2)
+    drive.resolve("a", number=2)
+    assert only(drive.end("a", number=2, failure=LOST), Report) == [failed("a", LOST)]
+
+
+def test_a_request_takes_no_longer_than_it_may() -> None:
+    drive = Driver()
+    drive.start("a")
+    late = DeadlineExceeded(timeout_seconds=300.0, phase="pending_handshake")
+    assert only(drive.wait(300 * S), Report) == [failed("a", late)]
+
+
+# --- quarantine, and connections whose READs do not end ---------------------------------------------------------------
+
+
+def test_reads_that_do_not_end_cost_the_blocks_until_they_do_and_make_the_connection_suspect() -> None:
+    drive = reading("a", "b")
+    drive.feed(AbortAsked(request_id="a"))
+    (report,) = only(drive.wait(30 * S), Report)
+    quarantined = Quarantined(reads=1, waited_seconds=30.0, cause="AbortedByClient")
+    assert report == Report(request_id="a", failure=quarantined, is_quarantined=True)
+    assert drive.state is peer.State.DRAINING
+    assert not drive.core.is_unused
+    effects = drive.end("a")
+    assert LiftQuarantine(request_id="a") in effects
+    assert only(effects, TearDown) == []
+    assert TearDown(connection=1) in drive.end("b")
+
+
+def test_a_connection_whose_reads_do_not_end_is_abandoned_and_torn_down_when_they_have() -> None:
+    drive = reading("a", "b", reads=2)
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.end("a", 0)
+    effects = drive.wait(30 * S)
+    assert {(each.request_id, each.is_quarantined) for each in only(effects, Report)} == {("a", True), ("b", True)}
+    assert (drive.state, drive.core.is_connected, only(drive.log, TearDown)) == (peer.State.BACKOFF, False, [])
+    drive.wait(10 * S)
+    drive.start("c", B)
+    drive.connect(2)
+    assert drive.state is peer.State.READY
+    assert drive.end("a", 1) == [LiftQuarantine(request_id="a")]
+    drive.end("b", 0)
+    assert drive.end("b", 1) == [LiftQuarantine(request_id="b"), TearDown(connection=1)]
+    assert drive.feed(TornDown(connection=1)) == []
+    assert drive.state is peer.State.READY
+
+
+def test_an_abandoned_connection_with_an_errored_read_is_quarantined_until_the_grace_is_over() -> None:
+    drive = reading(reads=2)
+    drive.end("a", 0, failure=REFUSED, is_quiescent=False)
+    drive.wait(30 * S)
+    assert only(drive.end("a", 1), TearDown) == [TearDown(connection=1)]
+    drive.feed(TornDown(connection=1))
+    assert only(drive.wait(5 * S - 1), LiftQuarantine) == []
+    assert only(drive.wait(1), LiftQuarantine) == [LiftQuarantine(request_id="a")]
+
+
+# --- handshakes that fail ---------------------------------------------------------------------------------------------
+
+
+def test_a_failed_handshake_fails_who_waits_and_is_said_once() -> None:
+    drive = Driver()
+    drive.start("a")
+    drive.start("b")
+    effects = drive.feed(ConnectFailed(failure=SILENT))
+    assert effects == [NoteHandshakeFailure(failure=SILENT), failed("a", SILENT), failed("b", SILENT)]
+    (report,) = drive.start("c")
+    assert isinstance(report, Report)
+    assert isinstance(report.failure, PeerBackoff)
+    assert 0.5 <= report.failure.retry_in_seconds <= 1.0
+
+
+def test_a_kv_that_cannot_be_exchanged_is_said_to_everybody_for_longer() -> None:
+    drive = Driver()
+    drive.start("a")
+    drive.feed(ConnectFailed(failure=UNLIKE))
+    drive.wait(90 * S - 1 - 45 * S)
+    assert drive.start("b") == [failed("b", UNLIKE)]
+    assert drive.wait(46 * S) == [StartHandshake(address=ADDRESS)], "the releases are owed"
+
+
+def test_blocks_that_p_does_not_have_cost_only_the_request() -> None:
+    drive = connected()
+    drive.start("a")
+    unknown = BadParams(field="remote_block_ids", expected="< 10", found="11")
+    effects = drive.feed(BlocksRejected(request_id="a", failure=unknown))
+    assert effects == [failed("a", unknown), release()]
+    assert drive.feed(BlocksRejected(request_id="a", failure=unknown)) == []
+
+
+def backoffs_ns(identity: str, failures: int = 7) -> list[int]:
+    drive = Driver(identity=identity)
+    delays = []
+    for number in range(failures):
+        drive.start(f"r{number}", LeaseName("p", number + 1))
+        drive.feed(ConnectFailed(failure=SILENT))
+        begun_ns = drive.now_ns
+        while drive.state is peer.State.BACKOFF:
+            at_ns = drive.core.next_deadline()
+            assert at_ns is not None
+            drive.wait(at_ns - drive.now_ns)
+        delays.append(drive.now_ns - begun_ns)
+        assert drive.state is peer.State.IDLE or drive.state is peer.State.HANDSHAKING
+    return delays
+
+
+def test_the_back_off_doubles_to_a_bound_with_a_jitter_that_is_each_ranks_own() -> None:
+    first = backoffs_ns("d0")
+    for number, delay_ns in enumerate(first):
+        full_ns = min(8 * S, S << number)
+        assert full_ns / 2 <= delay_ns <= full_ns
+    assert backoffs_ns("d0") == first
+    assert backoffs_ns("d1") != first
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_retired_while_nothing_is_connected_it_is_finished_at_once() -> None:
+    drive = Driver()
+    assert not drive.core.is_leaving
+    drive.feed(Retire())
+    assert (drive.core.is_leaving, drive.core.is_finished) == (True, True)
+    (report,) = drive.start("a")
+    assert report == failed("a", PeerRetired(peer="p"))
+
+
+def test_retired_while_reading_it_lets_the_reads_end_and_refuses_who_waits() -> None:
+    drive = reading("a")
+    drive.held(60 * S)
+    drive.start("b")
+    effects = drive.feed(Retire())
+    assert effects == [failed("b", PeerRetired(peer="p"))]
+    assert drive.start("c") == [failed("c", PeerRetired(peer="p"))]
+    assert drive.core.is_leaving
+    effects = drive.end("a")
+    assert effects == [done("a"), TearDown(connection=1)]
+    assert not drive.core.is_finished
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+    assert drive.wait(600 * S) == []
+
+
+def test_retired_during_a_handshake_it_tears_down_what_came_of_it() -> None:
+    drive = Driver()
+    drive.start("a")
+    assert drive.feed(Retire()) == [failed("a", PeerRetired(peer="p"))]
+    assert drive.connect() == [TearDown(connection=1)]
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+
+
+def test_a_retired_engine_with_reads_that_hang_is_not_finished_before_they_end() -> None:
+    drive = reading()
+    drive.feed(Retire())
+    (report,) = only(drive.wait(30 * S), Report)
+    assert report.is_quarantined
+    assert (drive.state, drive.core.is_finished) == (peer.State.GONE, False)
+    assert drive.end("a") == [LiftQuarantine(request_id="a"), TearDown(connection=1)]
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+
+
+def test_stop_fails_everything_and_says_nothing_more() -> None:
+    drive = reading("a")
+    drive.announce("announced", B)
+    drive.start("waiting", LeaseName("p-c", 3))
+    assert drive.feed(Stop(failure=STOPPED)) == [failed("waiting", STOPPED)]
+    assert drive.end("a") == [failed("a", STOPPED), TearDown(connection=1)]
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+    assert drive.wait(600 * S) == []
+
+
+def test_a_crash_fails_what_is_in_hand_and_the_handshake_in_flight() -> None:
+    drive = Driver()
+    drive.start("a")
+    effects = drive.feed(Crashed(failure=CRASH))
+    assert effects[0] == failed("a", CRASH)
+    assert [type(effect) for effect in effects[1:]] == [NoteHandshakeFailure]
+    assert drive.state is peer.State.BACKOFF
+    assert drive.connect() == [TearDown(connection=1)], "what the lost attempt made"
+    assert drive.feed(TornDown(connection=1)) == []
+
+
+def test_after_a_crash_the_connection_goes_on() -> None:
+    drive = reading("a")
+    drive.start("b")
+    assert drive.feed(Crashed(failure=CRASH)) == [failed("b", CRASH)]
+    assert only(drive.end("a"), Report) == [failed("a", CRASH)]
+    assert drive.state is peer.State.READY
+
+
+def test_the_end_of_a_read_that_is_told_again_counts_once() -> None:
+    drive = reading("a", "b", reads=2)
+    drive.held(60 * S)
+    assert drive.end("a", 0) == []
+    assert drive.end("a", 0) == []
+    assert drive.end("a", 1) == [done("a")]
+    assert drive.end("a", 1) == []
+    assert drive.end("a", 0, number=9) == []
+
+
+def test_the_end_of_a_read_over_which_the_core_raised_counts_when_it_is_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drive = reading()
+    drive.held(60 * S)
+    with monkeypatch.context() as patch:
+        patch.setattr(drive.core, "_step_request", raise_runtime_error)
+        with pytest.raises(RuntimeError):
+            drive.end("a")
+    drive.feed(Crashed(failure=CRASH))
+    assert failed("a", CRASH) in drive.end("a")
+
+
+def raise_runtime_error(*_: Any) -> None:
+    raise RuntimeError("injected")
+
+
+def test_a_mistake_of_the_machine_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = reading("a", "b")
+    drive.held(60 * S)
+    step = request.MACHINE.step
+
+    def refuse_a(value: request.Request, event: Event) -> Any:
+        if value.request_id == "a":
+            raise ProtocolError("request", "reading", "ReadCompleted", "injected")
+        return step(value, event)
+
+    monkeypatch.setattr(request.MACHINE, "step", refuse_a)
+    drive.end("a")
+    (report,) = only(drive.log, Report)
+    assert (report.request_id, type(report.failure)) == ("a", ActorCrashed)
+    assert only(drive.end("b"), Report) == [done("b")]
+
+
+def test_a_deadline_whose_handler_raises_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Driver()
+    for request_id in ("a", "b", "c"):
+        drive.start(request_id)
+    fire = drive.core._fire
+
+    def raise_over_b(key: tuple[str, Any], now_ns: int) -> None:
+        if key == ("deadline", "b"):
+            raise RuntimeError("injected")
+        fire(key, now_ns)
+
+    monkeypatch.setattr(drive.core, "_fire", raise_over_b)
+    with pytest.raises(RuntimeError):
+        drive.wait(300 * S)
+    drive.now_ns = NOW + 300 * S
+    assert [each.request_id for each in only(drive.wait(0), Report)] == ["a", "c"]
+    assert only(drive.feed(Crashed(failure=CRASH)), Report) == [failed("b", CRASH)]
+
+
+def test_an_observer_that_raises_costs_a_record_and_no_report() -> None:
+    breaks: list[type[Event]] = []
+
+    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
+        if type(event) in breaks:
+            breaks.remove(type(event))
+            raise RuntimeError("injected")
+
+    drive = Driver(observe=observe)
+    drive.start("a")
+    drive.connect()
+    drive.resolve("a")
+    drive.held(60 * S)
+    breaks.append(request.ReadCompleted)
+    with pytest.raises(RuntimeError):
+        drive.end("a")
+    assert drive.feed(Crashed(failure=CRASH))[0] == done("a")
+
+
+# --- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_unused_when_nobody_waits_for_it_or_reads_from_it() -> None:
+    drive = Driver()
+    assert drive.core.is_unused
+    drive.announce("a")
+    assert not drive.core.is_unused
+    drive.start("a")
+    drive.connect()
+    drive.resolve("a")
+    drive.held(60 * S)
+    assert not drive.core.is_unused
+    drive.end("a")
+    assert drive.core.is_unused, "although a release is owed"
+    assert (drive.core.is_connected, drive.core.is_leaving) == (True, False)
+
+
+def test_an_engine_that_is_being_rebuilt_or_has_reads_in_flight_is_in_use() -> None:
+    drive = reading()
+    drive.feed(AbortAsked(request_id="a"))
+    drive.wait(30 * S)
+    assert only(drive.log, Report)[0].is_quarantined
+    drive.wait(30 * S)
+    assert (drive.core.is_connected, drive.core.is_unused) == (False, False)
+    drive.end("a")
+    assert not drive.core.is_unused
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_unused
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_ends_who_waits_at_once_and_means_nothing_after_the_end() -> None:
+    drive = connected()
+    drive.start("a")
+    abort = AbortAsked(request_id="a")
+    assert drive.feed(abort) == [failed("a", AbortedByClient()), release()]
+    assert drive.feed(abort, AbortAsked(request_id="never heard of")) == []
+
+
+# --- any history ------------------------------------------------------------------------------------------------------
+
+
+class Everything:
+    """Takes events at random, as far as an executor could feed them, and then lets all end."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.drive = Driver()
+        self.started: list[str] = []
+        self.reports: list[Report] = []
+        self.lifted: list[str] = []
+        self.posted: dict[tuple[str, int, int], bool] = {}
+        self.reads: dict[str, int] = {}
+        self.handshakes = self.connections = 0
+        self.tearing_down: list[int] = []
+        # The latest connection that was given up in order; an abandoned one may still stand beside its successor.
+        self.leaving = 0
+
+    def note(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartHandshake():
+                    assert self.handshakes == 0
+                    assert self.leaving not in self.tearing_down
+                    self.handshakes = 1
+                case ResolveBlocks(request_id=request_id, connection=number):
+                    self.reads[request_id] = self.data.draw(st.integers(0, 2))
+                    resolved = BlocksResolved(request_id=request_id, connection=number, reads=self.reads[request_id])
+                    self.note(self.drive.feed(resolved))
+                case PostReads(request_id=request_id, connection=number):
+                    for read in range(self.reads[request_id]):
+                        self.posted[request_id, read, number] = True
+                case TearDown(connection=number):
+                    assert not [key for key in self.posted if key[2] == number]
+                    self.tearing_down.append(number)
+                    if self.drive.state is peer.State.DISCONNECTING and number == self.connections:
+                        self.leaving = number
+                case Report(request_id=request_id, is_quarantined=is_quarantined):
+                    assert request_id in self.started
+                    assert request_id not in [each.request_id for each in self.reports]
+                    if not is_quarantined:
+                        assert not [key for key in self.posted if key[0] == request_id]
+                    self.reports.append(effect)
+                case LiftQuarantine(request_id=request_id):
+                    assert request_id not in self.lifted
+                    assert not [key for key in self.posted if key[0] == request_id]
+                    self.lifted.append(request_id)
+
+    def feed(self, event: Event) -> None:
+        self.note(self.drive.feed(event))
+
+    def connect(self) -> None:
+        self.handshakes = 0
+        self.connections += 1
+        self.note(self.drive.connect(self.connections, is_builtin=False, life="l1"))
+
+    def end_read(self, *, is_lawful: bool = False) -> None:
+        key = self.data.draw(st.sampled_from(sorted(self.posted))) if not is_lawful else next(iter(self.posted))
+        failure = None if is_lawful else self.data.draw(st.sampled_from([None, LOST, REFUSED]))
+        is_quiescent = failure is None or self.data.draw(st.booleans())
+        del self.posted[key]
+        self.note(self.drive.end(key[0], key[1], key[2], failure=failure, is_quiescent=is_quiescent))
+
+    def step(self) -> None:
+        drive, draw = self.drive, self.data.draw
+        lease = LeaseName("p", draw(st.integers(1, 3)))
+        choices = ["start", "announce", "settle", "wait", "abort", "crash", "link", "hold", "release"]
+        choices += ["connect", "refuse"] * self.handshakes
+        choices += ["read"] * (3 * bool(self.posted)) + ["torn"] * (3 * bool(self.tearing_down))
+        match draw(st.sampled_from(choices)):
+            case "start":
+                self.started.append(f"r{len(self.started)}")
+                self.note(drive.start(self.started[-1], lease))
+            case "announce":
+                self.note(drive.announce(f"r{len(self.started)}", lease))
+            case "settle":
+                self.note(drive.settle(f"r{len(self.started)}", lease))
+            case "wait":
+                self.note(drive.wait(draw(st.sampled_from([1, S, 7 * S, 31 * S, 61 * S]))))
+            case "abort":
+                self.feed(AbortAsked(request_id=f"r{draw(st.integers(0, 5))}"))
+            case "crash":
+                self.handshakes = 0
+                self.feed(Crashed(failure=CRASH))
+            case "link":
+                self.feed(LinkLost(connection=max(1, self.connections), detail="reset"))
+            case "hold":
+                number = max(1, self.connections)
+                answer = draw(st.booleans())
+                self.note(drive.held(30 * S, lease, number=number) if answer else drive.gone(lease, number=number))
+            case "release":
+                self.note(drive.confirm(lease, number=max(1, self.connections)))
+            case "connect":
+                self.connect()
+            case "refuse":
+                self.handshakes = 0
+                self.feed(ConnectFailed(failure=SILENT))
+            case "read":
+                self.end_read()
+            case "torn":
+                self.feed(TornDown(connection=self.tearing_down.pop()))
+
+    def finish(self) -> None:
+        """No more faults, and nobody comes any more."""
+        self.feed(Stop(failure=STOPPED))
+        while self.posted or self.tearing_down or self.handshakes:
+            if self.posted:
+                self.end_read(is_lawful=True)
+            elif self.handshakes:
+                self.connect()
+            else:
+                self.feed(TornDown(connection=self.tearing_down.pop()))
+        self.note(self.drive.wait(600 * S))
+        assert sorted(each.request_id for each in self.reports) == sorted(self.started)
+        assert sorted(self.lifted) == sorted(each.request_id for each in self.reports if each.is_quarantined)
+        assert self.drive.core.is_finished
+        assert self.drive.core.next_deadline() is None
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_happens_each_request_is_reported_once_and_everything_ends(data: st.DataObject) -> None:
+    everything = Everything(data)
+    for _ in range(data.draw(st.integers(5, 40))):
+        everything.step()
+    everything.finish()
+
+
+# --- for the explorer, and what it costs ------------------------------------------------------------------------------
+
+
+def some_history(now_ns: int) -> Driver:
+    """A bit of everything: a retry, a proof, a quarantine, a release that is owed, an announced request."""
+    drive = Driver(now_ns)
+    for request_id, lease in (("a", A), ("b", A), ("c", B)):
+        drive.start(request_id, lease)
+    drive.connect()
+    for request_id in ("a", "b", "c"):
+        drive.resolve(request_id)
+    drive.held(20 * S, A, B)
+    drive.wait(3 * S)
+    drive.end("c")
+    drive.wait(20 * S)
+    drive.end("a")
+    drive.feed(AbortAsked(request_id="b"))
+    drive.announce("d", LeaseName("p-d", 4), age_ns=S)
+    return drive
+
+
+def test_two_cores_with_the_same_future_are_equal_whenever_that_is() -> None:
+    early, late = some_history(NOW), some_history(2 * NOW + 7)
+    assert early.core.freeze(early.now_ns) == late.core.freeze(late.now_ns)
+    assert early.core.freeze(early.now_ns) != late.core.freeze(late.now_ns + 1)
+    late.wait(1)
+    assert early.core.freeze(early.now_ns) != late.core.freeze(late.now_ns)
+    early.wait(1)
+    assert early.core.freeze(early.now_ns) == late.core.freeze(late.now_ns)
+    assert isinstance(hash(early.core.freeze(early.now_ns)), int)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Announced(request_id="e", lease=LeaseName("p-e", 5), address=ADDRESS, age_ns=0),
+        Started(request_id="d", lease=LeaseName("p-d", 4), address=ADDRESS, age_ns=0),
+        ReadEnded(request_id="b", read=0, connection=1, ended_ns=NOW),
+        HoldAnswered(connection=1, rank=0, sent_ns=NOW + 23 * S, held=((A, S),), gone=()),
+        HoldAnswered(connection=1, rank=0, sent_ns=NOW + 23 * S, held=(), gone=((A, "expired"),)),
+        ReleaseAnswered(connection=1, rank=0, leases=(B,)),
+        LinkLost(connection=1, detail="reset"),
+        Retire(),
+        Stop(failure=STOPPED),
+        Crashed(failure=CRASH),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_a_copy_goes_its_own_way(event: Event) -> None:
+    drive = some_history(NOW)
+    frozen = drive.core.freeze(drive.now_ns)
+    copies = [drive.core.copy(), drive.core.copy()]
+    assert copies[0].freeze(drive.now_ns) == frozen
+    outcomes = [copy.handle(event, drive.now_ns) + copy.advance(drive.now_ns + 31 * S) for copy in copies]
+    assert outcomes[0] == outcomes[1]
+    assert copies[0].freeze(drive.now_ns) == copies[1].freeze(drive.now_ns) != frozen
+    assert drive.core.freeze(drive.now_ns) == frozen
+
+
+def seconds_per_request(in_hand: int) -> float:
+    """The whole way of one more request, while so many read and wait."""
+    drive = connected()
+    for number in range(in_hand):
+        drive.start(f"r{number}", LeaseName(f"p{number}", number + 10))
+        drive.resolve(f"r{number}")
+    assert len(only(drive.log, PostReads)) == in_hand
+    times = []
+    for number in range(300):
+        lease, request_id = LeaseName("more", number + 1), f"more{number}"
+        drive.log.clear()
+        started = time.perf_counter()
+        drive.announce(request_id, lease)
+        drive.start(request_id, lease)
+        drive.resolve(request_id)
+        drive.core.next_deadline()
+        drive.held(60 * S, lease)
+        drive.end(request_id)
+        drive.confirm(lease)
+        times.append(time.perf_counter() - started)
+        assert done(request_id) in drive.log
+    return statistics.median(times)
+
+
+def test_what_an_event_costs_does_not_grow_with_the_requests_in_hand() -> None:
+    assert seconds_per_request(10_000) < 4 * seconds_per_request(10)
+
+
+def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "CONSUMED_MAX", 3)
+    drive = connected()
+    leases = [LeaseName("p", number) for number in range(1, 6)]
+    for lease in leases:
+        drive.announce("a", lease)
+        drive.settle("a", lease)
+        drive.confirm(lease)
+    refused = [bool(only(drive.start(f"again{lease.number}", lease), Report)) for lease in leases]
+    assert refused == [False, False, True, True, True]
