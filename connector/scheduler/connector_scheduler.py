@@ -9,6 +9,12 @@ Decode side. A request that names a prefill engine is in one of two collections,
     _loading   its blocks are allocated and the worker reads into them; vLLM has parked it
     neither    loaded, failed, or nothing had to be read; from here on it is an ordinary request
 
+A request whose load failed gives its blocks back and is scheduled again, under the policy `recompute`. vLLM 0.32 does
+both at the head of the queue of those that hold blocks: if the pool has too few for it then, nobody behind it is
+looked at any more, not even those that have all they need, and with nothing running the engine stands still for good.
+So the first time that such a request asks, it is told to come again: vLLM then puts it at the head of the ordinary
+queue, which is served after those that hold blocks (`_failed`).
+
 kv_transfer_params comes from outside. A request whose parameters cannot be decoded is parked like any other, and the
 worker fails it: only on that path the client gets an error under the policy `fail`, and a recomputation under
 `recompute`.
@@ -133,6 +139,8 @@ class ConnectorScheduler:
         # Decode side; see the module's docstring. No request id is in both.
         self._waiting: dict[str, WaitingPull] = {}
         self._loading: set[str] = set()
+        # Loads that failed and have not asked again since; see the module's docstring.
+        self._failed: set[str] = set()
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
         # still ask for leases of this one. 48 bits leave room up to the 63 of the wire.
         self._lease_numbers = itertools.count(1 + int(life[:12], 16))
@@ -164,8 +172,14 @@ class ConnectorScheduler:
                 )
             )
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached.
+
+        None: ask again in the next step, after those that hold blocks.
+        """
+        if request.request_id in self._failed:
+            self._failed.remove(request.request_id)
+            return None, False
         if request.request_id not in self._waiting:
             return 0, False
         count = self._tokens_to_load(request) - num_computed_tokens
@@ -190,6 +204,7 @@ class ConnectorScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
         request_id = request.request_id
+        self._failed.discard(request_id)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._skip_load(request_id, pull)
@@ -221,6 +236,7 @@ class ConnectorScheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The worker's results, before vLLM frees anything because of them."""
+        self._failed |= self._loading & (output.failed_recving or set())
         self._loading.difference_update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):

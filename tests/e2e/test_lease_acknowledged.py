@@ -173,6 +173,20 @@ class PrefillAndTwoRanks:
 
         return wait_for(found, "D sees that its connection to P was reset")
 
+    def held_by_both(self, remote_request_id: str) -> None:
+        """Wait until P has told both ranks of D that it keeps these blocks."""
+
+        def holders() -> set[str]:
+            return {
+                record.engine_id
+                for process in read_records(self.trace_directory)
+                for record in process
+                if (record.machine, record.to_state) == ("hold", "held")
+                and record.subject.startswith(remote_request_id)
+            }
+
+        wait_for(lambda: len(holders()) == 2 or None, f"two engines that hold {remote_request_id}")
+
     def request_in(self, key: str, *states: str) -> TransitionRecord:
         """D's request for `key` once it is in one of these states."""
 
@@ -208,13 +222,18 @@ def ranks(room: Room) -> PrefillAndTwoRanks:
 def test_samples_of_one_prompt_on_two_decode_engines_are_all_right(ranks: PrefillAndTwoRanks) -> None:
     """n = 4: vLLM gives the samples to both ranks, with the same parameters. One rank is done with them and releases
     them while the other one is still busy with another request; P overwrites whatever it takes for free. Scenario 69.
+
+    Both are busy at first: a rank that hears of the samples only after the other has released them is told that it
+    comes too late, and computes the prompt.
     """
     key = "four-samples"
     alone = ranks.samples(key, None)
     params = ranks.prefilled(key)
     with ThreadPoolExecutor(1) as pool:
-        with ranks.occupied(1, 0.8 * LEASE_SECONDS):
-            answer = pool.submit(ranks.samples, key, params)
+        with ranks.occupied(1, 1.2 * LEASE_SECONDS):
+            with ranks.occupied(0, 0.4 * LEASE_SECONDS):
+                answer = pool.submit(ranks.samples, key, params)
+                ranks.held_by_both(params["remote_request_id"])
             first = ranks.request_in(key, "done")
             of_first = {name for name, each in ranks.requests(key).items() if each.engine_id == first.engine_id}
             wait_for(

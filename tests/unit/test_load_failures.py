@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from connector.clock import BootClock
 from connector.protocol import QuarantineLifted, ReceiveEnded
+from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
 from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
@@ -192,3 +193,26 @@ def test_vllm_takes_no_single_blocks_from_an_engine_with_several_groups() -> Non
     load = Load("window")
     with pytest.raises(RuntimeError, match="multiple KV cache groups"):
         load.decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}, invalid_block_ids={3}))
+
+
+def test_who_has_blocks_is_served_while_a_failed_load_finds_too_few() -> None:
+    """vLLM stands still otherwise, and for good: "a" is at the head of its queue and "b", which lacks nothing, behind.
+    The blocks of "a" are quarantined, and what is left of the pool belongs to "b"."""
+    prompts = {"a": TOKENS[:80], "b": TOKENS[10:90]}
+    prefill = HybridEngine([full()])
+    decode = HybridEngine([full()], blocks=1 + 2 * 5, recomputes=True)
+    for name, tokens in prompts.items():
+        prefill.prefill(name, tokens)
+        decode.load(name, tokens, prefill.params[name])
+    blocks = decode.pull_of("a").local_block_ids
+    decode.step(
+        KVConnectorOutput(
+            finished_recving={"a", "b"},
+            failed_recving={"a"},
+            kv_connector_worker_meta=WorkerReport(quarantined=[blocks]),
+        )
+    )
+    for _ in range(5):
+        decode.step()
+    assert list(decode.finished) == ["b", "a"], "the second in the blocks of the first"
+    assert decode.computed["a"] == len(prompts["a"])
