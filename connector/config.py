@@ -79,7 +79,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5
-    """Pause before a failed prefill engine is tried again; doubles with each failure, with jitter."""
+    """Pause before a failed prefill engine is tried again; doubles with each failure, with jitter. Not after a refused
+    connection, which is tried again after the first pause."""
     backoff_max_seconds: _Seconds = 30.0
     incompatible_backoff_seconds: _Seconds = 60.0
     """Pause before a prefill engine that cannot exchange KV with this one is asked again: it may have been replaced."""

@@ -19,7 +19,8 @@ an error and may still be in flight in part, a request that was quarantined, and
 READ is posted before the connection has been rebuilt.
 
 A failed peer fails requests at once while it backs off, so that a dead engine does not fill the decode engine's block
-pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter (`remote_engine`).
+pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; not where the engine's port
+refused the connection, which costs nobody any time (`remote_engine`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class AnnounceFailed(Effect, frozen=True, kw_only=True):
 
 
 class StartBackoff(Effect, frozen=True, kw_only=True):
-    """Feed BackoffElapsed after a delay that grows with `failures`; a long one if KV cannot be exchanged."""
+    """Feed BackoffElapsed after a delay, which depends on how often it failed and why."""
 
     failures: int
     is_incompatible: bool = False

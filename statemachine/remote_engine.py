@@ -46,6 +46,7 @@ from statemachine.failures import (
     ActorCrashed,
     BadParams,
     BlocksConsumed,
+    ConnectionRefused,
     ControlLinkLost,
     Failure,
     HandshakeRefused,
@@ -829,6 +830,9 @@ class RemoteEngine:
         limits = self._limits
         if effect.is_incompatible:
             delay_ns = limits.incompatible_ns
+        elif isinstance(self._peer.failure, ConnectionRefused):
+            # Asking again costs a round trip, and an engine that is started again is to be served at once.
+            delay_ns = limits.backoff_first_ns
         else:
             delay_ns = min(limits.backoff_max_ns, limits.backoff_first_ns << min(effect.failures - 1, 30))
         # Between half and all of it, by who asks whom how often: two decode ranks do not come back together, and the
@@ -1101,10 +1105,18 @@ class RemoteEngine:
             for connection in self._connections.values():
                 if connection is not self._current and not (connection.open_reads or connection.is_tearing_down):
                     self._tear_down(connection)
-        if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._claims):
+        if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say()):
             self._step_peer(peer.Wanted(), now_ns)
         elif (self._peer.is_retiring or self._peer.state is peer.State.GONE) and (self._waiting or self._proving):
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
+
+    def _has_something_to_say(self) -> bool:
+        """Whether leases alone are worth a handshake. Releases are, once: if it fails they wait until somebody needs
+        the engine, or their leases end by themselves. Otherwise every attempt to say them to a dead engine would
+        lengthen the back-off of the one that takes its place."""
+        return bool(self._claims) and (
+            not self._peer.failures or any(claim.users for claim in self._claims.values())
+        )
 
     def _address_from(self, address: Address) -> None:
         """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept

@@ -21,7 +21,11 @@ REQUEST_PATHS_PLAIN = (
     # The READ was faster than P's answer that it keeps the blocks.
     ("pending_handshake", "reading", "proving", "done"),
 )
-LEASE_PATHS_PLAIN = (("computing", "held", "done"),)
+LEASE_PATHS_PLAIN = (
+    ("computing", "held", "done"),
+    # D was through before P's worker heard of the grant, which travels with P's next step.
+    ("computing", "done"),
+)
 REQUEST_STATES_TERMINAL = frozenset({"done", "failed", "expired"})
 LEASE_STATES_TERMINAL = frozenset({"done", "expired", "released"})
 

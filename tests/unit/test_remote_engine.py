@@ -22,6 +22,7 @@ from statemachine.failures import (
     ActorCrashed,
     BadParams,
     BlocksConsumed,
+    ConnectionRefused,
     ConnectorStopped,
     DeadlineExceeded,
     Failure,
@@ -89,7 +90,7 @@ LIMITS = EngineLimits(
     incompatible_ns=90 * S,
     retries=1,
 )
-A, B = LeaseName("p-a", 1), LeaseName("p-b", 2)
+A, B, C = LeaseName("p-a", 1), LeaseName("p-b", 2), LeaseName("p-c", 3)
 ADDRESS = "host:1"
 
 LOST = TransferError(peer="p", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
@@ -676,7 +677,7 @@ def test_a_connection_whose_reads_do_not_end_is_abandoned_and_torn_down_when_the
     assert {(each.request_id, each.is_quarantined) for each in only(effects, Report)} == {("a", True), ("b", True)}
     assert (drive.state, drive.core.is_connected, only(drive.log, TearDown)) == (peer.State.BACKOFF, False, [])
     drive.wait(10 * S)
-    drive.start("c", B)
+    drive.start("c", C)
     drive.connect(2)
     assert drive.state is peer.State.READY
     assert drive.end("a", 1) == [LiftQuarantine(request_id="a")]
@@ -717,7 +718,42 @@ def test_a_kv_that_cannot_be_exchanged_is_said_to_everybody_for_longer() -> None
     drive.feed(ConnectFailed(failure=UNLIKE))
     drive.wait(90 * S - 1 - 45 * S)
     assert drive.start("b") == [failed("b", UNLIKE)]
-    assert drive.wait(46 * S) == [StartHandshake(address=ADDRESS)], "the releases are owed"
+    assert drive.wait(46 * S) == [], "nobody wants it"
+    assert drive.start("c") == [StartHandshake(address=ADDRESS)]
+
+
+def test_releases_alone_are_worth_one_handshake() -> None:
+    """An engine that is started again on the address of a dead one must find no back-off that nobody needed."""
+    drive = reading()
+    drive.held(60 * S)
+    assert done("a") in drive.end("a", 0)
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+    drive.feed(ConnectFailed(failure=SILENT))
+    assert drive.wait(15 * S) == []
+    assert drive.start("c", C) == [StartHandshake(address=ADDRESS)]
+    told = only(drive.connect(2), SendRelease)
+    assert [each.leases for each in told] == [(A,)], "while its lease may last"
+
+
+def test_requests_in_the_queue_are_worth_every_handshake() -> None:
+    drive = Driver()
+    drive.announce("a")
+    for _ in range(3):
+        assert drive.state is peer.State.HANDSHAKING
+        drive.feed(ConnectFailed(failure=SILENT))
+        assert only(drive.wait(60 * S), StartHandshake) == [StartHandshake(address=ADDRESS)]
+
+
+def test_the_delay_after_a_refused_connection_does_not_grow() -> None:
+    drive = Driver()
+    nobody = ConnectionRefused(peer="p", address=ADDRESS)
+    for number in range(6):
+        assert only(drive.start(f"r{number}"), StartHandshake) == [StartHandshake(address=ADDRESS)]
+        drive.feed(ConnectFailed(failure=nobody))
+        assert drive.state is peer.State.BACKOFF
+        drive.wait(LIMITS.backoff_first_ns)
+        assert drive.state is peer.State.IDLE
 
 
 def test_blocks_that_p_does_not_have_cost_only_the_request() -> None:
