@@ -1114,9 +1114,7 @@ class RemoteEngine:
         """Whether leases alone are worth a handshake. Releases are, once: if it fails they wait until somebody needs
         the engine, or their leases end by themselves. Otherwise every attempt to say them to a dead engine would
         lengthen the back-off of the one that takes its place."""
-        return bool(self._claims) and (
-            not self._peer.failures or any(claim.users for claim in self._claims.values())
-        )
+        return bool(self._claims) and (not self._peer.failures or any(claim.users for claim in self._claims.values()))
 
     def _address_from(self, address: Address) -> None:
         """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept

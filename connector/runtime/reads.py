@@ -13,6 +13,7 @@ sizes; the agent is removed when the last of them lets go.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -143,9 +144,11 @@ class Reads:
         return handle
 
     async def release_local_lists(self) -> None:
+        """At the end. What cannot be released ends with the agent."""
         while self._local_lists:
             _, handle = self._local_lists.popitem()
-            await self.port.release_descriptor_list(handle)
+            with contextlib.suppress(NixlCallFailed, PortClosed):
+                await self.port.release_descriptor_list(handle)
 
     # --- for the peer actors ------------------------------------------------------------------------------------
 
