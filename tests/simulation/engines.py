@@ -472,7 +472,7 @@ class DecodeEngine(Engine):
             has_wrong_sizes=has_wrong_sizes and awaited and bool(blocks),
         )
         self.around.oracles.start(pull)
-        if source.request_id in self._malformed:
+        if source.request_id in self._malformed and not has_wrong_sizes:  # which was announced: it could be read
             pull.has_bad_params = pull.may_fail = True
             failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
             self.process.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))

@@ -92,6 +92,8 @@ def storm(seed: int) -> Plan:
         else:
             targets = shape.prefill_names if kind in STORMS_OVER_PREFILL else shape.decode_names
         at_seconds = 0.0 if kind in MESSAGE_KINDS or kind is Kind.PREPARE_REFUSED else 0.5
+        if kind is Kind.CRASH_NEW_ID:
+            at_seconds = 1.5  # there must be somebody left to tell that a worker has stopped
         # Longer than a request waits for its READs, so that blocks are quarantined, and than a pause that comes first.
         duration_seconds = 9.0 if kind in (Kind.READ_STALL, Kind.PREPARE_REFUSED) else 2.5
         faults += [
