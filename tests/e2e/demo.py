@@ -102,7 +102,9 @@ class Demo:
         self.say("a Llama of 4 layers with random weights, made here, nothing downloaded")
         model = tiny_llama()
         options = [
-            EngineOptions(name=name, model=model, logs=self.logs, core=core, trace_directory=self.directory)
+            EngineOptions(
+                name=name, model=model, logs=self.logs, core=core, trace_directory=self.directory, forks=False
+            )
             for core, name in enumerate(("prefill", "decode"))
         ]
         with EngineSet() as engines:
