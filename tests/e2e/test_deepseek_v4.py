@@ -55,6 +55,7 @@ def service(room: Room, directory: Path) -> Iterator[PrefillDecode]:
             context_tokens=1024,
             max_num_batched_tokens=1024,
             environment={"PYTHONPATH": os.pathsep.join(paths)},
+            forks=False,  # each process imports vLLM with the interpreter that it finds
             arguments=("--dtype", "bfloat16", "--num-gpu-blocks-override", str(CACHE_BLOCKS)),
         )
         for core, name in enumerate(("prefill", "decode"))

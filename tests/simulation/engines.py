@@ -383,6 +383,10 @@ class DecodeEngine(Engine):
         self._track(request_id, misdirected)
         await self.serve(request_id, misdirected)
 
+    def _is_malformed(self, request_id: str, source: Prefilled) -> bool:
+        """Whether its parameters cannot be read. One with wrong sizes has its own, and was announced."""
+        return source.request_id in self._malformed and request_id not in self._wrong_sizes
+
     async def serve(
         self, request_id: str, source: Prefilled, *, is_repeated: bool = False, is_urgent: bool = False
     ) -> None:
@@ -395,7 +399,7 @@ class DecodeEngine(Engine):
         tokens = source.prompt.tokens
         cached = self.chance.randint(0, self.shape.blocks_of(tokens)) if kind < 0.2 else 0
         if kind > 0.92:
-            if source.request_id not in self._malformed:
+            if not self._is_malformed(request_id, source):
                 self._settle_without_reading(request_id, source)
             return
         counts = block_counts(self.around.model, self.shape, tokens, cached)
@@ -472,7 +476,7 @@ class DecodeEngine(Engine):
             has_wrong_sizes=has_wrong_sizes and awaited and bool(blocks),
         )
         self.around.oracles.start(pull)
-        if source.request_id in self._malformed and not has_wrong_sizes:  # which was announced: it could be read
+        if self._is_malformed(request_id, source):
             pull.has_bad_params = pull.may_fail = True
             failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
             self.process.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))
