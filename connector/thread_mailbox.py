@@ -54,6 +54,11 @@ class ThreadMailbox(Generic[M]):
 
     def _drain(self) -> None:
         self._armed.release()
+        self.drain()
+
+    def drain(self) -> None:
+        """Trio thread: deliver what has been queued until now. Who knows that something was said before what he hears
+        from elsewhere does not wait for the loop's turn."""
         while self._items:
             try:
                 self._deliver(self._items.popleft())

@@ -37,13 +37,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from connector.clock import BootClock
+from connector.ports.command_queue import CommandQueue
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -467,7 +467,7 @@ class AgentThread:
         self._make_core = make_core
         self._deliver = deliver
         self._backlog = backlog
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._commands: CommandQueue[Command] = CommandQueue()
         self._opened = threading.Event()
         self._open_failure: CallRefused | None = None
         self._ended = threading.Event()
@@ -502,12 +502,12 @@ class AgentThread:
 
     def expect_notifications(self, expected: bool) -> None:
         self._expecting = expected
-        self._commands.put(None)
+        self._commands.ring()
 
     def close(self, grace_seconds: float) -> None:
         """End the thread when no READ is in flight, or after `grace_seconds`; may be called again to hurry it."""
         self._close_at = time.monotonic() + grace_seconds
-        self._commands.put(None)
+        self._commands.ring()
 
     def join(self, timeout_seconds: float) -> None:
         self._thread.join(timeout_seconds)
@@ -554,9 +554,8 @@ class AgentThread:
 
     def _refuse_queued(self) -> list[Command]:
         refused = []
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None and command.claim():
+        while (command := self._commands.take()) is not None:
+            if command.claim():
                 command.closed = True
                 refused.append(command)
         return refused
@@ -594,17 +593,12 @@ class AgentThread:
 
     def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
         """Wait for a command and run it. False when the pause went by without one."""
-        if pause_seconds < PAUSE_SECONDS_MIN:
-            if self._commands.empty():
-                return False
-            command = self._commands.get()
-        else:
-            try:
-                command = self._commands.get(timeout=pause_seconds)
-            except Empty:
-                return False
+        command = self._commands.take()
+        if command is None and pause_seconds >= PAUSE_SECONDS_MIN:
+            self._commands.wait(pause_seconds)
+            command = self._commands.take()
         if command is None:
-            return True
+            return False
         if command.claim():
             self._execute(core, command)
         return True

@@ -75,6 +75,9 @@ class LeaseKeeper:
         log_crash: writes a line with a traceback: which task, what it raised.
         watch_notifications: tells the NIXL port whether anybody may be reading from us.
         control: this worker's control socket; whoever made it closes it. None: it serves built-in readers only.
+        hear_engine: calls `deliver` with what the engine has said until now and is still on its way. The engine tells
+            of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
+            have kept the interpreter to itself since, and what it said must not be found missing.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class LeaseKeeper:
         log_crash: Callable[[str, BaseException], None],
         watch_notifications: Callable[[bool], None],
         control: Listener | None,
+        hear_engine: Callable[[], None] = lambda: None,
     ) -> None:
+        self._hear_engine = hear_engine
         self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
@@ -113,6 +118,7 @@ class LeaseKeeper:
 
     def notify(self, sender: str, message_untrusted: bytes) -> None:
         """Take a notification that the agent `sender` has sent through NIXL, unless too many wait already."""
+        self._hear_engine()
         if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX:
             self._drop_notification()
             return
@@ -136,6 +142,7 @@ class LeaseKeeper:
     async def _serve_control(self, control: Listener) -> None:
         while True:
             asked = await control.receive()
+            self._hear_engine()
             try:
                 message = wire.decode_request(asked.frames_untrusted)
             except (BadFrame, DecodeFailed) as error:

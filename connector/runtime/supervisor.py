@@ -73,6 +73,7 @@ class Supervisor:
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
+        hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Supervisor:
         emit: Callable[[Outcome], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
+        hear_engine: Callable[[], None] = lambda: None,
     ) -> None:
         self._log_crash = log_crash
         self._nixl_port = nixl_port
@@ -109,6 +111,7 @@ class Supervisor:
             log_crash=log_crash,
             watch_notifications=nixl_port.expect_notifications,
             control=control,
+            hear_engine=hear_engine,
         )
         self._context = ActorContext(
             options=options,

@@ -95,6 +95,10 @@ class ActorThread(Generic[C]):
             if not self._ended:
                 self.death = self.death or RuntimeError("the trio run has finished")
 
+    def hear(self) -> None:
+        """In the thread: deliver what the engine has said until now."""
+        self._mailbox.drain()
+
     def stop(self, timeout_seconds: float) -> bool:
         """End the actors and join the thread. False when it did not end in time. Idempotent."""
         thread, token = self._thread, self._token

@@ -10,7 +10,7 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -104,13 +104,13 @@ class ConnectorWorker:
             if registration.memory_kind == "VRAM"
             else None,
         )
-        self._thread = ActorThread(
+        thread = self._thread = ActorThread(
             "kv-transfer-actors",
-            lambda: self._make_supervisor(registration, place.number, nixl_port),
+            lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
             self._log_error,
         )
         try:
-            self._thread.start()
+            thread.start()
         except ThreadStartError:
             nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
             raise
@@ -129,7 +129,7 @@ class ConnectorWorker:
         return self._handshake_metadata
 
     async def _make_supervisor(
-        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort
+        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, hear_engine: Callable[[], None]
     ) -> Supervisor:
         layout = registration.layout
         clock = self._clock
@@ -159,6 +159,7 @@ class ConnectorWorker:
             emit=self.ledger.record,
             log_failure=FailureLog(layout.engine_id, rank_number),
             log_crash=log_crash,
+            hear_engine=hear_engine,
         )
 
     def _log_error(self, error: BaseException) -> None:

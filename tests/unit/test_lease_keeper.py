@@ -64,6 +64,8 @@ class Rank:
         self.values: dict[Any, Lease] = {}
         self.breaks_on: type[Outcome] | None = None
         """The next outcome of this type is lost in a crash."""
+        self.says_late: list[Callable[[], object]] = []
+        """What the engine has said and has not reached the keeper."""
         self.breaks_at: str | None = None
         """The next step of the lease of this request is."""
         self.keeper = LeaseKeeper(
@@ -75,7 +77,12 @@ class Rank:
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
             watch_notifications=self.is_watching.append,
             control=control,
+            hear_engine=self._hear_engine,
         )
+
+    def _hear_engine(self) -> None:
+        while self.says_late:
+            self.says_late.pop(0)()
 
     def _emit(self, outcome: Outcome) -> None:
         if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
@@ -429,6 +436,24 @@ def test_a_hold_is_answered_with_what_remains_or_why_nothing_does() -> None:
         (gone,) = answer.gone
         assert gone.lease == unknown
         assert "not lent here" in gone.why
+
+    run_over_zmq(test)
+
+
+def test_what_the_engine_has_said_counts_before_what_others_ask() -> None:
+    """The prompt was computed and D has asked, while the engine kept the interpreter: D must not be told that there is
+    no such lease."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = LeaseName("a", 3)
+        rank.says_late.append(lambda: rank.lend(*lease))
+        assert (await decoder.hold(lease)).held
+        other = LeaseName("b", 4)
+        rank.says_late.append(lambda: rank.lend(*other))
+        rank.keeper.notify("builtin", b"b:1")
+        with trio.fail_after(5):
+            while rank.ended() != {"b": False}:
+                await trio.sleep(0.01)
 
     run_over_zmq(test)
 

@@ -40,6 +40,20 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def test_who_drains_early_takes_everything_and_the_loop_finds_nothing() -> None:
+    taken: list[int] = []
+    mailbox, token, flush = new_mailbox(taken.append)
+    mailbox.append(1)
+    flush()
+    mailbox.append(2)
+    mailbox.drain()
+    assert taken == [1, 2]
+    mailbox.append(3)
+    flush()
+    token.run_all()
+    assert taken == [1, 2, 3]
+
+
 # --- step by step ---------------------------------------------------------------------
 
 
