@@ -20,7 +20,8 @@ READ is posted before the connection has been rebuilt.
 
 A failed peer fails requests at once while it backs off, so that a dead engine does not fill the decode engine's block
 pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; not where the engine's port
-refused the connection, which costs nobody any time (`remote_engine`).
+refused the connection, which costs nobody any time (`remote_engine`). An attempt that was made only to say releases
+begins no back-off: the engine that takes the place of a dead one must not find one that nobody needed.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ class HandshakeSucceeded(Event, frozen=True, kw_only=True):
 
 
 class HandshakeFailed(Event, frozen=True, kw_only=True):
-    """The attempt failed and left no trace."""
+    """The attempt failed and left no trace. `is_awaited`: a request waits for it, or will; otherwise it was made to say
+    what is owed, and nobody who comes is held up by it."""
 
     failure: Failure
+    is_awaited: bool = True
 
 
 class BackoffElapsed(Event, frozen=True, kw_only=True):
@@ -155,6 +158,8 @@ def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
         return msgspec.structs.replace(failed, state=State.GONE), (announce,)
     # BadParams: what the requests say of this engine is not true, and asking again will not make it so.
     is_incompatible = isinstance(event.failure, Incompatible | BadParams)
+    if not (event.is_awaited or is_incompatible):
+        return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
     state = State.INCOMPATIBLE if is_incompatible else State.BACKOFF
     backoff = StartBackoff(failures=failures, is_incompatible=is_incompatible)
     return msgspec.structs.replace(failed, state=state), (announce, backoff)
@@ -253,7 +258,7 @@ MACHINE: Machine[Peer] = Machine(
         (_IDLE, Wanted): to(_start, _HANDSHAKING),
         (_IDLE, Retired): to(_retire_now, _GONE),
         (_HANDSHAKING, HandshakeSucceeded): to(_connect, _READY, _DRAINING),
-        (_HANDSHAKING, HandshakeFailed): to(_fail, _BACKOFF, _INCOMPATIBLE, _GONE),
+        (_HANDSHAKING, HandshakeFailed): to(_fail, _IDLE, _BACKOFF, _INCOMPATIBLE, _GONE),
         (_HANDSHAKING, Retired): to(_retire_later, _HANDSHAKING),
         (_READY, Wanted): to(_announce, _READY),
         (_READY, ConnectionSuspect): to(_suspect, _DRAINING),

@@ -87,7 +87,7 @@ a value that was made."""
 
 TimerKey: TypeAlias = tuple[str, Any]
 """What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
-("grace", connection), ("backoff" | "drain", None)."""
+("grace", connection), ("backoff" | "again" | "drain", None)."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,7 +332,7 @@ class LiftQuarantine(Effect, frozen=True, kw_only=True):
 
 
 class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
-    """A handshake failed; said once, however many requests waited for it."""
+    """A handshake failed that requests wait for; said once, however many they are."""
 
     failure: Failure
 
@@ -512,7 +512,7 @@ class RemoteEngine:
             case Connected():
                 self._connect(event, now_ns)
             case ConnectFailed(failure=failure):
-                self._fail_handshake(failure, now_ns)
+                self._fail_handshake(failure, now_ns, is_awaited=self._is_awaited)
             case TornDown(connection=number):
                 self._end_tear_down(number, now_ns)
             case LinkLost(connection=number, detail=detail):
@@ -527,9 +527,10 @@ class RemoteEngine:
                 self._drop_claims()
                 self._step_peer(peer.Retired(), now_ns)
             case Crashed(failure=crash):
+                is_awaited = self._is_awaited
                 self._fail_requests(crash, now_ns)
-                if self._peer.state is peer.State.HANDSHAKING:
-                    self._fail_handshake(HandshakeRefused(**self._of_peer(), detail=str(crash)), now_ns)
+                refused = HandshakeRefused(**self._of_peer(), detail=str(crash))
+                self._fail_handshake(refused, now_ns, is_awaited=is_awaited)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         self._settle(now_ns)
@@ -545,7 +546,7 @@ class RemoteEngine:
         """Nobody waits for this engine or reads from it. Releases may be owed: their leases end by themselves too."""
         return (
             not (self._requests or self._quarantined)
-            and not any(claim.users for claim in self._claims.values())
+            and not self._is_claimed
             and all(each is self._current and not each.open_reads for each in self._connections.values())
         )
 
@@ -794,10 +795,13 @@ class RemoteEngine:
             self._lose_everywhere(claim, RESTARTED, now_ns)
         self._step_peer(peer.HandshakeSucceeded(), now_ns)
 
-    def _fail_handshake(self, failure: Failure, now_ns: int) -> None:
+    def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
-            self._effects.append(NoteHandshakeFailure(failure=failure))
-            self._step_peer(peer.HandshakeFailed(failure=failure), now_ns)
+            if is_awaited:
+                self._effects.append(NoteHandshakeFailure(failure=failure))
+            else:
+                self._timers.set(("again", None), now_ns + self._limits.backoff_first_ns)
+            self._step_peer(peer.HandshakeFailed(failure=failure, is_awaited=is_awaited), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""
@@ -1084,6 +1088,8 @@ class RemoteEngine:
                 self._give_up(self._claims[subject])
             case "grace":
                 self._settle_reads(self._connections[subject], now_ns)
+            case "again":
+                pass  # the timer kept `_settle` from it
             case "backoff":
                 self._step_peer(peer.BackoffElapsed(), now_ns)
             case "drain":
@@ -1105,16 +1111,24 @@ class RemoteEngine:
             for connection in self._connections.values():
                 if connection is not self._current and not (connection.open_reads or connection.is_tearing_down):
                     self._tear_down(connection)
-        if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say()):
+        if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say):
             self._step_peer(peer.Wanted(), now_ns)
         elif (self._peer.is_retiring or self._peer.state is peer.State.GONE) and (self._waiting or self._proving):
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
 
+    @property
     def _has_something_to_say(self) -> bool:
-        """Whether leases alone are worth a handshake. Releases are, once: if it fails they wait until somebody needs
-        the engine, or their leases end by themselves. Otherwise every attempt to say them to a dead engine would
-        lengthen the back-off of the one that takes its place."""
-        return bool(self._claims) and (not self._peer.failures or any(claim.users for claim in self._claims.values()))
+        """Whether leases alone are worth a handshake: somebody wants one, or is owed its release and the last attempt
+        to say so was a while ago."""
+        return bool(self._claims) and (("again", None) not in self._timers or self._is_claimed)
+
+    @property
+    def _is_awaited(self) -> bool:
+        return bool(self._waiting or self._proving) or self._is_claimed
+
+    @property
+    def _is_claimed(self) -> bool:
+        return any(claim.users for claim in self._claims.values())
 
     def _address_from(self, address: Address) -> None:
         """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept

@@ -718,22 +718,36 @@ def test_a_kv_that_cannot_be_exchanged_is_said_to_everybody_for_longer() -> None
     drive.feed(ConnectFailed(failure=UNLIKE))
     drive.wait(90 * S - 1 - 45 * S)
     assert drive.start("b") == [failed("b", UNLIKE)]
-    assert drive.wait(46 * S) == [], "nobody wants it"
-    assert drive.start("c") == [StartHandshake(address=ADDRESS)]
+    assert drive.wait(46 * S) == [StartHandshake(address=ADDRESS)], "the releases are owed"
 
 
-def test_releases_alone_are_worth_one_handshake() -> None:
-    """An engine that is started again on the address of a dead one must find no back-off that nobody needed."""
+def test_attempts_to_say_releases_hold_nobody_up() -> None:
+    """The engine that takes the place of a dead one must find no back-off that nobody needed."""
     drive = reading()
     drive.held(60 * S)
     assert done("a") in drive.end("a", 0)
     drive.feed(LinkLost(connection=1, detail="reset"))
     assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+    for _ in range(3):
+        assert drive.feed(ConnectFailed(failure=SILENT)) == [], "nobody waits, so nobody is told"
+        assert drive.state is peer.State.IDLE
+        assert drive.wait(LIMITS.backoff_first_ns - 1) == []
+        assert drive.wait(1) == [StartHandshake(address=ADDRESS)]
     drive.feed(ConnectFailed(failure=SILENT))
-    assert drive.wait(15 * S) == []
-    assert drive.start("c", C) == [StartHandshake(address=ADDRESS)]
+    assert drive.start("c", C) == [StartHandshake(address=ADDRESS)], "at once"
     told = only(drive.connect(2), SendRelease)
     assert [each.leases for each in told] == [(A,)], "while its lease may last"
+
+
+def test_an_attempt_that_a_request_joins_is_made_for_it() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.end("a", 0)
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.feed(TornDown(connection=1))
+    assert drive.start("c", C) == []
+    assert drive.feed(ConnectFailed(failure=SILENT)) == [NoteHandshakeFailure(failure=SILENT), failed("c", SILENT)]
+    assert drive.state is peer.State.BACKOFF
 
 
 def test_requests_in_the_queue_are_worth_every_handshake() -> None:
@@ -749,11 +763,11 @@ def test_the_delay_after_a_refused_connection_does_not_grow() -> None:
     drive = Driver()
     nobody = ConnectionRefused(peer="p", address=ADDRESS)
     for number in range(6):
-        assert only(drive.start(f"r{number}"), StartHandshake) == [StartHandshake(address=ADDRESS)]
+        drive.start(f"r{number}")
+        assert drive.state is peer.State.HANDSHAKING
         drive.feed(ConnectFailed(failure=nobody))
         assert drive.state is peer.State.BACKOFF
-        drive.wait(LIMITS.backoff_first_ns)
-        assert drive.state is peer.State.IDLE
+        assert drive.wait(LIMITS.backoff_first_ns) == [StartHandshake(address=ADDRESS)], "the releases are owed"
 
 
 def test_blocks_that_p_does_not_have_cost_only_the_request() -> None:
