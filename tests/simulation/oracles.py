@@ -180,7 +180,7 @@ class Oracles:
     _crashes: list[tuple[str, float]] = field(default_factory=list)
     _pull_of_block: dict[tuple[str, int], Pull] = field(default_factory=dict)
     """By engine and block, the last one that reads into it."""
-    _acquainted: set[tuple[str, int, str]] = field(default_factory=set)
+    _acquainted: dict[tuple[str, int, str], float] = field(default_factory=dict)
     """Decode engine, rank of it and owner of leases, once a request between them was done there; until the decode
     engine dies."""
 
@@ -221,7 +221,7 @@ class Oracles:
             self.complain("bytes", f"{request_id} is done although its parameters name no blocks of its prompt")
         if failure is None:
             self._check_proof(pull, tp_rank)
-            self._acquainted.add((pull.decode, tp_rank, pull.owner))
+            self._acquainted.setdefault((pull.decode, tp_rank, pull.owner), trio.current_time())
         self._check_params(pull, failure)
         self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank)
         self._check_cause(f"request {request_id}", failure)
@@ -237,7 +237,7 @@ class Oracles:
             for lent in lents:
                 for consumer in [each for each, (engine, _) in lent.waiting.items() if engine == decode]:
                     del lent.waiting[consumer]
-        self._acquainted = {pair for pair in self._acquainted if pair[0] != decode}
+        self._acquainted = {who: since for who, since in self._acquainted.items() if who[0] != decode}
 
     def check_bytes(self, pull: Pull, tp_rank: int, wrong: list[int], when: str) -> None:
         """`wrong`: blocks that do not hold this rank's part of the prompt's KV."""
@@ -306,15 +306,17 @@ class Oracles:
 
     def _came_too_late(self, pull: Pull) -> bool:
         """Whether its engine had no time to hold the lease before others had released it, or it was at its bound."""
-        soon = max(self._hold_seconds(pull.decode, rank, pull.owner) for rank in range(pull.ranks))
+        heard = pull.announced_seconds
+        soon = max(self._hold_seconds(pull.decode, rank, pull.owner, heard) for rank in range(pull.ranks))
         return any(
             lent.is_at_its_bound or lent.freed_seconds < pull.announced_seconds + soon
             for lent in self.leases.get((pull.owner, pull.remote_request_id), ())
         )
 
-    def _hold_seconds(self, decode: str, tp_rank: int, owner: str) -> float:
-        """How soon a rank of a decode engine holds a lease of whose consumer it has heard."""
-        return HELD_SOON_SECONDS if (decode, tp_rank, owner) in self._acquainted else SERVED_SOON_SECONDS
+    def _hold_seconds(self, decode: str, tp_rank: int, owner: str, heard_seconds: float) -> float:
+        """How soon a rank of a decode engine holds a lease of whose consumer it hears now."""
+        is_acquainted = self._acquainted.get((decode, tp_rank, owner), inf) <= heard_seconds
+        return HELD_SOON_SECONDS if is_acquainted else SERVED_SOON_SECONDS
 
     def _is_touched(
         self,
@@ -436,6 +438,8 @@ class Oracles:
         whose = f"rank {lent.tp_rank} of {lent.owner}"
         readers = [each for each, (decode, _) in lent.waiting.items() if decode == BUILTIN_READERS]
         open_holders = [engine_id for engine_id, holder in lent.holders.items() if not holder.is_complete]
+        if self._keeper_crashed(lent):
+            open_holders = []  # what they asked may have been lost in the crash; they are told that they came too late
         if readers or open_holders or not (lent.holders or BUILTIN_READERS in lent.decodes):
             who = open_holders or readers or "nobody has read it"
             self.complain("held", f"{whose} freed {lent.request_id} as read: {who}")
@@ -445,7 +449,7 @@ class Oracles:
             return
         for consumer, (decode, announced_seconds) in lent.waiting.items():
             waited_seconds = lent.freed_seconds - announced_seconds
-            if waited_seconds > self._hold_seconds(decode, consumer.rank, lent.owner):
+            if waited_seconds > self._hold_seconds(decode, consumer.rank, lent.owner, announced_seconds):
                 self.complain(
                     "held",
                     f"{whose} freed {lent.request_id}, and {consumer.request_id} has waited for it for "
