@@ -50,7 +50,7 @@ from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlWorld, FlyingRead
 from tests.simulation.faults import Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
-from tests.simulation.process import PORT, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
+from tests.simulation.process import PORT, RANK_LAG_SECONDS_MAX, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
 from tests.simulation.verdict import Violation
 
 LIVENESS_SECONDS = 120.0
@@ -438,6 +438,7 @@ class Cluster:
                 await trio.sleep(0.01)
         if not stopping.has_ended:
             self._oracles.complain("leaks", f"{engine.name} did not stop")
+        await trio.sleep(2 * RANK_LAG_SECONDS_MAX)  # what was said last may still be on its way to a rank
         if stopping.has_died() or stopping.has_lost_a_rank:
             return
         self._oracles.check_all_reported(engine.name)
