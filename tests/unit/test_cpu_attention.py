@@ -112,11 +112,16 @@ class Engine:
         for index, layer in enumerate(self.layers):
             k, v = content[index, :, :, first : first + heads].contiguous()
             assert isinstance(layer.impl, CPUAttentionBackendImpl)
-            layer.impl.do_kv_cache_update(layer, k, v, self.tensors[layer_name(index)], slots)
+            try:
+                layer.impl.do_kv_cache_update(layer, k, v, self.tensors[layer_name(index)], slots)
+            except RuntimeError as error:
+                if "Unsupported CPU attention configuration" not in str(error):
+                    raise
+                pytest.skip("vLLM's build for this machine has no kernel that writes in this order")
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """vLLM has the kernels that write for AMX wherever it runs on x86; it uses them where the machine says so."""
+    """vLLM has the kernels that write for AMX wherever there is AVX-512; it uses them where the machine says so."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: order == "amx")
 
 

@@ -838,11 +838,7 @@ PEERS = (
         broken="who waits while a connection is given up is not given the next one",
         changes=(
             Edit(peer._disconnect, "if peer.is_wanted:", "if False:"),
-            Edit(
-                RemoteEngine._settle,
-                "if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._claims):",
-                "if False:",
-            ),
+            Edit(RemoteEngine._settle, "if self._peer.state is peer.State.IDLE and", "if False and"),
         ),
         place=ByTest(CORE + "::test_what_was_proven_over_one_connection_is_not_over_the_next"),
     ),
@@ -914,7 +910,7 @@ PEERS = (
         rule="who waits is told",
         row=76,
         broken="the handshake that a crash of the executor has ended is waited for",
-        changes=(Edit(RemoteEngine.handle, "if self._peer.state is peer.State.HANDSHAKING:", "if False:"),),
+        changes=(Edit(RemoteEngine.handle, "self._fail_handshake(refused, now_ns, is_awaited=is_awaited)", "pass"),),
         place=ByTest(CORE + "::test_a_crash_fails_what_was_in_hand_and_the_handshake_with_it"),
     ),
     Mutant(
