@@ -69,6 +69,8 @@ DRIFT_DIVISOR = 6
 chrony does (83,333 ppm each) part by that much."""
 
 HEARTBEATS_PER_LEASE = 6
+ATTEMPTS_PER_LEASE = 6
+"""Handshakes with an engine that is away, to say releases."""
 RESENDS_PER_LEASE = 20
 
 ASSUMED_OVER = (
@@ -800,7 +802,7 @@ class RemoteEngine:
             if is_awaited:
                 self._effects.append(NoteHandshakeFailure(failure=failure))
             else:
-                self._timers.set(("again", None), now_ns + self._limits.backoff_first_ns)
+                self._timers.set(("again", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
             self._step_peer(peer.HandshakeFailed(failure=failure, is_awaited=is_awaited), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:

@@ -39,6 +39,7 @@ from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.lease import LeaseName
 from statemachine.remote_engine import (
     ASSUMED_OVER,
+    ATTEMPTS_PER_LEASE,
     DRIFT_DIVISOR,
     LEASES_PER_MESSAGE_MAX,
     RESIZED,
@@ -731,7 +732,7 @@ def test_attempts_to_say_releases_hold_nobody_up() -> None:
     for _ in range(3):
         assert drive.feed(ConnectFailed(failure=SILENT)) == [], "nobody waits, so nobody is told"
         assert drive.state is peer.State.IDLE
-        assert drive.wait(LIMITS.backoff_first_ns - 1) == []
+        assert drive.wait(LIMITS.lease_ns // ATTEMPTS_PER_LEASE - 1) == []
         assert drive.wait(1) == [StartHandshake(address=ADDRESS)]
     drive.feed(ConnectFailed(failure=SILENT))
     assert drive.start("c", C) == [StartHandshake(address=ADDRESS)], "at once"

@@ -906,6 +906,22 @@ PEERS = (
         place=ByTest(CORE + "::test_an_engine_that_is_given_up_takes_nobody_and_is_finished"),
     ),
     Mutant(
+        name="attempts to say releases hold requests up",
+        rule="fails at once in back-off",
+        row=48,
+        broken="a failed attempt that nobody waits for begins a back-off, in which requests for the next engine fail",
+        changes=(Edit(peer._fail, "if not (event.is_awaited or is_incompatible):", "if False:"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_attempts_to_say_releases_hold_nobody_up"),
+    ),
+    Mutant(
+        name="a refused connection lengthens the back-off",
+        rule="fails at once in back-off",
+        row=48,
+        broken="an engine that is started again is not tried again for as long as if its attempts had timed out",
+        changes=(Edit(RemoteEngine._back_off, "isinstance(self._peer.failure, ConnectionRefused)", "False"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_the_delay_after_a_refused_connection_does_not_grow"),
+    ),
+    Mutant(
         name="a crash loses the handshake",
         rule="who waits is told",
         row=76,
