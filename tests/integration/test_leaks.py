@@ -89,6 +89,8 @@ class Load:
         while self.open_dead:
             for outcome in self.decode.wait_all(self.open_dead.popleft()):
                 self._take(outcome, {})
+        # The dead engines are owed releases: D tries to reach them until their leases must be over.
+        time.sleep(_LEASE_SECONDS + 2 * _HANDSHAKE_SECONDS)
         return self.prefill.wait_until_whole(60), self.decode.wait_until_whole(60)
 
     def _prompt(self, name: str, kind: str, index: int) -> list[int]:
