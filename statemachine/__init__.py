@@ -1,6 +1,6 @@
 """The rules of KV transfer: pure state machines, without clock, I/O or threads.
 
 Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enforces it). `kernel` says what a machine
-is; `request`, `lease`, `peer` and `transfer` are the four machines; `failures` are the typed reasons; `trace` is the
-record of one transition.
+is; `request`, `peer`, `hold` and `lease` are the four machines. The cores compose them: `remote_engine` on D, `lending`
+on P, with their timers in `deadlines`. `failures` are the typed reasons; `trace` is the record of one transition.
 """

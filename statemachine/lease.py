@@ -51,6 +51,9 @@ class State(MachineState):
     RELEASED = "released"
 
 
+LEASES_PER_MESSAGE_MAX = 512
+"""Leases that one message between engines is about."""
+
 NOTIFIERS = ""
 """The holder that stands for all built-in readers; no engine id is empty."""
 

@@ -16,7 +16,7 @@ since is "not lent here", which is just as final.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TypeAlias
 
 import msgspec
@@ -25,6 +25,7 @@ from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Effects, Event
 from statemachine.lease import NOTIFIERS, Lease, LeaseName
+from statemachine.trace import Observer
 
 ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
@@ -44,10 +45,6 @@ _WHY = {
 
 ReplyAddress: TypeAlias = Hashable
 """Where an answer goes; opaque to the core."""
-
-Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
-"""Told of every step of a machine: its name, subject, value before, event, value after. Before and event are None for
-a value that was made."""
 
 
 class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):

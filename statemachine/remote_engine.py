@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -56,11 +56,11 @@ from statemachine.failures import (
     TransferError,
 )
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
-from statemachine.lease import LeaseName
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
+from statemachine.trace import Observer
 
 NS_PER_SECOND = 1_000_000_000
 
-LEASES_PER_MESSAGE_MAX = 512
 CONSUMED_MAX = 1 << 14
 """Released leases that are remembered, the newest ones. P remembers longer, unless it is a built-in engine."""
 
@@ -82,10 +82,6 @@ RESIZED = "the engine has come back with another number of ranks"
 
 Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
-
-Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
-"""Told of every step of a machine: its name, subject, value before, event, value after. Before and event are None for
-a value that was made."""
 
 TimerKey: TypeAlias = tuple[str, Any]
 """What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),

@@ -7,9 +7,12 @@ timeline and the conformance check all read the same record. P's and D's records
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeAlias
 
 import msgspec
+
+from statemachine.kernel import Event
 
 
 class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,11 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None = None
     descriptors: int | None = None
     seconds_in_from: float | None = None
+
+
+Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
+"""Told of every step of a machine: its name, subject, value before, event, value after. Before and event are None for
+a value that was made."""
 
 
 class TraceSink(Protocol):

@@ -45,7 +45,8 @@ from connector.wire.bounded import BadFrame, DecodeFailed
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
-from statemachine.lending import Lending, LendingLimits, Observer, ReplyAddress
+from statemachine.lending import Lending, LendingLimits, ReplyAddress
+from statemachine.trace import Observer
 
 LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 

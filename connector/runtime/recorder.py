@@ -14,9 +14,7 @@ from statemachine import hold, lease, peer, request
 from statemachine.failures import Failure
 from statemachine.kernel import Event
 from statemachine.lease import LeaseName
-from statemachine.trace import TraceSink, TransitionRecord
-
-Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
+from statemachine.trace import Observer, TraceSink, TransitionRecord
 
 Amounts: TypeAlias = Callable[[str], tuple[int | None, int | None, int | None]]
 """By request id: blocks, bytes, descriptors, as far as they are known."""

@@ -18,9 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
-from statemachine.lease import LeaseName
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 
-LEASES_PER_MESSAGE_MAX = 512
 WHY_LENGTH_MAX = 200
 """Characters."""
 ID_LENGTH_MAX = 512

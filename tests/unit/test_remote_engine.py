@@ -36,12 +36,11 @@ from statemachine.failures import (
     TransferError,
 )
 from statemachine.kernel import Effect, Event, ProtocolError
-from statemachine.lease import LeaseName
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.remote_engine import (
     ASSUMED_OVER,
     ATTEMPTS_PER_LEASE,
     DRIFT_DIVISOR,
-    LEASES_PER_MESSAGE_MAX,
     RESIZED,
     RESTARTED,
     AbortAsked,

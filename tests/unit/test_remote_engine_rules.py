@@ -22,10 +22,9 @@ from statemachine.failures import (
     TransferError,
 )
 from statemachine.kernel import Effect, Event
-from statemachine.lease import LeaseName
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.remote_engine import (
     DRIFT_DIVISOR,
-    LEASES_PER_MESSAGE_MAX,
     AbortAsked,
     Announced,
     BlocksResolved,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import (
     ID_LENGTH_MAX,
-    LEASES_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
     WHY_LENGTH_MAX,
     GoneLease,
@@ -28,7 +27,7 @@ from connector.wire.control import (
     encode_request,
     gone_lease,
 )
-from statemachine.lease import LeaseName
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from tests.unit.properties import on_any_machine
 
 NUMBER_MAX = 2**63 - 1
