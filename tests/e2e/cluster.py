@@ -19,15 +19,14 @@ from tests.e2e.client import PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
 from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
 from tests.e2e.trace_table import (
-    LEASE_PATHS_PLAIN,
     LEASE_STATES_TERMINAL,
-    REQUEST_PATHS_PLAIN,
     REQUEST_STATES_TERMINAL,
     History,
     histories,
     joined,
     read_records,
 )
+from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 BLOCK_BYTES = BLOCK_SIZE_TOKENS * KV_BYTES_PER_TOKEN
 SETTLE_SECONDS = 20.0

@@ -19,7 +19,7 @@ from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
 from tests.e2e.engines import EngineOptions, EngineSet
 from tests.e2e.tiny_deepseek_v4 import COMPRESS_RATIOS, SLIDING_WINDOW_TOKENS, tiny_deepseek_v4
-from tests.e2e.trace_table import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
+from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

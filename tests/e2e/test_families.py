@@ -21,7 +21,7 @@ from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, CONTEXT_TOKENS, HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, Engine, EngineOptions, EngineSet
 from tests.e2e.tiny_model import SLIDING_WINDOW_TOKENS, tiny_deepseek, tiny_gemma, tiny_granite, tiny_llama
-from tests.e2e.trace_table import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
+from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 

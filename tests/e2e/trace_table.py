@@ -15,17 +15,8 @@ from pathlib import Path
 import msgspec
 
 from statemachine.trace import TransitionRecord
+from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
-REQUEST_PATHS_PLAIN = (
-    ("pending_handshake", "reading", "done"),
-    # The READ was faster than P's answer that it keeps the blocks.
-    ("pending_handshake", "reading", "proving", "done"),
-)
-LEASE_PATHS_PLAIN = (
-    ("computing", "held", "done"),
-    # D was through before P's worker heard of the grant, which travels with P's next step.
-    ("computing", "done"),
-)
 REQUEST_STATES_TERMINAL = frozenset({"done", "failed", "expired"})
 LEASE_STATES_TERMINAL = frozenset({"done", "expired", "released"})
 

@@ -117,12 +117,6 @@ class House:
             engine.wait_until_whole(20)
 
 
-PLAIN_PATHS = (
-    ["pending_handshake", "reading", "done"],
-    ["pending_handshake", "reading", "proving", "done"],  # the READ was faster than P's answer to the hold
-)
-
-
 def check_loaded(outcome: RequestOutcome, tokens: list[int], max_tokens: int = 1) -> None:
     """The request was loaded, every byte was right, and so was the answer."""
     assert outcome.finish == "length", outcome

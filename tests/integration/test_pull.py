@@ -13,7 +13,6 @@ from tests.integration.house import (
     BLOCK_TOKENS,
     HANDSHAKE_SECONDS,
     LAYERS,
-    PLAIN_PATHS,
     USABLE_BLOCKS,
     House,
     check_loaded,
@@ -36,8 +35,8 @@ def test_prompts_of_all_lengths_in_one_step(house: House) -> None:
         tokens = prompts[outcome.request_id]
         check_loaded(outcome, tokens, 3)
         assert outcome.checked_pages == -(-len(tokens) // BLOCK_TOKENS) * LAYERS
-        assert house.traces.wait_for_state("request", outcome.request_id, "done") in PLAIN_PATHS
-        assert house.traces.wait_for_state("lease", outcome.request_id, "done") == ["computing", "held", "done"]
+        house.traces.expect_plain_request(outcome.request_id)
+        house.traces.expect_plain_lease(outcome.request_id)
 
 
 def test_prefix_hits_are_not_moved_again(house: House) -> None:
@@ -64,7 +63,7 @@ def test_abort_before_anything_is_scheduled_gives_the_blocks_back(house: House) 
     house.decode.abort("abort-waiting")
     assert house.decode.wait("abort-waiting").finish == "abort"
     house.decode.resume_steps()
-    assert house.traces.wait_for_state("lease", "abort-waiting", "done") == ["computing", "held", "done"]
+    house.traces.expect_plain_lease("abort-waiting")
 
 
 def test_abort_while_the_handshake_is_pending(house: House) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
+
 TRACE_SECONDS = 10.0
 """How long a record that must come is waited for; it comes within milliseconds."""
 
@@ -50,3 +52,11 @@ class Traces:
     def wait_for_state(self, machine: str, subject: str, state: str) -> list[str]:
         """Wait until an instance is in `state`; the path that led there."""
         return self.wait_for(machine, subject, lambda path: path[-1:] == [state])
+
+    def expect_plain_lease(self, request_id: str) -> None:
+        """Wait until a lease is over; it was lent, and it ended because its readers released it."""
+        assert tuple(self.wait_for_state("lease", request_id, "done")) in LEASE_PATHS_PLAIN
+
+    def expect_plain_request(self, request_id: str) -> None:
+        """Wait until a request is done; nothing went wrong on its way."""
+        assert tuple(self.wait_for_state("request", request_id, "done")) in REQUEST_PATHS_PLAIN
