@@ -71,9 +71,10 @@ class ReadSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded peer. `sources` are in the order of `plan.reads`; `owner` is who its agents are loaded for; `life` names
-    its processes: agents of a restarted one have other names."""
+    """A loaded peer, at the address where it answered. `sources` are in the order of `plan.reads`; `owner` is who its
+    agents are loaded for; `life` names its processes: agents of a restarted one have other names."""
 
+    peer: PeerAddress
     plan: EnginePlan
     ranks: tuple[RemoteRank, ...]
     sources: tuple[ReadSource, ...]
@@ -261,6 +262,7 @@ async def _load(
         raise
     sources = zip(plan.reads, local_lists, remote_lists, strict=True)
     return Connection(
+        peer=peer,
         plan=plan,
         ranks=tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank], link=links.get(rank)) for rank in ranks),
         sources=tuple(ReadSource(plan=read, local_list=local, remote_list=remote) for read, local, remote in sources),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import trio
@@ -24,6 +25,10 @@ class Mailbox(Generic[M]):
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    def __iter__(self) -> Iterator[M]:
+        """The messages, which stay there."""
+        return iter(self._messages)
 
     def put(self, message: M) -> None:
         self._messages.append(message)

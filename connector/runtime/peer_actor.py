@@ -4,9 +4,9 @@ A dead or hung engine costs only its own requests, because nothing here is share
 `Reads`, which never waits for a peer.
 
 The actor is a loop over one inbox and the core's next deadline. Each message is an event of the core; the effects that
-come back are carried out in order, at once. What takes time (handshakes, links, notifications, tearing down) runs in a
-child task that ends by putting an event into the same inbox. There is no rule in here: what follows from what is in
-`statemachine/remote_engine.py`.
+come back are carried out in order, at once. What takes time (handshakes, links, notifications, tearing down) runs in
+child tasks (`connector/runtime/connections.py`), which end by putting an event into the same inbox. There is no rule in
+here: what follows from what is in `statemachine/remote_engine.py`.
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes: the supervisor lets it `recover`, which tells the core, and runs it again.
@@ -14,7 +14,7 @@ actor crashes: the supervisor lets it `recover`, which tells the core, and runs 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,9 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.layout.geometry import BlockIdError
 from connector.ports import nixl
-from connector.ports.nixl import NixlCallFailed, PortClosed
-from connector.ports.side_channel import Link, SideChannelError
 from connector.protocol import (
     AbortPull,
     HandshakeFailureNoted,
-    NotificationFailureNoted,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
@@ -37,16 +34,13 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.runtime.block_tables import Resolved, resolve
+from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
-from connector.runtime.handshake import Connection, connect, disconnect
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.reads import ReadOrder
-from connector.wire import control
-from connector.wire.bounded import BadFrame, DecodeFailed
-from connector.wire.handshake import HandshakeError
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
-from statemachine.failures import ActorCrashed, BadParams, Failure, HandshakeRefused, TransferError
+from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
 
 
@@ -81,10 +75,7 @@ class PeerActor:
         on_disconnected: Callable[[PeerAddress], None],
     ) -> None:
         self._context = context
-        self._key = key
         self._on_request_ended = on_request_ended
-        self._on_connected = on_connected
-        self._on_disconnected = on_disconnected
         local = context.local.layout
         self.core = core.RemoteEngine(
             address.engine_id,
@@ -97,11 +88,11 @@ class PeerActor:
         self.inbox: Mailbox[Event | PullCommand] = Mailbox()
         self.last_used_ns = context.clock.now_ns()
         self._pulls: dict[str, _Pull] = {}
-        self._connections: dict[int, Connection] = {}
-        self._connects = 0
+        self._connections = Connections(
+            context, key, self.inbox.put, on_connected=on_connected, on_disconnected=on_disconnected
+        )
         # The event that the core is handling.
         self._in_hand: Event | None = None
-        self._nursery: trio.Nursery | None = None
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             core.StartHandshake: self._start_handshake,
             core.ResolveBlocks: self._resolve_blocks,
@@ -120,15 +111,14 @@ class PeerActor:
 
     @property
     def is_unused(self) -> bool:
-        return self.core.is_unused and len(self.inbox) == 0
+        """Nobody wants anything of this engine. What else the inbox holds (an answer, a lost link) wants nothing."""
+        return self.core.is_unused and not any(isinstance(message, PullCommand) for message in self.inbox)
 
     async def run(self) -> None:
         """Until the core is finished with this engine."""
         clock = self._context.clock
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for number, connection in self._connections.items():
-                self._listen(number, connection)
+            self._connections.attach(nursery)
             while not self.core.is_finished:
                 await self.inbox.wait(self._seconds_to_next())
                 while (message := self.inbox.take_one()) is not None:
@@ -149,7 +139,7 @@ class PeerActor:
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
         is heard, and whatever is open fails."""
-        self._nursery = None  # nothing new begins
+        self._connections.detach()
         events: list[Event] = [core.Stop(failure=failure)]
         while (message := self.inbox.take_one()) is not None:
             events.insert(-1, message if isinstance(message, Event) else self._event_of_command(message))
@@ -214,7 +204,7 @@ class PeerActor:
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
         self.address = effect.address
-        self._spawn(self._handshake, effect.address)
+        self._connections.open(effect.address)
 
     def _resolve_blocks(self, effect: core.ResolveBlocks) -> None:
         pull = self._pulls[effect.request_id]
@@ -259,35 +249,22 @@ class PeerActor:
         self.inbox.put(ended)
 
     def _tear_down(self, effect: core.TearDown) -> None:
-        self._spawn(self._disconnect, effect.connection)
+        self._connections.take_back(effect.connection)
 
     def _send_hold(self, effect: core.SendHold) -> None:
-        hold = control.Hold(**self._sender(effect), sent_ns=effect.sent_ns, leases=effect.leases)
-        self._link(effect).send(control.encode_request(hold))
+        self._connections.hold(effect.connection, effect.rank, effect.sent_ns, effect.leases)
 
     def _send_release(self, effect: core.SendRelease) -> None:
-        release = control.Release(**self._sender(effect), leases=effect.leases)
-        self._link(effect).send(control.encode_request(release))
-
-    def _sender(self, effect: core.SendHold | core.SendRelease) -> dict[str, Any]:
-        local = self._context.local.layout
-        ranks = self._connections[effect.connection].ranks[effect.rank].consumers
-        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks}
-
-    def _link(self, effect: core.SendHold | core.SendRelease) -> Link:
-        link = self._connections[effect.connection].ranks[effect.rank].link
-        assert link is not None, "only an engine with control sockets is asked"
-        return link
+        self._connections.release(effect.connection, effect.rank, effect.leases)
 
     def _send_heartbeat(self, effect: core.SendHeartbeat) -> None:
         for message in encode_heartbeats(lease.request_id for lease in effect.leases):
-            self._spawn(self._notify, effect.connection, effect.rank, message)
+            self._connections.notify(effect.connection, effect.rank, message)
 
     def _notify_releases(self, effect: core.NotifyReleases) -> None:
         consumers = self._connections[effect.connection].ranks[effect.rank].consumers
         for lease in effect.leases:
-            message = encode_release(lease.request_id, consumers)
-            self._spawn(self._notify, effect.connection, effect.rank, message)
+            self._connections.notify(effect.connection, effect.rank, encode_release(lease.request_id, consumers))
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
@@ -315,96 +292,9 @@ class PeerActor:
         self._context.emit(HandshakeFailureNoted())
         self._context.log_failure(f"handshake with {self.core.engine_id}", effect.failure)
 
-    # --- child tasks --------------------------------------------------------------------------------------------
-
-    def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
-        if self._nursery is not None:
-            self._nursery.start_soon(task, *args)
-
-    async def _handshake(self, address: PeerAddress) -> None:
-        failure: Failure
-        try:
-            connection = await connect(self._context, address, self._key)
-        except HandshakeError as error:
-            failure = error.failure
-        except Exception as error:
-            # A mistake in the handshake costs the requests that wait for it, not the actor.
-            self._context.log_crash(f"handshake with {address.engine_id}", error)
-            detail = f"internal error: {error!r}; please report it"
-            failure = HandshakeRefused(peer=address.engine_id, address=str(address), detail=detail)
-        else:
-            self._connects += 1
-            number = self._connects
-            self._connections[number] = connection
-            self._listen(number, connection)
-            self._on_connected(address)
-            self.inbox.put(
-                core.Connected(
-                    connection=number,
-                    ranks=len(connection.ranks),
-                    is_builtin=connection.is_builtin,
-                    life=connection.life,
-                )
-            )
-            return
-        self.inbox.put(core.ConnectFailed(failure=failure))
-
-    def _listen(self, number: int, connection: Connection) -> None:
-        for rank, remote in enumerate(connection.ranks):
-            if remote.link is not None:
-                self._spawn(self._receive, number, rank, remote.link)
-
-    async def _receive(self, number: int, rank: int, link: Link) -> None:
-        """Answers of one rank, until its link is lost or closed."""
-        try:
-            while True:
-                answer = control.decode_answer(await link.receive())
-                self.inbox.put(_event_of(answer, number, rank))
-        except trio.ClosedResourceError:
-            return  # it was torn down
-        except (SideChannelError, BadFrame, DecodeFailed) as error:
-            self.inbox.put(core.LinkLost(connection=number, detail=str(error)))
-
-    async def _notify(self, number: int, rank: int, message: bytes) -> None:
-        try:
-            await self._context.reads.port.send_notification(self._connections[number].ranks[rank].agent, message)
-        except NixlCallFailed as error:
-            self._context.emit(NotificationFailureNoted())
-            failure = TransferError(
-                peer=self.core.engine_id,
-                operation=error.operation,
-                error=error.error,
-                transport_lost=error.transport_lost,
-            )
-            self.inbox.put(core.NotificationFailed(connection=number, failure=failure))
-        except (PortClosed, KeyError):
-            return  # The port is broken, which everybody is told; or the connection was torn down meanwhile.
-
-    async def _disconnect(self, number: int) -> None:
-        connection = self._connections.pop(number)
-        try:
-            # An agent that stays loaded by accident could never be loaded again.
-            with trio.CancelScope(shield=True):
-                await disconnect(self._context, connection)
-        finally:
-            self.inbox.put(core.TornDown(connection=number))
-            self._on_disconnected(self.address)
-
     def _amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
         """For the trace: blocks, bytes and descriptors of a request."""
         pull = self._pulls.get(request_id)
         if pull is None:
             return None, None, None
         return len(pull.command.local_block_ids), pull.bytes, pull.descriptors
-
-
-def _event_of(answer: control.ControlAnswer, connection: int, rank: int) -> Event:
-    if isinstance(answer, control.Released):
-        return core.ReleaseAnswered(connection=connection, rank=rank, leases=answer.leases)
-    return core.HoldAnswered(
-        connection=connection,
-        rank=rank,
-        sent_ns=answer.sent_ns,
-        held=tuple((each.lease, each.remaining_ns) for each in answer.held),
-        gone=tuple((each.lease, each.why) for each in answer.gone),
-    )

@@ -9,7 +9,7 @@ from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
-from statemachine.remote_engine import ReadEnded, RemoteEngine
+from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine
 from tests.actors.engines import Engine, engine, lease_of, until
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole
@@ -370,9 +370,22 @@ def test_full_table_makes_room_for_the_engine_that_replaced_another() -> None:
         async with engine("d", options=ConnectorOptions(peer_limit=1)) as d:
             async with engine("old", serves=True) as old:
                 await reads(d, old, "before")
-                await until(lambda: released(d, 1))  # only what is owed nothing makes room
             async with engine("new", serves=True) as new:
                 await reads(d, new, "after")
             await until(lambda: d.trace.path("peer", "old")[-1] == "gone")
+
+    run(test)
+
+
+def test_what_an_engine_said_last_does_not_keep_its_place_in_a_full_table() -> None:
+    """Its links are lost in the moment in which its successor is asked for, say: nobody wants anything of it."""
+
+    async def test() -> None:
+        one = ConnectorOptions(peer_limit=1)
+        async with engine("d", options=one) as d, engine("new", serves=True) as new, engine("old", serves=True) as old:
+            await reads(d, old, "before")
+            (actor,) = d.supervisor._peers.values()
+            actor.inbox.put(LinkLost(connection=1, detail="reset"))
+            await reads(d, new, "after")
 
     run(test)

@@ -8,7 +8,8 @@ from typing import Any
 
 import trio
 
-from connector.runtime import handshake, lease_keeper, peer_actor, reads, restarts
+from connector.runtime import connections, handshake, lease_keeper, peer_actor, reads, restarts
+from connector.runtime.connections import Connections
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
@@ -81,14 +82,14 @@ def _lose_messages(patch: Patch) -> None:
 
 
 def _one_handshake_at_a_time(patch: Patch) -> None:
-    shake_hands = PeerActor._handshake
+    shake_hands = Connections._open
     locks: dict[int, trio.Lock] = {}
 
-    async def in_turn(self: PeerActor, address: Any) -> None:
+    async def in_turn(self: Connections, address: Any) -> None:
         async with locks.setdefault(id(self._context), trio.Lock()):
             await shake_hands(self, address)
 
-    patch.attribute(PeerActor, "_handshake", in_turn)
+    patch.attribute(Connections, "_open", in_turn)
 
 
 def level2(oracle: str, *faults: Any, first: int = 0) -> Seeds:
@@ -117,7 +118,9 @@ ACTORS = (
         broken="an actor that crashed hears nothing over the control connections that it had",
         changes=(
             Edit(
-                PeerActor.run, "for number, connection in self._connections.items():", "for number, connection in ():"
+                Connections.attach,
+                "for number, connection in self._by_number.items():",
+                "for number, connection in ():",
             ),
         ),
         place=level2("recovery", *ACTOR_CRASHES, first=2),
@@ -127,7 +130,7 @@ ACTORS = (
         rule="the report waits for the proof",
         row=59,
         broken="what a rank of P answers is taken for the answer of the first",
-        changes=(Edit(peer_actor._event_of, "rank=rank,\n        sent_ns", "rank=0,\n        sent_ns"),),
+        changes=(Edit(connections._event_of, "rank=rank,\n        sent_ns", "rank=0,\n        sent_ns"),),
         place=level2("recovery", first=1),
     ),
     Mutant(
@@ -136,8 +139,8 @@ ACTORS = (
         broken="the actor does not tell its core that a control connection was reset",
         changes=(
             Edit(
-                PeerActor._receive,
-                "self.inbox.put(core.LinkLost(connection=number, detail=str(error)))",
+                Connections._receive,
+                "self._put(core.LinkLost(connection=number, detail=str(error)))",
                 "pass",
             ),
         ),
@@ -197,8 +200,8 @@ ACTORS = (
         broken="the core never hears that a handshake has failed",
         changes=(
             Edit(
-                PeerActor._handshake,
-                "self.inbox.put(core.ConnectFailed(failure=failure))",
+                Connections._open,
+                "self._put(core.ConnectFailed(failure=failure))",
                 "del failure",
             ),
         ),
@@ -208,7 +211,7 @@ ACTORS = (
         name="torn down without a word",
         row=47,
         broken="the core never hears that a connection has been torn down",
-        changes=(Edit(PeerActor._disconnect, "self.inbox.put(core.TornDown(connection=number))", "pass"),),
+        changes=(Edit(Connections._take_back, "self._put(core.TornDown(connection=number))", "pass"),),
         place=level2("recovery", *READ_ERRORS),
     ),
     Mutant(
@@ -218,8 +221,8 @@ ACTORS = (
         broken="what a rank tells P says that no other rank of its engine deals with P",
         changes=(
             Edit(
-                PeerActor._sender,
-                "ranks = self._connections[effect.connection].ranks[effect.rank].consumers",
+                Connections._sender,
+                "ranks = self._by_number[number].ranks[rank].consumers",
                 "ranks = 1",
             ),
         ),
@@ -230,7 +233,7 @@ ACTORS = (
         rule="a sender counts once",
         row=59,
         broken="all ranks of an engine give P the same number",
-        changes=(Edit(PeerActor._sender, '"rank": local.tp_rank', '"rank": 0'),),
+        changes=(Edit(Connections._sender, '"rank": local.tp_rank', '"rank": 0'),),
         place=level2("handed back", first=7),
     ),
     Mutant(

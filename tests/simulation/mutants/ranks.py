@@ -10,7 +10,7 @@ from connector.layout import blocks, copies
 from connector.layout.blocks import GroupPair
 from connector.protocol import StartPull
 from connector.runtime import block_tables
-from connector.runtime.peer_actor import PeerActor
+from connector.runtime.connections import Connections
 from tests.simulation.mutants.executors import level2
 from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Set
 
@@ -39,7 +39,7 @@ MUTANTS = (
         name="only who was read is told",
         row=59,
         broken="a rank that holds a replica which was read elsewhere never hears that its blocks may be freed",
-        changes=(Edit(PeerActor._handshake, "ranks=len(connection.ranks)", "ranks=len(connection.sources)"),),
+        changes=(Edit(Connections._open, "ranks=len(connection.ranks)", "ranks=len(connection.sources)"),),
         place=level2("handed back"),
     ),
     Mutant(

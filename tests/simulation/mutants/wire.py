@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from connector.runtime import handshake, listener
-from connector.runtime.peer_actor import PeerActor
+from connector.runtime.connections import Connections
 from connector.wire import control, notifications
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply
 from connector.wire.notifications import Heartbeat, Notification, Release
@@ -76,9 +76,9 @@ MUTANTS = (
         broken="releases name the request as the decode engine calls it",
         changes=(
             Edit(
-                PeerActor._send_release,
-                "leases=effect.leases",
-                "leases=tuple(lease._replace(request_id='cmpl-' + lease.request_id) for lease in effect.leases)",
+                Connections.release,
+                "leases=tuple(leases)",
+                "leases=tuple(lease._replace(request_id='cmpl-' + lease.request_id) for lease in leases)",
             ),
         ),
         place=level2("handed back"),
@@ -87,7 +87,7 @@ MUTANTS = (
         name="too many consumers announced",
         row=54,
         broken="a rank says that one rank more of its engine deals with P",
-        changes=(Edit(PeerActor._sender, "ranks[effect.rank].consumers", "ranks[effect.rank].consumers + 1"),),
+        changes=(Edit(Connections._sender, "ranks[rank].consumers", "ranks[rank].consumers + 1"),),
         place=level2("handed back"),
     ),
     Mutant(

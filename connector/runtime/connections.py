@@ -1,0 +1,192 @@
+"""The connections of one peer actor: opened, listened to, spoken over and taken back.
+
+What takes time is a child task of the actor's nursery, which ends by putting an event for the core into the actor's
+inbox. When a connection is opened and when it is taken back is the core's matter (`statemachine/remote_engine.py`);
+how a handshake goes is that of `connector/runtime/handshake.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any
+
+import trio
+
+from connector.ports.nixl import NixlCallFailed, PortClosed
+from connector.ports.side_channel import Link, SideChannelError
+from connector.protocol import NotificationFailureNoted, PeerAddress
+from connector.runtime.context import ActorContext
+from connector.runtime.handshake import Connection, connect, disconnect
+from connector.wire import control
+from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.handshake import HandshakeError
+from statemachine import remote_engine as core
+from statemachine.failures import Failure, HandshakeRefused, TransferError
+from statemachine.kernel import Event
+from statemachine.lease import LeaseName
+
+
+class Connections:
+    """See the module's docstring. Their numbers are the core's names for them.
+
+    Args:
+        owner: whose the agents of these connections are, among the actors of the rank.
+        put: how an event reaches the actor.
+        on_connected, on_disconnected: called with the address when a handshake has succeeded, and when what it loaded
+            has been taken back.
+    """
+
+    def __init__(
+        self,
+        context: ActorContext,
+        owner: Hashable,
+        put: Callable[[Event], None],
+        *,
+        on_connected: Callable[[PeerAddress], None],
+        on_disconnected: Callable[[PeerAddress], None],
+    ) -> None:
+        self._context = context
+        self._owner = owner
+        self._put = put
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._by_number: dict[int, Connection] = {}
+        self._opened = 0
+        self._nursery: trio.Nursery | None = None
+
+    def __getitem__(self, number: int) -> Connection:
+        return self._by_number[number]
+
+    def attach(self, nursery: trio.Nursery) -> None:
+        """From now on tasks run here. Those of an earlier nursery are gone: what was open is listened to again."""
+        self._nursery = nursery
+        for number, connection in self._by_number.items():
+            self._listen(number, connection)
+
+    def detach(self) -> None:
+        """Nothing new begins."""
+        self._nursery = None
+
+    # --- what the actor asks for --------------------------------------------------------------------------------
+
+    def open(self, address: PeerAddress) -> None:
+        """Connected or ConnectFailed follows."""
+        self._spawn(self._open, address)
+
+    def take_back(self, number: int) -> None:
+        """TornDown follows."""
+        self._spawn(self._take_back, number)
+
+    def hold(self, number: int, rank: int, sent_ns: int, leases: Sequence[LeaseName]) -> None:
+        """Ask a rank to keep these leases; HoldAnswered may follow."""
+        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=tuple(leases))
+        self._link(number, rank).send(control.encode_request(message))
+
+    def release(self, number: int, rank: int, leases: Sequence[LeaseName]) -> None:
+        """Tell a rank that we are done with these leases; ReleaseAnswered may follow."""
+        message = control.Release(**self._sender(number, rank), leases=tuple(leases))
+        self._link(number, rank).send(control.encode_request(message))
+
+    def notify(self, number: int, rank: int, message: bytes) -> None:
+        """Send a notification of NIXL to a rank of a built-in engine. NotificationFailed may follow."""
+        self._spawn(self._notify, number, rank, message)
+
+    # --- how ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *args)
+
+    def _sender(self, number: int, rank: int) -> dict[str, Any]:
+        local = self._context.local.layout
+        ranks = self._by_number[number].ranks[rank].consumers
+        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks}
+
+    def _link(self, number: int, rank: int) -> Link:
+        link = self._by_number[number].ranks[rank].link
+        assert link is not None, "only an engine with control sockets is asked"
+        return link
+
+    async def _open(self, address: PeerAddress) -> None:
+        failure: Failure
+        try:
+            connection = await connect(self._context, address, self._owner)
+        except HandshakeError as error:
+            failure = error.failure
+        except Exception as error:
+            # A mistake in the handshake costs the requests that wait for it, not the actor.
+            self._context.log_crash(f"handshake with {address.engine_id}", error)
+            detail = f"internal error: {error!r}; please report it"
+            failure = HandshakeRefused(peer=address.engine_id, address=str(address), detail=detail)
+        else:
+            self._opened += 1
+            number = self._opened
+            self._by_number[number] = connection
+            self._listen(number, connection)
+            self._on_connected(address)
+            self._put(
+                core.Connected(
+                    connection=number,
+                    ranks=len(connection.ranks),
+                    is_builtin=connection.is_builtin,
+                    life=connection.life,
+                )
+            )
+            return
+        self._put(core.ConnectFailed(failure=failure))
+
+    def _listen(self, number: int, connection: Connection) -> None:
+        for rank, remote in enumerate(connection.ranks):
+            if remote.link is not None:
+                self._spawn(self._receive, number, rank, remote.link)
+
+    async def _receive(self, number: int, rank: int, link: Link) -> None:
+        """Answers of one rank, until its link is lost or closed."""
+        try:
+            while True:
+                answer = control.decode_answer(await link.receive())
+                self._put(_event_of(answer, number, rank))
+        except trio.ClosedResourceError:
+            return  # it was torn down
+        except (SideChannelError, BadFrame, DecodeFailed) as error:
+            self._put(core.LinkLost(connection=number, detail=str(error)))
+
+    async def _notify(self, number: int, rank: int, message: bytes) -> None:
+        connection = self._by_number.get(number)
+        if connection is None:
+            return  # it was torn down meanwhile
+        try:
+            await self._context.reads.port.send_notification(connection.ranks[rank].agent, message)
+        except NixlCallFailed as error:
+            self._context.emit(NotificationFailureNoted())
+            failure = TransferError(
+                peer=connection.peer.engine_id,
+                operation=error.operation,
+                error=error.error,
+                transport_lost=error.transport_lost,
+            )
+            self._put(core.NotificationFailed(connection=number, failure=failure))
+        except PortClosed:
+            return  # the port is broken, which everybody is told
+
+    async def _take_back(self, number: int) -> None:
+        connection = self._by_number.pop(number)
+        try:
+            # An agent that stays loaded by accident could never be loaded again.
+            with trio.CancelScope(shield=True):
+                await disconnect(self._context, connection)
+        finally:
+            self._put(core.TornDown(connection=number))
+            self._on_disconnected(connection.peer)
+
+
+def _event_of(answer: control.ControlAnswer, connection: int, rank: int) -> Event:
+    if isinstance(answer, control.Released):
+        return core.ReleaseAnswered(connection=connection, rank=rank, leases=answer.leases)
+    return core.HoldAnswered(
+        connection=connection,
+        rank=rank,
+        sent_ns=answer.sent_ns,
+        held=tuple((each.lease, each.remaining_ns) for each in answer.held),
+        gone=tuple((each.lease, each.why) for each in answer.gone),
+    )
