@@ -7,6 +7,7 @@
     --seconds N        seed after seed until the time is up
     --until-failure    seed after seed until one fails
     --faults FILE      replay the plan in this file (its seed counts, the options above do not)
+    --fingerprint      say one digest of everything that all seeds traced; equal in every process and on every machine
     --trace FILE       write all transition records there, as JSON lines
 
 A seed is printed before it runs, so that one that hangs is known. A plan that fails is shrunk and written to a file;
@@ -16,6 +17,7 @@ the command that replays it is printed. Exit status 1 when a seed failed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import os
 import sys
@@ -93,6 +95,7 @@ class Totals:
     faults: Counter[Kind] = field(default_factory=Counter)
     transitions: Counter[TransitionKey] = field(default_factory=Counter)
     coverage: Counter[str] = field(default_factory=Counter)
+    fingerprints: list[str] = field(default_factory=list)
 
     def add(self, result: Any) -> None:
         self.seeds += 1
@@ -154,6 +157,8 @@ def summarize(totals: Totals, level: Level) -> None:
         say("coverage     " + ", ".join(f"{what} {count}" for what, count in sorted(totals.coverage.items())))
     for line in coverage_lines(totals.transitions):
         say(line)
+    if totals.fingerprints:
+        say("fingerprint  " + hashlib.sha256("".join(totals.fingerprints).encode()).hexdigest())
     say("verdict      " + (f"{totals.failed} of {totals.seeds} seeds FAILED" if totals.failed else "all passed"))
 
 
@@ -163,6 +168,8 @@ def run(arguments: argparse.Namespace, level: Level, trace: BinaryIO | None) -> 
         say(f"seed {plan.seed}")
         result = level.simulate(plan)
         totals.add(result)
+        if arguments.fingerprint:
+            totals.fingerprints.append(result.fingerprint())
         if trace is not None:
             trace.write(result.trace_lines())
         if result.violations:
@@ -180,6 +187,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--until-failure", action="store_true")
     parser.add_argument("--faults", type=Path, metavar="FILE")
+    parser.add_argument("--fingerprint", action="store_true")
     parser.add_argument("--trace", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     level = LEVELS[arguments.level]

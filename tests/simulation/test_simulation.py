@@ -239,10 +239,18 @@ def test_a_divergence_is_found_where_it_begins() -> None:
 def test_the_command_line_says_what_happened(
     level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["simulation", "--level", level, "--seed", "3", "--seeds", "2"])
+    monkeypatch.setattr(sys, "argv", ["simulation", "--level", level, "--seed", "3", "--seeds", "2", "--fingerprint"])
     assert main() == 0
     said = capsys.readouterr().out
-    for line in ("seeds        2", "requests", "virtual time", "faults       message_loss", "transitions taken"):
+    expected = (
+        "seeds        2",
+        "requests",
+        "virtual time",
+        "faults       message_loss",
+        "transitions taken",
+        "fingerprint",
+    )
+    for line in expected:
         assert line in said
     assert said.endswith("verdict      all passed\n")
 
