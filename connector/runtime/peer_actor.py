@@ -93,6 +93,8 @@ class PeerActor:
         )
         # The event that the core is handling.
         self._in_hand: Event | None = None
+        self._is_retired = False
+        self._unheard: list[PullCommand] = []
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             core.StartHandshake: self._start_handshake,
             core.ResolveBlocks: self._resolve_blocks,
@@ -112,7 +114,17 @@ class PeerActor:
     @property
     def is_unused(self) -> bool:
         """Nobody wants anything of this engine. What else the inbox holds (an answer, a lost link) wants nothing."""
-        return self.core.is_unused and not any(isinstance(message, PullCommand) for message in self.inbox)
+        return self.core.is_unused and all(isinstance(message, Event) for message in self.inbox)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Given up. READs that hang may keep it for long; it has made room for another one already."""
+        return self._is_retired or self.core.is_leaving
+
+    def retire(self) -> None:
+        """Give this engine up."""
+        self._is_retired = True
+        self.inbox.put(core.Retire())
 
     async def run(self) -> None:
         """Until the core is finished with this engine."""
@@ -122,11 +134,19 @@ class PeerActor:
             while not self.core.is_finished:
                 await self.inbox.wait(self._seconds_to_next())
                 while (message := self.inbox.take_one()) is not None:
-                    self._in_hand = message if isinstance(message, Event) else self._event_of_command(message)
-                    self._feed(self._in_hand)
-                    self._in_hand = None
+                    self._hear(message)
                 self._carry_out(self.core.advance(clock.now_ns()))
             nursery.cancel_scope.cancel()
+
+    def _hear(self, message: Event | PullCommand) -> None:
+        if not isinstance(message, Event):
+            if self.core.is_finished or (self.core.is_leaving and self.core.is_unused):
+                self._unheard.append(message)  # its successor begins as soon as the connection is torn down
+                return
+            message = self._event_of_command(message)
+        self._in_hand = message
+        self._feed(message)
+        self._in_hand = None
 
     def recover(self, error: BaseException) -> None:
         """After `run` raised: tell the core. The handshake in flight ended with the nursery, and left nothing."""
@@ -140,10 +160,10 @@ class PeerActor:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
         is heard, and whatever is open fails."""
         self._connections.detach()
-        events: list[Event] = [core.Stop(failure=failure)]
+        events: list[Event] = [self._event_of_command(command) for command in self._unheard]
         while (message := self.inbox.take_one()) is not None:
-            events.insert(-1, message if isinstance(message, Event) else self._event_of_command(message))
-        for event in events:
+            events.append(message if isinstance(message, Event) else self._event_of_command(message))
+        for event in (*events, core.Stop(failure=failure)):
             try:
                 self._feed(event)
             except Exception as error:
@@ -162,11 +182,10 @@ class PeerActor:
 
     def take_unheard(self) -> list[PullCommand]:
         """After `run` returned: the commands that came too late for it."""
-        unheard: list[PullCommand] = []
         while (message := self.inbox.take_one()) is not None:
-            if isinstance(message, StartPull | TrackLease | AbortPull):
-                unheard.append(message)
-        return unheard
+            if not isinstance(message, Event):
+                self._unheard.append(message)
+        return self._unheard
 
     def _event_of_command(self, command: PullCommand) -> Event:
         match command:

@@ -49,7 +49,7 @@ from connector.runtime.restarts import keep_running
 from statemachine import request
 from statemachine.failures import ConnectorStopped, Failure, TooManyPeers
 from statemachine.lease import LeaseName
-from statemachine.remote_engine import Retire, Stop
+from statemachine.remote_engine import Stop
 
 SWEEP_INTERVAL_SECONDS = 30.0
 SHUTDOWN_GRACE_SECONDS = 2.0
@@ -244,7 +244,8 @@ class Supervisor:
             return actor
         if self._stopped is not None:
             return None
-        if len(self._peers) >= self._context.options.peer_limit and not self._evict_one():
+        staying = sum(not actor.is_leaving for actor in self._peers.values())
+        if staying >= self._context.options.peer_limit and not self._evict_one():
             return None
         actor = PeerActor(
             self._context,
@@ -273,26 +274,27 @@ class Supervisor:
         for actor in self._peers.values():
             same_place = (actor.address.host, actor.address.port) == (address.host, address.port)
             if same_place and actor.address.engine_id != address.engine_id:
-                actor.inbox.put(Retire())
+                actor.retire()
 
     def _retire_sharers(self, address: PeerAddress) -> None:
         """A connection to this engine was given up. Unused actors that know it by other sizes stand on the same agents,
         which can be loaded again only when all have let go."""
-        for actor in self._peers.values():
-            if actor.address.engine_id == address.engine_id and actor.is_unused and actor.core.is_connected:
-                actor.inbox.put(Retire())
+        for key, actor in self._peers.items():
+            shares = key.engine_id == address.engine_id and key != _key(address)
+            if shares and actor.is_unused and actor.core.is_connected:
+                actor.retire()
 
     def _evict_one(self) -> bool:
         """Make room: give up the peer that has been unused for longest, an unconnected one if there is one.
 
         A connected one goes too, because a dead engine that nobody uses looks connected: with a full table, engines
-        that replaced others would never find a place. One that is leaving makes room once, not for every newcomer.
+        that replaced others would never find a place.
         """
-        unused = [actor for actor in self._peers.values() if actor.is_unused and not actor.core.is_leaving]
+        unused = [actor for actor in self._peers.values() if actor.is_unused and not actor.is_leaving]
         if not unused:
             return False
         oldest = min(unused, key=lambda actor: (actor.core.is_connected, actor.last_used_ns))
-        oldest.inbox.put(Retire())
+        oldest.retire()
         return True
 
     async def _sweep(self) -> None:
@@ -306,7 +308,7 @@ class Supervisor:
             now_ns = self._context.clock.now_ns()
             for actor in self._peers.values():
                 if actor.is_unused and not actor.core.is_connected and now_ns - actor.last_used_ns > ttl_ns:
-                    actor.inbox.put(Retire())
+                    actor.retire()
 
 
 def _key(address: PeerAddress) -> PeerKey:

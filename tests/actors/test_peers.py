@@ -389,3 +389,23 @@ def test_what_an_engine_said_last_does_not_keep_its_place_in_a_full_table() -> N
             await reads(d, new, "after")
 
     run(test)
+
+
+def test_one_place_in_a_full_table_is_given_away_once() -> None:
+    """Two newcomers in one step: the unused peer makes room for the first of them only. Who asks for that peer in the
+    same step is served by its next connection."""
+
+    async def test() -> None:
+        two = ConnectorOptions(peer_limit=2)
+        async with engine("d", options=two) as d, engine("new", serves=True) as new, engine("old", serves=True) as old:
+            await reads(d, old, "before")
+            d.pull("dead", nobody("dead"), [9], [1])
+            for each in (new, old):
+                each.lend(f"remote-{each.engine_id}")
+                d.pull(each.engine_id, each, [2], [1])
+            d.pull("other", nobody("other"), [9], [1])
+            assert (await failure_of(d, "other")).kind == "TooManyPeers"
+            assert (await until(lambda: d.received("new"))).failure is None
+            assert (await until(lambda: d.received("old"))).failure is None
+
+    run(test)

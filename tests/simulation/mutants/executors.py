@@ -566,7 +566,7 @@ SUPERVISOR = (
         name="replaced engine kept",
         row=49,
         broken="what is loaded of an engine stays after another one has taken its address",
-        changes=(Edit(Supervisor._retire_replaced, "actor.inbox.put(Retire())", "pass"),),
+        changes=(Edit(Supervisor._retire_replaced, "actor.retire()", "pass"),),
         place=level2("leaks", *REPLACEMENTS),
     ),
     Mutant(
