@@ -39,11 +39,14 @@ test: setup
 
 parts: check test-parts simulate-fresh test-models test-engines
 
+# The files that take longest come first, and are taken in that order: neither worker is alone in the end.
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+
 test-parts: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/explore tests/simulation tests/actors tests/conformance
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/simulation tests/conformance tests/explore tests/unit tests/actors
 
 test-models: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(MODELS) tests/integration $(WITH_MODELS)
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(MODELS) tests/integration $(WITH_MODELS)
 
 test-engines: setup
 	$(BIN)/python -m pytest tests/e2e $(patsubst %,--ignore %,$(MODELS) $(WITH_MODELS))

@@ -1,8 +1,8 @@
 """The engine process: vLLM's engine core around a connector, its step loop, and the test's commands.
 
 The loop is the one of vLLM's `EngineCoreProc`: take what has come in, make a step while there is anything to do (leases
-count), and sleep a millisecond after a step that computed nothing. vLLM reads its environment when it is imported, so
-this module sets it first and imports vLLM inside functions.
+count), and sleep a millisecond after a step that computed nothing. The process is forked from one that has imported
+vLLM (`imported`), which reads its environment when it needs it; the test's own process imports this module without it.
 
 The process ends when told to, when the test's end of the pipe closes, or when a step raises; in the last case it
 reports the traceback first, because a real engine would have died of it too.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ def _redirect_output(log_path: Path) -> None:
 
 def _set_environment(options: EngineOptions, directory: Path) -> None:
     os.environ["TMPDIR"] = str(directory)  # where torch's rendezvous file is left behind
+    tempfile.tempdir = None  # looked up already when vLLM was imported
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = options.side_channel_host
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(options.side_channel_port)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the CPU platform refuses the uniprocess executor otherwise

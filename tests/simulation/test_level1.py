@@ -539,7 +539,7 @@ OF_BUILTIN = {ForgetsWhatWasConsumed, AssumesForEver}
         (LosesThoseWhoWait, [], "isolation"),
         (PromisesTooMuch, [LATE], "promise"),
         (CallsWhatIsOverHeld, TWO_HOLDERS, "proof"),
-        (DeniesWhatIsHeld, [], "over"),
+        (DeniesWhatIsHeld, [RESETS], "over"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

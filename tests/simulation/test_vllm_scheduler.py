@@ -137,7 +137,7 @@ def test_everything_that_matters_happens_in_these_seeds() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # two processes that import vLLM
 def test_seeds_give_the_same_traces_in_every_process() -> None:
-    arguments = ["--level", "vllm", "--seed", "7", "--seeds", "2"]
+    arguments = ["--level", "vllm", "--seed", "12"]
     one, other = (trace_in_a_process_of_its_own(arguments, hash_seed) for hash_seed in HASH_SEEDS)
     assert one.count(b"\n") > 500
     assert first_divergence(one, other) is None
@@ -257,21 +257,25 @@ STOPPED = Fault(kind=Kind.WORKER_STOPS, target="p0", at_seconds=1.0, duration_se
 ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_seconds=4.0)
 
 
+BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]] = [
+    (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
+    (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
+    (keep_no_blocks, [], 12, "scheduler"),
+    (never_tell_of_a_grant, [], 12, "leaks"),
+    (call_every_load_a_success, [ERRORS], 12, "bytes"),
+    (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
+    (never_lift_a_quarantine, [STALL], 8, "blocks"),
+    (report_every_load_twice, [], 12, "scheduler"),
+    (say_held_of_what_was_released, [], 8, "proof"),
+    (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
+    (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),
+]
+"""What is broken, under which faults and seed, and the oracle that notices. The seeds are quick ones."""
+
+
 @pytest.mark.parametrize(
     ("break_it", "faults", "seed", "oracle"),
-    [
-        (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
-        (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
-        (keep_no_blocks, [], 12, "scheduler"),
-        (never_tell_of_a_grant, [], 8, "leaks"),
-        (call_every_load_a_success, [ERRORS], 12, "bytes"),
-        (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
-        (never_lift_a_quarantine, [STALL], 8, "blocks"),
-        (report_every_load_twice, [], 12, "scheduler"),
-        (say_held_of_what_was_released, [], 8, "proof"),
-        (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
-        (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),
-    ],
+    BROKEN,
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_broken_connector_is_noticed(
@@ -281,13 +285,13 @@ def test_broken_connector_is_noticed(
     oracle: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The seeds are quick ones of those that show it."""
     plan = Plan(seed=seed, faults=faults)
     break_it(monkeypatch)
     assert oracle in {violation.oracle for violation in simulate(plan).violations}
 
 
 def test_what_the_connectors_are_broken_in_passes_unbroken() -> None:
-    for seed in (2, 4, 8, 12):
-        for faults in ([], [ERRORS], [STALL], [STOPPED]):
-            assert simulate(Plan(seed=seed, faults=faults)).violations == []
+    plans = [Plan(seed=seed, faults=faults) for _, faults, seed, _ in BROKEN]
+    for index, plan in enumerate(plans):
+        if plan not in plans[:index]:
+            assert simulate(plan).violations == []
