@@ -172,12 +172,14 @@ def test_a_killed_prefill_engine_fails_its_reads_and_its_successor_is_used(
     house.prefill.freeze()
     decode.submit(*(RequestSpec(name, tokens, 2, params[name]) for name, tokens in prompts.items()))
     wait_for_reads(decode, len(prompts))
-    house.prefill.kill()
+    was_dying_seconds = house.prefill.kill()
     for outcome in decode.wait_all(list(prompts), REQUEST_SECONDS + QUIESCE_SECONDS + _TOLERANCE):
         check_not_loaded(decode, outcome, prompts[outcome.request_id])
         path = house.traces.wait_for("request", outcome.request_id, lambda path: path[-1] in ("failed", "expired"))
         assert path[:2] == ["pending_handshake", "reading"]
-        assert house.traces.reason("request", outcome.request_id) != "Quarantined"
+        # Unless the engine took longer to die than its requests had: until then nobody can see that it will.
+        if was_dying_seconds < REQUEST_SECONDS:
+            assert house.traces.reason("request", outcome.request_id) != "Quarantined"
     decode.wait_until_whole(20)
 
     house.restart_prefill(same_id=same_id)

@@ -145,10 +145,17 @@ class EngineRig:
             self._wait(lambda: self.closed is not None, timeout_seconds, "shut down")
             self._process.join(CLOSE_SECONDS)
 
-    def kill(self) -> None:
-        """SIGKILL: the peer that ends without a word."""
+    def kill(self) -> float:
+        """SIGKILL: the peer that ends without a word. Its sockets close when its memory is unmapped, which may take
+        seconds.
+
+        Returns:
+            How many it took.
+        """
+        started = time.monotonic()
         self._process.kill()
         self._process.join(CLOSE_SECONDS)
+        return time.monotonic() - started
 
     def freeze(self) -> None:
         """SIGSTOP: nothing of the process runs, its sockets stay open."""
