@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.protocol import PeerAddress, RejectPull, TrackLease
+from connector.protocol import PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine
@@ -233,6 +233,21 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
             monkeypatch.setattr(peer_actor, "resolve", original)
             await reads(d, p, "after")
             assert [name for name, _ in d.crashes] == ["peer actor of p"]
+
+    run(test)
+
+
+def test_an_effect_that_raises_costs_no_other() -> None:
+    """Two requests wait for an engine that is gone, and the report of the first cannot be handed over."""
+
+    async def test() -> None:
+        async with engine("d") as d:
+            d.outcomes.breaks_on = ReceiveEnded
+            for request_id in ("a", "b"):
+                d.pull(request_id, nobody("gone"), [1], [1])
+            assert (await failure_of(d, "b")).kind == "ConnectionRefused"
+            assert d.received("a") is None
+            assert await until(lambda: [name for name, _ in d.crashes]) == ["peer actor of gone"]
 
     run(test)
 

@@ -178,7 +178,7 @@ ACTORS = (
         row=31,
         broken="when an effect raises, those behind it are not carried out",
         changes=(Edit(PeerActor._carry_out, "crash = crash or error", "raise error"),),
-        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
+        place=ByTest("tests/actors/test_peers.py::test_an_effect_that_raises_costs_no_other"),
     ),
     Mutant(
         name="nothing recovered",
