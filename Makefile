@@ -1,7 +1,8 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
 #                check, test-parts (tests that need no whole engine, two at a time), simulate-fresh,
-#                test-models (engines with several models, beside tests that mostly wait), test-engines (the others)
+#                test-pairs (engines of all kinds, two files at a time), test-alone (tests of how soon something is
+#                noticed, which want the machine for themselves)
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
@@ -14,11 +15,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-MODELS := tests/e2e/test_families.py
-WITH_MODELS := tests/e2e/test_builtin_compatibility.py tests/e2e/test_options_at_start.py
+ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_deepseek_v4.py
 SEEDS ?= 100
 
-.PHONY: setup demo check test parts test-parts test-models test-engines explore simulate simulate-fresh oracle mutants \
+.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
         diagrams clean
 .DEFAULT_GOAL := test
 
@@ -37,19 +37,20 @@ check: setup
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
-parts: check test-parts simulate-fresh test-models test-engines
+parts: check test-parts simulate-fresh test-pairs test-alone
 
-# The files that take longest come first, and are taken in that order: neither worker is alone in the end.
-TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+TWO_AT_A_TIME := -n 2 --dist loadfile
 
+# In this order, because what takes longest comes first: neither worker is alone in the end.
 test-parts: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/simulation tests/conformance tests/explore tests/unit tests/actors
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) --no-loadscope-reorder \
+		tests/simulation tests/conformance tests/explore tests/unit tests/actors
 
-test-models: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(MODELS) tests/integration $(WITH_MODELS)
+test-pairs: setup
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/integration tests/e2e $(patsubst %,--ignore %,$(ALONE))
 
-test-engines: setup
-	$(BIN)/python -m pytest tests/e2e $(patsubst %,--ignore %,$(MODELS) $(WITH_MODELS))
+test-alone: setup
+	$(BIN)/python -m pytest $(ALONE)
 
 explore: setup
 	$(BIN)/python -m tests.explore

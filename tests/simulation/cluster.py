@@ -618,6 +618,10 @@ class Cluster:
             found.append("has open leases")
         if len(supervisor._peers) > self._shape.peer_limit:
             found.append(f"knows {len(supervisor._peers)} peers")
+        connections = [each for actor in supervisor._peers.values() for each in actor._connections._by_number.values()]
+        wanted = sum(remote.link is not None for connection in connections for remote in connection.ranks)
+        if (opened := self._around.network.unclosed_links(rank.host)) != wanted:
+            found.append(f"has {opened} control connections open, and {wanted} in use")
         busy = [engine_id for engine_id, actor in supervisor._peers.items() if not actor.is_unused]
         return found + [f"has something to do for {engine_id}" for engine_id in busy]
 

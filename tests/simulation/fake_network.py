@@ -84,6 +84,8 @@ class FakeNetwork:
         self._listeners: dict[tuple[str, int], FakeListener] = {}
         self._requesters: dict[ReplyAddress, FakeRequester] = {}
         self._links: dict[ReplyAddress, FakeLink] = {}
+        # Those that who opened them has not closed, lost or not.
+        self._unclosed: set[FakeLink] = set()
 
     def new_port(self) -> int:
         return next(self._ports)
@@ -108,7 +110,7 @@ class FakeNetwork:
             listener.die()
         for requester in [requester for requester in self._requesters.values() if requester.source == host]:
             requester.die()
-        for link in [link for link in self._links.values() if link.source == host]:
+        for link in [link for link in self._unclosed if link.source == host]:
             link.die()
 
     def reset_links(self, is_meant: Callable[[str, str], bool]) -> int:
@@ -166,11 +168,20 @@ class FakeNetwork:
     def open_link(self, link: FakeLink) -> ReplyAddress:
         identity = b"link %d" % next(self._identities)
         self._links[identity] = link
+        self._unclosed.add(link)
         self._connect(link, identity)
         return identity
 
     def close_link(self, identity: ReplyAddress) -> None:
         self._links.pop(identity, None)
+
+    def unclosed_links(self, source: str) -> int:
+        """How many links this process has opened and not closed; a leak of sockets shows here."""
+        return sum(link.source == source for link in self._unclosed)
+
+    def forget_link(self, link: FakeLink) -> None:
+        self._unclosed.discard(link)
+        self.close_link(link.identity)
 
     def _connect(self, link: FakeLink, identity: ReplyAddress) -> None:
         """Send the first packet of a link until it arrives."""
@@ -358,11 +369,11 @@ class FakeLink:
     def die(self) -> None:
         """Its process is gone: nothing arrives any more, and nobody notices."""
         self._is_dead = True
-        self._network.close_link(self.identity)
+        self._network.forget_link(self)
 
     def close(self) -> None:
         self._is_closed = True
-        self._network.close_link(self.identity)
+        self._network.forget_link(self)
         self._news.set()
 
 

@@ -33,7 +33,7 @@ from tests.simulation.level1.world import Cores
 from tests.simulation.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 200
+SEEDS = 60
 SEEDS_OF_A_MUTANT = 40
 
 

@@ -1,17 +1,21 @@
-"""Agents that several peer actors stand on: who may remove them, and who has to wait."""
+"""What the actors of a rank share of the NIXL port: agents that several stand on, and READs that come to nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import trio
 
 from connector.clock import BootClock
-from connector.runtime.reads import Reads
+from connector.ports.nixl import NixlCallFailed
+from connector.runtime.reads import ReadOrder, Reads
+from statemachine.remote_engine import ReadEnded
 
 
 class Port:
-    """As far as agents go. The metadata of an agent is its name."""
+    """It refuses every READ. The metadata of an agent is its name."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -30,13 +34,17 @@ class Port:
         self.loaded.remove(agent)
         self.removed.append(agent)
 
+    async def post_read(self, *lists_and_ids: object) -> int:
+        raise NixlCallFailed("post_read", "NIXL_ERR_INVALID_PARAM")
 
-def reads_of(port: Any) -> Reads:
-    def nothing(*said: object) -> None:
-        return
 
+def nothing(*said: object) -> None:
+    return
+
+
+def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
     return Reads(
-        port=port, clock=BootClock(), emit=nothing, on_notification=nothing, on_broken=nothing, log_crash=nothing
+        port=port, clock=BootClock(), emit=nothing, on_notification=nothing, on_broken=nothing, log_crash=log_crash
     )
 
 
@@ -66,5 +74,38 @@ def test_an_agent_that_somebody_has_given_up_is_loaded_by_nobody_until_it_was_re
         assert await reads.load_agent(b"p", "third") is None
         await reads.unload_agent("p", "other")
         assert await reads.load_agent(b"p", "third") == "p"
+
+    trio.run(test)
+
+
+def test_a_read_that_nixl_refuses_to_post_has_ended() -> None:
+    """Nothing was handed over, so nothing can land: the order is answered, and its blocks need no quarantine."""
+
+    async def test() -> None:
+        ended: list[ReadEnded] = []
+        crashes: list[object] = []
+        port: Any = Port()
+        reads = reads_of(port, lambda *crash: crashes.append(crash))
+        ids = np.array([0], np.int32)
+        order = ReadOrder(
+            request_id="r",
+            read=0,
+            connection=1,
+            peer="p",
+            local=1,
+            local_ids=ids,
+            remote=2,
+            remote_ids=ids,
+            is_wanted=lambda: True,
+            on_end=lambda end, event: ended.append(end),
+        )
+        async with trio.open_nursery() as nursery:
+            reads.start(nursery)
+            reads.order([order])
+        (end,) = ended
+        assert end.failure is not None
+        assert (end.failure.operation, end.failure.error) == ("post_read", "NIXL_ERR_INVALID_PARAM")
+        assert end.is_quiescent
+        assert crashes == []
 
     trio.run(test)

@@ -278,7 +278,7 @@ READS = (
         row=30,
         broken="an error of a NIXL call is not caught where a READ is posted",
         changes=(Set(reads, "NixlCallFailed", NOT_AN_ERROR_OF_THE_PRODUCT),),
-        place=level2("health", *REPLACEMENTS),
+        place=ByTest("tests/unit/test_reads.py::test_a_read_that_nixl_refuses_to_post_has_ended"),
     ),
     Mutant(
         name="agents are removed under others",
@@ -360,7 +360,9 @@ HANDSHAKE = (
         row=51,
         broken="the control connections of a handshake that failed are not closed",
         changes=(Edit(handshake._load, "for link in links.values():", "for link in ():"),),
-        place=level2("leaks", *RESETS),
+        place=ByTest(
+            "tests/unit/test_handshake_answers.py::test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing"
+        ),
     ),
     Mutant(
         name="descriptor lists kept",
@@ -388,7 +390,9 @@ HANDSHAKE = (
                 "pass",
             ),
         ),
-        place=level2("recovery"),
+        place=ByTest(
+            "tests/unit/test_handshake_answers.py::test_a_control_socket_that_answers_something_else_is_refused"
+        ),
     ),
     Mutant(
         name="handshakes wait for ever",
@@ -531,7 +535,7 @@ SUPERVISOR = (
         row=30,
         broken="an exception in one actor ends all of them",
         changes=(Edit(restarts.keep_running, "        log_crash(name, error)\n", "        raise\n"),),
-        place=level2("bound", *ACTOR_CRASHES),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
     ),
     Mutant(
         name="restarts without delay",
@@ -567,7 +571,7 @@ SUPERVISOR = (
         row=49,
         broken="what is loaded of an engine stays after another one has taken its address",
         changes=(Edit(Supervisor._retire_replaced, "actor.retire()", "pass"),),
-        place=level2("leaks", *REPLACEMENTS),
+        place=ByTest("tests/actors/test_peers.py::test_engine_replaced_at_its_address_is_given_up"),
     ),
     Mutant(
         name="sizes share an actor",
