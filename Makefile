@@ -8,6 +8,7 @@
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
+# make bench   this connector beside the one built into vLLM, case after case, in turns; about fifteen minutes
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
@@ -19,7 +20,7 @@ ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tes
 SEEDS ?= 100
 
 .PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        diagrams clean
+        bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -67,6 +68,9 @@ oracle: setup
 
 mutants: setup
 	$(BIN)/python -m tests.simulation.mutants
+
+bench: setup
+	@$(BIN)/python -m tests.bench
 
 diagrams: setup
 	$(BIN)/python -m diagrams.draw

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tests.rig import messages
 from tests.rig.call_recorder import CallRecorder
 from tests.rig.inside import Inside
-from tests.rig.messages import EngineOptions, Holdings, Report, RequestOutcome, RequestSpec
+from tests.rig.messages import EngineOptions, Forward, Holdings, Report, RequestOutcome, RequestSpec
 from tests.rig.process import native_threads, open_files, resident_bytes, thread_names
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class EngineProcess:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from tests.rig.accelerator import pretend_accelerator
+        from tests.rig.forward import forward_pass
 
         torch.set_num_threads(1)  # two engines share the machine; neither may use it up with a copy
         self._connection = connection
@@ -138,6 +139,8 @@ class EngineProcess:
         self._core: EngineCore = EngineCore(config, UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads
+        self._computes = options.forward is not Forward.NOTHING  # then each step counts as one that computed something
+        self._worker.forward = forward_pass(options.forward, options.forward_seconds)
         self._inside = Inside.of(self._worker.connector, self._core.scheduler.connector)
         self._live: dict[str, _Live] = {}
         self._paused = False
@@ -168,7 +171,7 @@ class EngineProcess:
             for output in batch.outputs:
                 self._take_output(output)
         self._core.post_step(executed)
-        if not executed and self._core.scheduler.has_requests():
+        if not executed and not self._computes and self._core.scheduler.has_requests():
             time.sleep(_IDLE_STEP_SECONDS)
 
     def _note_loads(self, now_ns: int) -> None:
@@ -298,6 +301,7 @@ class EngineProcess:
             native_threads=native_threads(),
             open_files=len(open_files()),
             resident_bytes=resident_bytes(),
+            cpu_seconds=time.process_time(),
         )
 
     def _inspection(self, ticket: int) -> messages.Inspection:

@@ -25,6 +25,18 @@ BUILTIN = ConnectorChoice("built-in", "NixlConnector", None)
 OURS = ConnectorChoice("ours", "NixlConnector", "connector")
 
 
+class Forward(Enum):
+    """What the forward pass of each step does besides checking and writing KV, for `forward_seconds`."""
+
+    NOTHING = "nothing"
+    SLEEPS = "sleeps"
+    """Waits without the interpreter and without a core, as for an accelerator."""
+    MULTIPLIES = "multiplies"
+    """Keeps a core busy without the interpreter, but for short calls: matrix products in torch."""
+    HOLDS = "holds"
+    """Keeps a core and the interpreter: pure Python."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """One engine. The defaults give 32 layers whose blocks are 64 KiB: a block of a request is 2 MiB in 32 pages."""
@@ -37,7 +49,9 @@ class EngineOptions:
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     extra_config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    """Set in the engine process before vLLM and NIXL are imported, for instance UCX_TLS."""
+    """Set in the engine process before NIXL is imported, for instance UCX_TLS."""
+    forward: Forward = Forward.NOTHING
+    forward_seconds: float = 0.005
     layers: int = 32
     kv_heads: int = 8
     head_dim: int = 64
@@ -215,6 +229,8 @@ class Snapshot:
     native_threads: int
     open_files: int
     resident_bytes: int
+    cpu_seconds: float
+    """That the process has used so far, all threads."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,8 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         self.probe = ConnectorProbe()
         self.before_load: Callable[[int], None] = lambda _now_ns: None
         """Called with the time right before `start_load_kv`."""
+        self.forward: Callable[[], None] = lambda: None
+        """What each step does besides."""
         self._requests: dict[str, _Tokens] = {}
         self._pages: _Pages | None = None
         self.files_before_connector: set[str] = set()
@@ -247,6 +249,7 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
             connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
             load_ns = self._start_load_kv() if scheduler_output.has_sync_kv_loads else 0
             sampled = self._forward(scheduler_output)
+            self.forward()
             if not scheduler_output.has_sync_kv_loads:
                 load_ns = self._start_load_kv()
             connector.wait_for_save()

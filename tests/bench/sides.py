@@ -1,0 +1,86 @@
+"""Two pairs of engines beside each other: one with vLLM's own connector, one with ours, in turns.
+
+Whoever is not measured is stopped (SIGSTOP): the built-in connector's progress threads keep a core busy for each engine
+even when it is idle, and two pairs would disturb each other. Nothing is called but `KVConnectorBase_V1`, by vLLM's own
+engine core (tests/rig).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.rig import BUILTIN, OURS, Check, ConnectorChoice, EngineRig, RequestOutcome, RequestSpec, engine_pair, prompt
+
+CHOICES = (BUILTIN, OURS)
+
+
+class WrongResult(Exception):
+    """A request was not answered, or with wrong bytes: its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One connector's two engines."""
+
+    label: str
+    prefill: EngineRig
+    decode: EngineRig
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        for engine in (self.prefill, self.decode):
+            engine.thaw()
+        try:
+            yield
+        finally:
+            for engine in (self.prefill, self.decode):
+                engine.freeze()
+
+    def transfer(self, names: list[str], tokens: int, check: Check = Check.EDGES) -> list[RequestOutcome]:
+        """Compute so many prompts on P, hand all of them to D before one step, and wait for all.
+
+        Raises:
+            WrongResult: one was lost, or has a wrong page.
+        """
+        prompts = {name: prompt(f"{self.label}-{name}", tokens) for name in names}
+        params = self.prefill.prefill_all(prompts)
+        self.decode.snapshot(reset_times=True)
+        self.decode.submit(*(RequestSpec(name, ids, 1, params[name], check) for name, ids in prompts.items()))
+        outcomes = self.decode.wait_all(names)
+        for outcome in outcomes:
+            if not outcome.received or outcome.mismatched_pages:
+                raise WrongResult(f"{self.label}: {outcome}")
+        return outcomes
+
+
+@contextlib.contextmanager
+def side(choice: ConnectorChoice, directory: Path, **options: Any) -> Iterator[Side]:
+    """One pair; awake. Takes what `engine_pair` takes."""
+    with engine_pair(choice, directory, **options) as (prefill, decode):
+        yield Side(choice.label, prefill, decode)
+
+
+@contextlib.contextmanager
+def both_sides(directory: Path, **options: Any) -> Iterator[list[Side]]:
+    """Both pairs, asleep."""
+    with ExitStack() as stack:
+        sides = []
+        for choice in CHOICES:
+            (own := directory / choice.label).mkdir()
+            started = stack.enter_context(side(choice, own, **options))
+            stack.callback(started.prefill.thaw)  # a stopped process cannot end in an orderly way
+            stack.callback(started.decode.thaw)
+            started.prefill.freeze()
+            started.decode.freeze()
+            sides.append(started)
+        yield sides
+
+
+def done_ms(outcomes: list[RequestOutcome]) -> list[float]:
+    """From entry into `start_load_kv` until the report, in order of size."""
+    return sorted(((each.received_ns or 0) - (each.load_started_ns or 0)) / 1e6 for each in outcomes)
