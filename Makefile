@@ -42,10 +42,10 @@ parts: check test-parts simulate-fresh test-pairs test-alone
 
 TWO_AT_A_TIME := -n 2 --dist loadfile
 
-# In this order, because what takes longest comes first: neither worker is alone in the end.
+# In the order of tests/conftest.py: the longest files are begun in the middle, and short ones are left for the end.
 test-parts: setup
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME) --no-loadscope-reorder \
-		tests/simulation tests/conformance tests/explore tests/unit tests/actors
+		tests/unit tests/explore tests/simulation tests/actors tests/conformance
 
 test-pairs: setup
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/integration tests/e2e $(patsubst %,--ignore %,$(ALONE))
