@@ -19,8 +19,8 @@ PARTS = {
     "check": "ruff check .",
     "tests without engines": "tests/conformance",
     "fresh seeds": "-m tests.simulation.fresh",
-    "models": "--dist loadfile tests/e2e/test_families.py",
-    "engines": "-m pytest tests/e2e --ignore",
+    "engines, two files at a time": "--dist loadfile tests/integration",
+    "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
 }
 """What a call of each part contains."""
 
