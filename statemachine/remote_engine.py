@@ -558,6 +558,12 @@ class RemoteEngine:
         return self._peer.is_retiring or self._peer.state is peer.State.GONE
 
     @property
+    def takes_nobody(self) -> bool:
+        """Given up, and nobody is left in it: who comes now belongs to its successor, which begins as soon as the
+        connection is torn down."""
+        return self.is_finished or (self.is_leaving and self.is_unused)
+
+    @property
     def is_finished(self) -> bool:
         """Given up, and everything that touched it has ended."""
         return (

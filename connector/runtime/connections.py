@@ -7,7 +7,7 @@ how a handshake goes is that of `connector/runtime/handshake.py`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
 
 import trio
@@ -77,14 +77,14 @@ class Connections:
         """TornDown follows."""
         self._spawn(self._take_back, number)
 
-    def hold(self, number: int, rank: int, sent_ns: int, leases: Sequence[LeaseName]) -> None:
+    def hold(self, number: int, rank: int, sent_ns: int, leases: tuple[LeaseName, ...]) -> None:
         """Ask a rank to keep these leases; HoldAnswered may follow."""
-        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=tuple(leases))
+        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases)
         self._link(number, rank).send(control.encode_request(message))
 
-    def release(self, number: int, rank: int, leases: Sequence[LeaseName]) -> None:
+    def release(self, number: int, rank: int, leases: tuple[LeaseName, ...]) -> None:
         """Tell a rank that we are done with these leases; ReleaseAnswered may follow."""
-        message = control.Release(**self._sender(number, rank), leases=tuple(leases))
+        message = control.Release(**self._sender(number, rank), leases=leases)
         self._link(number, rank).send(control.encode_request(message))
 
     def notify(self, number: int, rank: int, message: bytes) -> None:

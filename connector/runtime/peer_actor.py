@@ -140,8 +140,8 @@ class PeerActor:
 
     def _hear(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
-            if self.core.is_finished or (self.core.is_leaving and self.core.is_unused):
-                self._unheard.append(message)  # its successor begins as soon as the connection is torn down
+            if self.core.takes_nobody:
+                self._unheard.append(message)
                 return
             message = self._event_of_command(message)
         self._in_hand = message

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Case:
     name: str
     about: str
     open: Callable[[Path], Any]
-    higher_is_better: frozenset[str] = field(default=frozenset({"GB/s"}))
+    higher_is_better: frozenset[str] = frozenset({"GB/s"})
 
 
 def _in_turns(sides: list[Side], measure: Callable[[Side, int], Round]) -> Rounds:
@@ -164,6 +164,7 @@ def _behind_the_dead(each: Side, number: int) -> Round:
         ]
         each.decode.submit(*lost, healthy)
         outcome = each.decode.wait("healthy", 20.0 + 10.0 * DEAD)
+        each.require_right(outcome, tokens)
     return {"served, ms": (outcome.ended_ns - outcome.submitted_ns) / 1e6}
 
 

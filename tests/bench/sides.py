@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rig import BUILTIN, OURS, Check, ConnectorChoice, EngineRig, RequestOutcome, RequestSpec, engine_pair, prompt
+from tests.rig import (
+    BUILTIN,
+    OURS,
+    Check,
+    ConnectorChoice,
+    EngineRig,
+    RequestOutcome,
+    RequestSpec,
+    engine_pair,
+    expected_output,
+    prompt,
+)
 
 CHOICES = (BUILTIN, OURS)
 
@@ -41,21 +52,26 @@ class Side:
             for engine in (self.prefill, self.decode):
                 engine.freeze()
 
-    def transfer(self, names: list[str], tokens: int, check: Check = Check.EDGES) -> list[RequestOutcome]:
+    def transfer(self, names: list[str], tokens: int) -> list[RequestOutcome]:
         """Compute so many prompts on P, hand all of them to D before one step, and wait for all.
 
         Raises:
-            WrongResult: one was lost, or has a wrong page.
+            WrongResult: see `require_right`.
         """
         prompts = {name: prompt(f"{self.label}-{name}", tokens) for name in names}
         params = self.prefill.prefill_all(prompts)
         self.decode.snapshot(reset_times=True)
-        self.decode.submit(*(RequestSpec(name, ids, 1, params[name], check) for name, ids in prompts.items()))
+        self.decode.submit(*(RequestSpec(name, ids, 1, params[name], Check.EDGES) for name, ids in prompts.items()))
         outcomes = self.decode.wait_all(names)
         for outcome in outcomes:
-            if not outcome.received or outcome.mismatched_pages:
-                raise WrongResult(f"{self.label}: {outcome}")
+            self.require_right(outcome, prompts[outcome.request_id])
         return outcomes
+
+    def require_right(self, outcome: RequestOutcome, prompt_token_ids: list[int]) -> None:
+        """Raises WrongResult: it was not loaded, has a wrong page, or a wrong answer."""
+        is_answered = outcome.output_token_ids == expected_output(prompt_token_ids, 1)
+        if not (outcome.received and is_answered) or outcome.mismatched_pages:
+            raise WrongResult(f"{self.label}: {outcome}")
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class FakeNetwork:
         self._requesters: dict[ReplyAddress, FakeRequester] = {}
         self._links: dict[ReplyAddress, FakeLink] = {}
         # Those that who opened them has not closed, lost or not.
-        self._unclosed: set[FakeLink] = set()
+        self._unclosed: dict[FakeLink, None] = {}
 
     def new_port(self) -> int:
         return next(self._ports)
@@ -168,7 +168,7 @@ class FakeNetwork:
     def open_link(self, link: FakeLink) -> ReplyAddress:
         identity = b"link %d" % next(self._identities)
         self._links[identity] = link
-        self._unclosed.add(link)
+        self._unclosed[link] = None
         self._connect(link, identity)
         return identity
 
@@ -180,7 +180,7 @@ class FakeNetwork:
         return sum(link.source == source for link in self._unclosed)
 
     def forget_link(self, link: FakeLink) -> None:
-        self._unclosed.discard(link)
+        self._unclosed.pop(link, None)
         self.close_link(link.identity)
 
     def _connect(self, link: FakeLink, identity: ReplyAddress) -> None:

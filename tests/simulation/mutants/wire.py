@@ -77,7 +77,7 @@ MUTANTS = (
         changes=(
             Edit(
                 Connections.release,
-                "leases=tuple(leases)",
+                "leases=leases",
                 "leases=tuple(lease._replace(request_id='cmpl-' + lease.request_id) for lease in leases)",
             ),
         ),
