@@ -220,7 +220,10 @@ def test_host_buffers_equal_the_builtin_ones(
     kernel_block_size: int,
     spec_changes: dict[str, int],
 ) -> None:
-    """What peers are told, but for addresses: each connector has buffers of its own."""
+    """What peers are told, but for addresses: each connector has buffers of its own.
+
+    The built-in one has given its buffers back by then, so that the allocator may hand out the same addresses again.
+    """
     _with_layout(config, monkeypatch, layout)
     allow_kernel_block_size(monkeypatch, kernel_block_size)
     caches = cache_config(attention_spec(**spec_changes), layout=layout, layers=1 if spec_changes else LAYERS)
@@ -231,7 +234,7 @@ def test_host_buffers_equal_the_builtin_ones(
     ours = _staged(config, caches, tensors)
     metadata = ours.agent_metadata(builtin.agent_metadata)
     addresses = metadata.kv_caches_base_addr
-    assert differing_fields(metadata, builtin) == {"region_members", "kv_caches_base_addr"}
+    assert differing_fields(metadata, builtin) - {"kv_caches_base_addr"} == {"region_members"}
     assert metadata.kv_cache_layout == advertised
     assert ours.compatibility_hash == builtin_hash
     assert [r.length_bytes for r in ours.ranges] == [length for _, length in builtin_ranges]
