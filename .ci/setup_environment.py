@@ -141,17 +141,19 @@ def build(progress: Progress) -> None:
         raise SetupError(f"python -m venv: exit status {status}")
     progress.say(f"environment in {ENVIRONMENT} with Python {version}; log in {LOG}")
 
-    run(progress, f"{vllm[0]} itself", [*pip, "install", "--no-deps", "packaging", *vllm], pip_activity)
+    # --no-compile: most of the modules are never imported, and Python compiles those that are.
+    install = [*pip, "install", "--no-compile"]
+    run(progress, f"{vllm[0]} itself", [*install, "--no-deps", "packaging", *vllm], pip_activity)
     lister = [str(PYTHON), str(ROOT / ".ci" / "list_requirements.py"), VLLM, "torch", *LEFT_OUT]
     needed = run(progress, "what it needs on this machine", lister).split("\n")
     requirements = [*others, *project["dependencies"], *extras["dev"], *filter(None, needed)]
     run(
         progress,
         f"{', '.join(others)} and {len(requirements) - len(others)} more with what they need (minutes the first time)",
-        [*pip, "install", *requirements],
+        [*install, *requirements],
         pip_activity,
     )
-    editable = [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    editable = [*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     run(progress, "this project, editable", editable)
     versions = run(progress, "trying the imports", [str(PYTHON), "-c", SMOKE_TEST, *LEFT_OUT])
     progress.say("ready: " + versions.strip().splitlines()[-1])

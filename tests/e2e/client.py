@@ -62,7 +62,8 @@ class Client:
         self._http = httpx.Client(
             base_url=f"http://{LOOPBACK}:{engine.options.http_port}",
             timeout=httpx.Timeout(timeout_seconds),
-            limits=httpx.Limits(max_connections=64),
+            # A connection each: the server closes one that was idle for five seconds, perhaps as a request is sent.
+            limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
             trust_env=False,  # a proxy set for downloads has no business on the loopback
         )
 

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 from tests.e2e.calm import calm_environment
+from tests.e2e.serve import ONE_THREAD, ForkedServer
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,12 +119,34 @@ class EngineOptions:
     arguments: tuple[str, ...] = ()
     """Further arguments of the API server."""
     forks: bool = True
-    """Whether its processes are forked, which starts it in half the time (`tests.e2e.serve`)."""
+    """Whether its processes are forked, which starts it in a third of the time (`tests.e2e.serve`)."""
     http_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
 
-    def command(self) -> list[str]:
-        """The API server's command line."""
+    def start(self, log_path: Path) -> ForkedServer | subprocess.Popen[bytes]:
+        """The server, in a process group of its own; its output is appended to the log file."""
+        if self.forks:
+            return ForkedServer(self.server_arguments(), self.process_environment(), log_path)
+        # `python -m`, not `vllm serve`: the command looks its version up under the distribution name vllm.
+        return self.start_command(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self.server_arguments()], log_path
+        )
+
+    def start_command(self, command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
+        """A program of its own."""
+        with log_path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.process_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def server_arguments(self) -> list[str]:
+        """Of the API server's command line."""
         transfer: dict[str, Any] = {
             "kv_connector": "NixlActorConnector" if self.connector == "plugin" else "NixlConnector",
             "kv_role": self.kv_role,
@@ -135,9 +158,7 @@ class EngineOptions:
             transfer["kv_connector_module_path"] = "connector"
         if self.engine_id is not None:
             transfer["engine_id"] = self.engine_id
-        # `python -m`, not `vllm serve`: the command looks its version up under the distribution name vllm.
-        command = [sys.executable, "-m", "tests.e2e.serve" if self.forks else "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
+        command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
         if self.pipeline_parallel_size == 1:
             command += ["--enforce-eager"]
@@ -170,7 +191,7 @@ class EngineOptions:
             "PYTHONUNBUFFERED": "1",
         }
         if self.forks:
-            environment["OMP_NUM_THREADS"] = "1"
+            environment |= ONE_THREAD
         if self.trace_directory is not None:
             environment["NIXL_ACTOR_TRACE_DIR"] = str(self.trace_directory)
         return environment | dict(self.environment)
@@ -188,7 +209,7 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self.log_path = options.logs / f"{options.name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedServer | subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._terminating = False
         self._log_start = 0
@@ -209,23 +230,14 @@ class Engine:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Engine:
-        """Start the server in a process group of its own; its output is appended to the log file."""
+        """Start the server; its output is appended to the log file."""
         if self.running:
             raise RuntimeError(f"engine {self.name} runs already")
         self.options.logs.mkdir(parents=True, exist_ok=True)
         if self.options.trace_directory is not None:
             self.options.trace_directory.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.options.command(),
-                cwd=ROOT,
-                env=self.options.process_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = self.options.start(self.log_path)
         self._started_at = time.monotonic()
         self._terminating = False
         _guard.watch(self._process.pid)

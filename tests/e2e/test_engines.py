@@ -39,10 +39,9 @@ class StandIn(EngineOptions):
 
     behaviour: str = "plain"
 
-    def command(self) -> list[str]:
-        if self.behaviour == "broken":
-            return [sys.executable, "-c", "raise SystemExit('no such model')"]
-        return [sys.executable, "-c", STAND_IN, str(self.http_port), self.behaviour]
+    def start(self, log_path: Path) -> subprocess.Popen[bytes]:
+        program = "raise SystemExit('no such model')" if self.behaviour == "broken" else STAND_IN
+        return self.start_command([sys.executable, "-c", program, str(self.http_port), self.behaviour], log_path)
 
 
 @pytest.fixture

@@ -46,9 +46,8 @@ def chosen(config: VllmConfig) -> str:
 
 def configured(options: EngineOptions) -> VllmConfig:
     """What an engine makes of its command line."""
-    _, _, _, *arguments = options.command()
     parser = make_arg_parser(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(arguments)).create_engine_config()
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(options.server_arguments())).create_engine_config()
 
 
 def test_what_vllm_prefers_depends_on_the_machine(has_amx: bool, tmp_path: Path) -> None:
