@@ -30,7 +30,7 @@ def builtin_registration(
     """What the built-in connector makes of the same cache: metadata, hash, registered (address, length)."""
     # Making one takes longer than everything else here, and what its worker says has nothing of it but its metadata.
     agent = _agent()
-    with mock.patch.object(base_worker, "NixlWrapper", lambda name, configuration: agent):
+    with mock.patch.object(base_worker, "NixlWrapper", return_value=agent):
         worker = NixlPullConnectorWorker(config, "prefill-engine", caches)
     registered: list[tuple[int, int]] = []
     get_reg_descs = type(agent).get_reg_descs
