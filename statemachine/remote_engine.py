@@ -182,9 +182,10 @@ class BlocksRejected(Event, frozen=True, kw_only=True):
 
 
 class ReadEnded(Event, frozen=True, kw_only=True):
-    """One READ has ended. Without a failure all its bytes are here, unless it was never posted. May be told again.
+    """One READ has ended. Without a failure all its bytes are here, if it was wanted. May be told again.
 
-    `is_quiescent` false: it failed, and parts of it may still be in flight.
+    `is_quiescent` false: it failed, and parts of it may still be in flight. `was_wanted` false: it was given up before
+    its turn came, and never posted.
     """
 
     request_id: str
@@ -193,7 +194,7 @@ class ReadEnded(Event, frozen=True, kw_only=True):
     ended_ns: int
     failure: TransferError | None = None
     is_quiescent: bool = True
-    was_posted: bool = True
+    was_wanted: bool = True
 
 
 class TornDown(Event, frozen=True, kw_only=True):
@@ -719,7 +720,7 @@ class RemoteEngine:
         if found is None or found.connection != event.connection or event.read not in found.in_flight:
             if event.is_quiescent:
                 self._quiesce_quarantined(event.request_id, event.read)
-        elif not event.was_posted:
+        elif not event.was_wanted:
             if found.state is request.State.READING:
                 # Not wanted on this connection: it was given up after the READ was ordered.
                 assert self._peer.failure is not None

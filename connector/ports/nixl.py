@@ -4,10 +4,11 @@ The real agent is `nixl_agent.RealNixlPort`; the simulator has a fake. Both pass
 
 Contract (each line is a test of the suite)
 * All methods are called from the trio thread only. Methods declared `async` are checkpoints; the others never block.
+  Whatever the order is in which they are called is the order in which NIXL is.
 * Handles are plain ints made by the port. A handle is never reused in the life of a port.
-* `post_read` raises `NixlCallFailed` only when nothing was handed to the transport: nothing of that call can write.
-  Otherwise it returns a handle, also when NIXL reported an error while it posted, and the READ's end arrives as
-  exactly one `ReadEnded` event. A READ that never ends has no event.
+* `post_read` gives an order and returns at once. The READ's end arrives as exactly one `ReadEnded` event, also when
+  NIXL refused it, or the port was closed before its turn came: then `was_posted` is false, and nothing of it can write.
+  A READ that never ends has no such event. Before it ends there may be one `ReadPosted`: NIXL has all of it.
 * `ReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
 * `ReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
   failed, while the transport may still be working on the others. `quiescent` says whether that is excluded: only if
@@ -16,7 +17,8 @@ Contract (each line is a test of the suite)
 * The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
   agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,
-  outside of any port method. The callback must not raise.
+  outside of any port method: a handle is known before its events come. The callback may call the port; it must not
+  raise.
 * Cancelling an async method never loses the effect of the call: it either never started or its result is disposed of.
 * A sender whose name cannot be decoded does not end the port. `PortCounts.notification_polls_lost` counts what it cost.
 * `aclose` waits for READs in flight at most `grace_seconds`, then closes anyway. It returns the handles of all READs
@@ -61,29 +63,48 @@ class MemoryRange(msgspec.Struct, frozen=True):
     device_id: int = 0
 
 
+class ReadPosted(msgspec.Struct, frozen=True):
+    """A READ was handed to NIXL and has not ended yet: the port has come to the next one."""
+
+    handle: ReadHandle
+
+
 class ReadEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a READ as NIXL reports it. See the module's contract for what it proves.
+    """The end of a READ. See the module's contract for what it proves.
 
     Attributes:
         ended_ns: `connector.clock.BootClock` just after the end was seen.
         error: None when all bytes have arrived.
         transport_lost: the connection to the peer is gone; see `statemachine.failures.TransferError`.
         quiescent: nothing of this READ writes to local memory any more. Always true without an error.
-        bytes: length of the whole READ, whether or not it has arrived.
+        was_posted: false when nothing was handed to the transport.
+        bytes: length of the whole READ, whether or not it has arrived; 0 when it was not posted.
         descriptors: number of descriptors that the READ was posted with.
-        seconds_in_transport: from NIXL's telemetry; 0.0 when it says nothing, and after an error.
-        seconds_to_post: the same.
     """
 
     handle: ReadHandle
     ended_ns: int
     error: str | None
-    transport_lost: bool
-    quiescent: bool
+    transport_lost: bool = False
+    quiescent: bool = True
+    was_posted: bool = True
+    bytes: int = 0
+    descriptors: int = 0
+
+
+class ReadMeasured(msgspec.Struct, frozen=True, kw_only=True):
+    """What NIXL's telemetry says of a READ without an error; comes some time after its end, or never.
+
+    Attributes:
+        bytes, descriptors: as in `ReadEnded`.
+        seconds_in_transport, seconds_to_post: 0.0 when NIXL says nothing.
+    """
+
+    handle: ReadHandle
     bytes: int
     descriptors: int
-    seconds_in_transport: float = 0.0
-    seconds_to_post: float = 0.0
+    seconds_in_transport: float
+    seconds_to_post: float
 
 
 class NotificationReceived(msgspec.Struct, frozen=True):
@@ -99,7 +120,7 @@ class PortBroken(msgspec.Struct, frozen=True):
     error: str
 
 
-NixlEvent: TypeAlias = ReadEnded | NotificationReceived | PortBroken
+NixlEvent: TypeAlias = ReadPosted | ReadEnded | ReadMeasured | NotificationReceived | PortBroken
 
 
 class NixlCallFailed(Exception):
@@ -123,6 +144,7 @@ class PortCounts(msgspec.Struct, frozen=True):
         remote_agents: loaded peers, and those whose removal waits for a READ in flight.
         descriptor_lists: prepared lists.
         reads: READs that may still write: those in flight, and those that errored and whose handle is kept.
+            Not those whose turn has not come.
         registered_ranges: of our own memory.
         errored_reads: those of `reads` that have ended.
         notification_polls_lost: how often NIXL failed to hand over what had arrived, since the port was opened.
@@ -173,14 +195,15 @@ class NixlPort(Protocol):
 
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None: ...
 
-    async def post_read(
+    def post_read(
         self,
         local: DescriptorListHandle,
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
     ) -> ReadHandle:
-        """Start reading remote_ids[i] into local_ids[i]. Raises NixlCallFailed: nothing was handed to the transport."""
+        """Order a READ of remote_ids[i] into local_ids[i]; its turn comes after everything asked before. Raises
+        PortClosed."""
         ...
 
     async def send_notification(self, agent: AgentName, message: bytes) -> None:

@@ -8,12 +8,11 @@ of its own really takes it off the loop. Calls that are short could stay in the 
 
 How a call travels
 The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
-it does with events. The two threads share nothing else.
+it does with events. The two threads share nothing else. Nobody parks for a READ: each turn of the trio loop that lies
+between a request and its KV is a wait for the interpreter, while the engine keeps that busy (docs/performance.md).
 
 Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
 one NIXL call takes), so a result is never lost and needs no disposal.
-
-Events of a READ whose `post_read` has not returned yet are held back until it has: the caller knows the handle first.
 
 What this port cannot do
 * Stop a READ; nor can NIXL.
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +44,6 @@ from connector.ports.nixl import (
     PortBroken,
     PortClosed,
     PortCounts,
-    ReadEnded,
     ReadHandle,
 )
 from connector.ports.nixl_thread import (
@@ -56,6 +53,7 @@ from connector.ports.nixl_thread import (
     Command,
     MemoryType,
     Outgoing,
+    ReadOrdered,
     ThreadEnded,
 )
 from connector.thread_mailbox import ThreadMailbox
@@ -81,8 +79,8 @@ class RealNixlPort:
         self._mailbox: ThreadMailbox[Outgoing] = ThreadMailbox(self._take, self._note_error)
         self._token: trio.lowlevel.TrioToken | None = None
         self._on_event: Callable[[NixlEvent], None] | None = None
-        self._events: deque[NixlEvent] = deque()
-        self._posting: set[ReadHandle] = set()
+        # What came before there was somebody to take it.
+        self._early: list[NixlEvent] = []
         self._parked: dict[Command, trio.lowlevel.Task] = {}
         self._closing = False
         self._ended: ThreadEnded | None = None
@@ -133,7 +131,10 @@ class RealNixlPort:
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
         self._attach()
         self._on_event = on_event
-        self._announce_soon()
+        for event in self._early:
+            self._mailbox.append(event)
+        self._early.clear()
+        self._wake_trio()
 
     async def add_remote_agent(self, metadata: bytes) -> AgentName:
         name: AgentName = await self._call("add_remote_agent", lambda core: core.add_remote_agent(metadata))
@@ -156,21 +157,18 @@ class RealNixlPort:
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
         await self._call("release_descriptor_list", lambda core: core.release_list(handle))
 
-    async def post_read(
+    def post_read(
         self,
         local: DescriptorListHandle,
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
     ) -> ReadHandle:
+        self._refuse_if_closed()
+        self._attach()
         handle = next(self._handles)
-        self._posting.add(handle)
-        try:
-            await self._call("post_read", lambda core: core.post_read(handle, local, local_ids, remote, remote_ids))
-        finally:
-            self._posting.discard(handle)
-            if self._events:  # perhaps held back for this READ
-                self._announce_soon()
+        if not self._thread.submit(ReadOrdered(handle, local, local_ids, remote, remote_ids)):
+            raise PortClosed(self._agent_name)
         return handle
 
     async def send_notification(self, agent: AgentName, message: bytes) -> None:
@@ -270,7 +268,7 @@ class RealNixlPort:
 
     def _backlog(self) -> int:
         """How many items wait in the trio thread."""
-        return len(self._mailbox) + len(self._events)
+        return len(self._mailbox) + len(self._early)
 
     def _wake_trio(self) -> None:
         if self._token is None:
@@ -289,27 +287,12 @@ class RealNixlPort:
             self._ended = item
             if self._ended_event is not None:
                 self._ended_event.set()
+        elif self._on_event is None:
+            self._early.append(item)
         else:
-            self._events.append(item)
-            self._announce()
+            if isinstance(item, PortBroken):
+                self._closing = True
+            self._on_event(item)
 
     def _note_error(self, error: BaseException) -> None:
         logger.error("NIXL port %s failed to pass something on", self._agent_name, exc_info=error)
-
-    def _announce_soon(self) -> None:
-        """Events are announced outside of any method of the port."""
-        trio.lowlevel.current_trio_token().run_sync_soon(self._announce, idempotent=True)
-
-    def _announce(self) -> None:
-        """Call the callback with every event in order, up to one that has to wait for its `post_read`."""
-        while self._events and self._on_event is not None:
-            event = self._events[0]
-            if isinstance(event, ReadEnded) and event.handle in self._posting:
-                return
-            if isinstance(event, PortBroken):
-                self._closing = True
-            self._events.popleft()
-            try:
-                self._on_event(event)
-            except Exception:
-                logger.exception("the callback of NIXL port %s raised on %r", self._agent_name, event)

@@ -55,6 +55,8 @@ from connector.ports.nixl import (
     PortBroken,
     ReadEnded,
     ReadHandle,
+    ReadMeasured,
+    ReadPosted,
 )
 
 MemoryType = Literal["DRAM", "VRAM"]
@@ -99,25 +101,67 @@ class CallRefused(Exception):
         self.transport_lost = transport_lost
 
 
-class Command:
-    """One call on its way to the agent's thread and back.
+class _Queued:
+    """Something on its way to the agent's thread.
 
     Either the thread or a canceller claims it, whoever comes first; a lock taken once is the atomic test-and-set.
-    `failure` is set when the call failed, `closed` when the thread ended before it came to it, else `result` holds.
     """
 
-    __slots__ = ("_claim", "call", "closed", "failure", "result")
+    __slots__ = ("_claim",)
 
-    def __init__(self, call: Callable[[AgentCore], Any]) -> None:
-        self.call = call
-        self.result: Any = None
-        self.failure: CallRefused | None = None
-        self.closed = False
+    def __init__(self) -> None:
         self._claim = threading.Lock()
 
     def claim(self) -> bool:
         """True for the first caller only."""
         return self._claim.acquire(blocking=False)
+
+
+class Command(_Queued):
+    """One call on its way to the agent's thread and back.
+
+    `failure` is set when the call failed, `closed` when the thread ended before it came to it, else `result` holds.
+    """
+
+    __slots__ = ("call", "closed", "failure", "result")
+
+    def __init__(self, call: Callable[[AgentCore], Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.result: Any = None
+        self.failure: CallRefused | None = None
+        self.closed = False
+
+
+class ReadOrdered(_Queued):
+    """A READ whose turn comes. Nobody waits for it: what becomes of it are events."""
+
+    __slots__ = ("handle", "local", "local_ids", "remote", "remote_ids")
+
+    def __init__(
+        self,
+        handle: ReadHandle,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+    ) -> None:
+        super().__init__()
+        self.handle = handle
+        self.local = local
+        self.local_ids = local_ids
+        self.remote = remote
+        self.remote_ids = remote_ids
+
+    def refused(self, error: str, *, transport_lost: bool = False) -> ReadEnded:
+        """Nothing of it was handed to NIXL."""
+        return ReadEnded(
+            handle=self.handle,
+            ended_ns=CLOCK.now_ns(),
+            error=error,
+            transport_lost=transport_lost,
+            was_posted=False,
+        )
 
 
 class ThreadEnded(msgspec.Struct, frozen=True):
@@ -214,6 +258,8 @@ class AgentCore:
         """READs that ended with an error and may still write; their handles are kept."""
         self.notification_polls_lost = 0
         self._leaving: set[AgentName] = set()
+        self._done: list[tuple[ReadHandle, _Read]] = []
+        """READs that are done and not yet tidied up."""
         self._unreleasable: list[_Read] = []
         self._received: list[NixlEvent] = []
 
@@ -242,6 +288,8 @@ class AgentCore:
     def _finish_removal(self, name: AgentName) -> None:
         if name not in self._leaving or any(read.agent == name for read in self.reads.values()):
             return
+        if any(read.agent == name for _, read in self._done):
+            return
         self._leaving.discard(name)
         self.agents.discard(name)
         self._agent.remove_remote_agent(name)
@@ -268,21 +316,15 @@ class AgentCore:
         if prepared is not None and prepared.prepared is not None:
             self._agent.release_dlist_handle(prepared.prepared)
 
-    def post_read(
-        self,
-        handle: ReadHandle,
-        local: DescriptorListHandle,
-        local_ids: DescriptorIds,
-        remote: DescriptorListHandle,
-        remote_ids: DescriptorIds,
-    ) -> ReadEnded | None:
-        """Post a READ under the port's `handle`; returns its end if that is known already.
+    def post_read(self, order: ReadOrdered) -> ReadPosted | ReadEnded:
+        """Post a READ; returns its end if that is known already.
 
         Raises only when nothing was handed to the back end.
         """
-        local_list, remote_list = self._usable(local), self._usable(remote)
+        local_list, remote_list = self._usable(order.local), self._usable(order.remote)
         if local_list.agent is not None or remote_list.agent is None:
             raise CallRefused("a READ goes from a remote list to a local one")
+        handle, local_ids, remote_ids = order.handle, order.local_ids, order.remote_ids
         for ids in (local_ids, remote_ids):
             if ids.dtype != np.int32 or ids.ndim != 1:  # NIXL truncates floats without a word
                 raise CallRefused(f"descriptor ids must be int32 in one dimension, not {ids.dtype} in {ids.ndim}")
@@ -297,8 +339,8 @@ class AgentCore:
         except Exception as error:
             # Some of its requests may be on their way, so it counts as posted.
             read.post_error = self.describe(error)
-            return self._look_at(handle, read)
-        return self._take_state(handle, read, state)
+            return self._look_at(handle, read) or ReadPosted(handle)
+        return self._take_state(handle, read, state) or ReadPosted(handle)
 
     def _make_read(
         self, local_list: _List, local_ids: DescriptorIds, remote_list: _List, remote_ids: DescriptorIds
@@ -353,20 +395,18 @@ class AgentCore:
         return self._end(handle, read, read.post_error)
 
     def _end(self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None) -> ReadEnded:
-        """Take a READ out of flight and release what may be released."""
+        """Take a READ out of flight."""
         ended_ns = CLOCK.now_ns()
-        durations_seconds = (0.0, 0.0)
         quiescent = failure is None
         del self.reads[handle]
         if failure is None:
-            durations_seconds = self._durations_seconds(read.transfer)
-            if not self._release(read):
-                self._unreleasable.append(read)
-        elif read.descriptors == 1 and self._release(read):
-            quiescent = True  # its only request is the one that failed
+            self._done.append((handle, read))
         else:
-            self.errored[handle] = read
-        self._finish_removal(read.agent)
+            if read.descriptors == 1 and self._release(read):
+                quiescent = True  # its only request is the one that failed
+            else:
+                self.errored[handle] = read
+            self._finish_removal(read.agent)
         error, transport_lost = failure or (None, False)
         return ReadEnded(
             handle=handle,
@@ -376,9 +416,27 @@ class AgentCore:
             quiescent=quiescent,
             bytes=read.bytes,
             descriptors=read.descriptors,
-            seconds_in_transport=durations_seconds[0],
-            seconds_to_post=durations_seconds[1],
         )
+
+    def tidy(self) -> list[NixlEvent]:
+        """Measure and release what is done. Not before its end was delivered, for which a request waits."""
+        measured: list[NixlEvent] = []
+        while self._done:
+            handle, read = self._done.pop()
+            in_transport, to_post = self._durations_seconds(read.transfer)
+            measured.append(
+                ReadMeasured(
+                    handle=handle,
+                    bytes=read.bytes,
+                    descriptors=read.descriptors,
+                    seconds_in_transport=in_transport,
+                    seconds_to_post=to_post,
+                )
+            )
+            if not self._release(read):
+                self._unreleasable.append(read)
+            self._finish_removal(read.agent)
+        return measured
 
     def _durations_seconds(self, transfer: Any) -> tuple[float, float]:
         """What telemetry says of a READ that is done (before that it says garbage)."""
@@ -430,6 +488,7 @@ class AgentCore:
 
     def destroy(self) -> None:
         """Give everything back; only without READs that may still write. NIXL's objects die here, on this thread."""
+        self.tidy()
         for handle in list(self.lists):
             self.release_list(handle)
         for name in list(self.agents):
@@ -467,7 +526,7 @@ class AgentThread:
         self._make_core = make_core
         self._deliver = deliver
         self._backlog = backlog
-        self._commands: CommandQueue[Command] = CommandQueue()
+        self._commands: CommandQueue[Command | ReadOrdered] = CommandQueue()
         self._opened = threading.Event()
         self._open_failure: CallRefused | None = None
         self._ended = threading.Event()
@@ -495,10 +554,10 @@ class AgentThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, command: Command) -> bool:
-        """Queue a command. False (and the caller keeps it) when the thread has ended."""
-        self._commands.put(command)
-        return not (self._ended.is_set() and command.claim())
+    def submit(self, queued: Command | ReadOrdered) -> bool:
+        """Queue something. False (and the caller keeps it) when the thread has ended."""
+        self._commands.put(queued)
+        return not (self._ended.is_set() and queued.claim())
 
     def expect_notifications(self, expected: bool) -> None:
         self._expecting = expected
@@ -552,12 +611,16 @@ class AgentThread:
         broken = [PortBroken(failure)] if failure is not None else []
         self._deliver([*refused, *broken, ThreadEnded(self.abandoned)])
 
-    def _refuse_queued(self) -> list[Command]:
-        refused = []
-        while (command := self._commands.take()) is not None:
-            if command.claim():
-                command.closed = True
-                refused.append(command)
+    def _refuse_queued(self) -> list[Outgoing]:
+        refused: list[Outgoing] = []
+        while (queued := self._commands.take()) is not None:
+            if not queued.claim():
+                continue
+            if isinstance(queued, ReadOrdered):
+                refused.append(queued.refused("the port is closed"))
+            else:
+                queued.closed = True
+                refused.append(queued)
         return refused
 
     def _serve(self, core: AgentCore) -> None:
@@ -579,6 +642,7 @@ class AgentThread:
             now = time.monotonic()
             if events:
                 self._deliver(events)
+                self._tidy(core)
             if events or now - started > POLL_WORKED_SECONDS + POLL_WORKED_SECONDS_PER_READ * len(core.reads):
                 active_at = notifications_at = now
                 pause_seconds = 0.0
@@ -600,19 +664,32 @@ class AgentThread:
         if command is None:
             return False
         if command.claim():
-            self._execute(core, command)
+            self._deliver(
+                [self._post(core, command) if isinstance(command, ReadOrdered) else self._call(core, command)]
+            )
+            self._tidy(core)
         return True
 
-    def _execute(self, core: AgentCore, command: Command) -> None:
+    def _call(self, core: AgentCore, command: Command) -> Command:
         try:
             command.result = command.call(core)
         except Exception as error:
             text, lost = core.describe(error)
             command.failure = CallRefused(text, transport_lost=lost)
-        outgoing: list[Outgoing] = [command]
-        if isinstance(command.result, ReadEnded):
-            outgoing.append(command.result)
-        self._deliver(outgoing)
+        return command
+
+    def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | ReadEnded:
+        try:
+            return core.post_read(order)
+        except Exception as error:
+            text, lost = core.describe(error)
+            return order.refused(text, transport_lost=lost)
+
+    def _tidy(self, core: AgentCore) -> None:
+        """After what is waited for has been delivered."""
+        measured = core.tidy()
+        if measured:
+            self._deliver(measured)
 
 
 def _import_nixl() -> Any:

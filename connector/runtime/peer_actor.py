@@ -3,17 +3,22 @@
 A dead or hung engine costs only its own requests, because nothing here is shared with the actors of other engines but
 `Reads`, which never waits for a peer.
 
-The actor is a loop over one inbox and the core's next deadline. Each message is an event of the core; the effects that
-come back are carried out in order, at once. What takes time (handshakes, links, notifications, tearing down) runs in
-child tasks (`connector/runtime/connections.py`), which end by putting an event into the same inbox. There is no rule in
-here: what follows from what is in `statemachine/remote_engine.py`.
+Whoever has a message tells it, and it is heard at once, in the caller's turn of the trio loop: between a command of
+the engine and the READ that it leads to lies no other turn, for each is a wait for the interpreter while the engine
+keeps that busy (docs/performance.md). Each message is an event of the core; the effects that come back are carried out
+in order. What is told while the actor is at work waits in its inbox until it is done. What takes time (handshakes,
+links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by telling an
+event. The actor's own task sleeps until the core's next deadline. There is no rule in here: what follows from what is
+in `statemachine/remote_engine.py`.
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
-actor crashes: the supervisor lets it `recover`, which tells the core, and runs it again.
+actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the
+core, and runs it again. What it is told meanwhile waits.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +41,6 @@ from connector.protocol import (
 from connector.runtime.block_tables import Resolved, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
-from connector.runtime.mailbox import Mailbox
 from connector.runtime.reads import ReadOrder
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
@@ -85,15 +89,21 @@ class PeerActor:
             observe=context.recorder.observer(address.engine_id, self._amounts),
         )
         self.address = address
-        self.inbox: Mailbox[Event | PullCommand] = Mailbox()
+        self._inbox: deque[Event | PullCommand] = deque()
         self.last_used_ns = context.clock.now_ns()
         self._pulls: dict[str, _Pull] = {}
         self._connections = Connections(
-            context, key, self.inbox.put, on_connected=on_connected, on_disconnected=on_disconnected
+            context, key, self.tell, on_connected=on_connected, on_disconnected=on_disconnected
         )
         # The event that the core is handling.
         self._in_hand: Event | None = None
         self._is_retired = False
+        self._is_running = False
+        self._is_at_work = False
+        self._crash: Exception | None = None
+        # When its task wakes up by itself, and what wakes it before.
+        self._wakes_at_ns: int | None = None
+        self._attention = trio.Event()
         self._unheard: list[PullCommand] = []
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             core.StartHandshake: self._start_handshake,
@@ -114,7 +124,7 @@ class PeerActor:
     @property
     def is_unused(self) -> bool:
         """Nobody wants anything of this engine. What else the inbox holds (an answer, a lost link) wants nothing."""
-        return self.core.is_unused and all(isinstance(message, Event) for message in self.inbox)
+        return self.core.is_unused and all(isinstance(message, Event) for message in self._inbox)
 
     @property
     def is_leaving(self) -> bool:
@@ -124,19 +134,59 @@ class PeerActor:
     def retire(self) -> None:
         """Give this engine up."""
         self._is_retired = True
-        self.inbox.put(core.Retire())
+        self.tell(core.Retire())
 
     async def run(self) -> None:
         """Until the core is finished with this engine."""
-        clock = self._context.clock
         async with trio.open_nursery() as nursery:
             self._connections.attach(nursery)
-            while not self.core.is_finished:
-                await self.inbox.wait(self._seconds_to_next())
-                while (message := self.inbox.take_one()) is not None:
-                    self._hear(message)
-                self._carry_out(self.core.advance(clock.now_ns()))
+            self._is_running = True
+            try:
+                await self._run()
+            finally:
+                self._is_running = False
             nursery.cancel_scope.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            self._attention = trio.Event()
+            self._work()
+            if self._crash is not None:
+                crash, self._crash = self._crash, None
+                raise crash
+            if self.core.is_finished:
+                return
+            self._wakes_at_ns = self.core.next_deadline()
+            with trio.move_on_after(self._seconds_to_wake()):
+                await self._attention.wait()
+
+    def tell(self, message: Event | PullCommand) -> None:
+        """Something has happened, or is wanted."""
+        self._inbox.append(message)
+        if self._is_running and not self._is_at_work:
+            self._work()
+            next_ns = self.core.next_deadline()
+            is_earlier = next_ns is not None and (self._wakes_at_ns is None or next_ns < self._wakes_at_ns)
+            if self._crash is not None or self.core.is_finished or is_earlier:
+                self._attention.set()
+
+    def _work(self) -> None:
+        """Hear what is in the inbox, and do what is due."""
+        if self._crash is not None:
+            return
+        self._is_at_work = True
+        try:
+            self._hear_all()
+            self._carry_out(self.core.advance(self._context.clock.now_ns()))
+            self._hear_all()
+        except Exception as error:
+            self._crash = error
+        finally:
+            self._is_at_work = False
+
+    def _hear_all(self) -> None:
+        while self._inbox:
+            self._hear(self._inbox.popleft())
 
     def _hear(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
@@ -159,32 +209,33 @@ class PeerActor:
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
         is heard, and whatever is open fails."""
+        self._is_running = False
         self._connections.detach()
-        events: list[Event] = [self._event_of_command(command) for command in self._unheard]
-        while (message := self.inbox.take_one()) is not None:
-            events.append(message if isinstance(message, Event) else self._event_of_command(message))
+        events = [
+            message if isinstance(message, Event) else self._event_of_command(message)
+            for message in (*self._unheard, *self._inbox)
+        ]
+        self._inbox.clear()
         for event in (*events, core.Stop(failure=failure)):
             try:
                 self._feed(event)
             except Exception as error:
                 self._context.log_crash(f"peer actor of {self.address.engine_id}", error)
 
-    def _seconds_to_next(self) -> float:
-        at_ns = self.core.next_deadline()
-        if at_ns is None:
+    def _seconds_to_wake(self) -> float:
+        if self._wakes_at_ns is None:
             return float("inf")
-        return max(0, at_ns - self._context.clock.now_ns()) / NS_PER_SECOND
+        return max(0, self._wakes_at_ns - self._context.clock.now_ns()) / NS_PER_SECOND
 
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""
         self.last_used_ns = self._context.clock.now_ns()
-        self.inbox.put(command)
+        self.tell(command)
 
     def take_unheard(self) -> list[PullCommand]:
         """After `run` returned: the commands that came too late for it."""
-        while (message := self.inbox.take_one()) is not None:
-            if not isinstance(message, Event):
-                self._unheard.append(message)
+        self._unheard += [message for message in self._inbox if not isinstance(message, Event)]
+        self._inbox.clear()
         return self._unheard
 
     def _event_of_command(self, command: PullCommand) -> Event:
@@ -265,7 +316,7 @@ class PeerActor:
         if pull is not None and event is not None and ended.failure is None:
             pull.bytes = (pull.bytes or 0) + event.bytes
             pull.descriptors = (pull.descriptors or 0) + event.descriptors
-        self.inbox.put(ended)
+        self.tell(ended)
 
     def _tear_down(self, effect: core.TearDown) -> None:
         self._connections.take_back(effect.connection)

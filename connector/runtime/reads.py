@@ -5,7 +5,7 @@ when nobody wanted it any more by the time its turn came. What an end means is f
 
 Orders are posted first come, first served, a few at a time: posting may copy a whole READ (CMA), so a burst from one
 peer must not fill the agent's queue in front of everything else, and an order that is given up early costs nothing.
-Posting runs in the supervisor's nursery, because an actor that dies must not take a half-posted READ with it.
+There is no task in between: whoever orders posts, and so does the event that ends somebody's turn.
 
 Agents are shared. Two actors may talk to the same built-in engine, which different requests describe with different
 sizes; the agent is removed when the last of them lets go.
@@ -14,10 +14,9 @@ sizes; the agent is removed when the last of them lets go.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-
-import trio
 
 from connector.clock import Clock
 from connector.ports import nixl
@@ -30,8 +29,11 @@ from connector.ports.nixl import (
     NixlEvent,
     NixlPort,
     NotificationReceived,
+    PortBroken,
     PortClosed,
     ReadHandle,
+    ReadMeasured,
+    ReadPosted,
 )
 from connector.protocol import Outcome, TransferFailureNoted, TransferMeasured
 from statemachine.failures import TransferError
@@ -89,8 +91,9 @@ class Reads:
         self._on_notification = on_notification
         self._on_broken = on_broken
         self._log_crash = log_crash
-        self._nursery: trio.Nursery | None = None
-        self._turns = trio.CapacityLimiter(POSTS_AT_ONCE)
+        self._waiting: deque[ReadOrder] = deque()
+        # Given to the port, whose thread may not have come to it.
+        self._in_turn: set[ReadHandle] = set()
         self._posted: dict[ReadHandle, ReadOrder] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
         # Who stands on each loaded agent; never empty.
@@ -99,13 +102,9 @@ class Reads:
         self._broken: set[AgentName] = set()
         port.set_event_callback(self._receive)
 
-    def start(self, nursery: trio.Nursery) -> None:
-        """Orders are posted in this nursery from now on."""
-        self._nursery = nursery
-
     @property
     def in_flight(self) -> int:
-        """READs that are posted and whose end has not been reported."""
+        """READs that the port was given and whose end it has not reported."""
         return len(self._posted)
 
     # --- for the handshake --------------------------------------------------------------------------------------
@@ -153,46 +152,60 @@ class Reads:
     # --- for the peer actors ------------------------------------------------------------------------------------
 
     def order(self, orders: Sequence[ReadOrder]) -> None:
-        """Queue READs; the end of each comes through its `on_end`."""
-        for order in orders:
-            if self._nursery is None:
-                self._end(order, None, error="the connector is not running", operation="post")
-            else:
-                self._nursery.start_soon(self._post, order)
+        """Queue READs; the end of each comes through its `on_end`, perhaps before this returns."""
+        self._waiting.extend(orders)
+        self._post_next()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    async def _post(self, order: ReadOrder) -> None:
+    def _post_next(self) -> None:
+        while self._waiting and len(self._in_turn) < POSTS_AT_ONCE:
+            order = self._waiting.popleft()
+            try:
+                self._post(order)
+            except Exception as error:
+                # A mistake here costs this one READ, whose request ends in quarantine.
+                self._log_crash("posting of a READ", error)
+
+    def _post(self, order: ReadOrder) -> None:
+        if not order.is_wanted():
+            self._end(order, None, was_wanted=False)
+            return
         try:
-            async with self._turns:
-                if not order.is_wanted():
-                    self._end(order, None, was_posted=False)
-                    return
-                try:
-                    handle = await self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
-                except NixlCallFailed as failed:
-                    lost = failed.transport_lost
-                    self._end(order, None, error=failed.error, operation=failed.operation, lost=lost)
-                    return
-                except PortClosed as closed:
-                    self._end(order, None, error=str(closed), operation="post")
-                    return
-            # The port reports no end of a READ before its post has returned to this task.
-            self._posted[handle] = order
-        except Exception as error:
-            # A mistake here costs this one READ, whose request ends in quarantine.
-            self._log_crash("posting of a READ", error)
+            handle = self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
+        except PortClosed as closed:
+            self._end(order, None, "post_read", str(closed))
+            return
+        self._in_turn.add(handle)
+        self._posted[handle] = order
 
     def _receive(self, event: NixlEvent) -> None:
         try:
-            if isinstance(event, nixl.ReadEnded):
-                order = self._posted.pop(event.handle, None)
-                if order is not None:  # else its poster was cancelled, because the connector is stopping
-                    self._end(order, event, error=event.error, lost=event.transport_lost)
-            elif isinstance(event, NotificationReceived):
-                self._on_notification(event)
-            else:
-                self._on_broken(event.error)
+            match event:
+                case ReadPosted(handle=handle):
+                    self._in_turn.discard(handle)
+                    self._post_next()
+                case nixl.ReadEnded(handle=handle):
+                    self._in_turn.discard(handle)
+                    order = self._posted.pop(handle)
+                    try:
+                        operation = "READ" if event.was_posted else "post_read"
+                        self._end(order, event, operation, event.error, lost=event.transport_lost)
+                    finally:
+                        self._post_next()
+                case ReadMeasured():
+                    self._emit(
+                        TransferMeasured(
+                            seconds_in_transport=event.seconds_in_transport,
+                            seconds_to_post=event.seconds_to_post,
+                            bytes=event.bytes,
+                            descriptors=event.descriptors,
+                        )
+                    )
+                case NotificationReceived():
+                    self._on_notification(event)
+                case PortBroken():
+                    self._on_broken(event.error)
         except Exception as error:
             self._log_crash("NIXL events", error)
 
@@ -200,25 +213,16 @@ class Reads:
         self,
         order: ReadOrder,
         event: nixl.ReadEnded | None,
-        *,
-        error: str | None = None,
         operation: str = "READ",
+        error: str | None = None,
+        *,
         lost: bool = False,
-        was_posted: bool = True,
+        was_wanted: bool = True,
     ) -> None:
         failure = None
         if error is not None:
             failure = TransferError(peer=order.peer, operation=operation, error=error, transport_lost=lost)
             self._emit(TransferFailureNoted())
-        elif event is not None:
-            self._emit(
-                TransferMeasured(
-                    seconds_in_transport=event.seconds_in_transport,
-                    seconds_to_post=event.seconds_to_post,
-                    bytes=event.bytes,
-                    descriptors=event.descriptors,
-                )
-            )
         ended = ReadEnded(
             request_id=order.request_id,
             read=order.read,
@@ -226,6 +230,6 @@ class Reads:
             ended_ns=event.ended_ns if event is not None else self._clock.now_ns(),
             failure=failure,
             is_quiescent=event.quiescent if event is not None else True,
-            was_posted=was_posted,
+            was_wanted=was_wanted,
         )
         order.on_end(ended, event)

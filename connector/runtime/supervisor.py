@@ -138,7 +138,6 @@ class Supervisor:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self._reads.start(nursery)
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(self._sweep)
                 task_status.started()
@@ -174,7 +173,7 @@ class Supervisor:
             self._context.log_failure("connector", self._stopped)
             self._context.emit(WorkerStopped(reason=detail))
         for actor in self._peers.values():
-            actor.inbox.put(Stop(failure=self._stopped))
+            actor.tell(Stop(failure=self._stopped))
 
     # --- routing ------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
 from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
+from connector.worker.switch_interval import SwitchInterval
 from statemachine.trace import TraceSink
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ConnectorWorker:
         self._landed_blocks = LandedBlocks({})
         self._staging: HostStaging | None = None
         self._clock = BootClock()
+        self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
 
     # --- once ---------------------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ class ConnectorWorker:
 
     def shutdown(self) -> None:
         """Stop the actors and close the agent; bounded in time. Idempotent."""
+        self._switch_interval.shorten(False)
         thread, self._thread = self._thread, None
         if thread is not None and not thread.stop(STOP_TIMEOUT_SECONDS):
             _log.error("the KV transfer actors did not stop within %g s", STOP_TIMEOUT_SECONDS)
@@ -191,6 +194,7 @@ class ConnectorWorker:
                 self.ledger.refuse(command)
             else:
                 thread.post(command)
+        self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
 
     def _end_sends(self, commands: Sequence[Command]) -> None:
@@ -217,6 +221,7 @@ class ConnectorWorker:
                 self._cache_memory.zero(each.unfilled)
             if self._staging is not None:
                 self._staging.load(each.block_ids)
+        self._switch_interval.shorten(self.ledger.is_open)
         return results
 
 

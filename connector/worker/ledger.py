@@ -88,6 +88,11 @@ class TransferLedger:
         """Requests whose blocks vLLM keeps until it is told that they were read."""
         return len(self._open_sends)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether vLLM waits for anything."""
+        return bool(self._open_receives or self._open_sends)
+
     # --- on the way to the actors -------------------------------------------------------------------------------
 
     def enter(self, command: Command) -> None:

@@ -400,7 +400,7 @@ def test_what_an_engine_said_last_does_not_keep_its_place_in_a_full_table() -> N
         async with engine("d", options=one) as d, engine("new", serves=True) as new, engine("old", serves=True) as old:
             await reads(d, old, "before")
             (actor,) = d.supervisor._peers.values()
-            actor.inbox.put(LinkLost(connection=1, detail="reset"))
+            actor.tell(LinkLost(connection=1, detail="reset"))
             await reads(d, new, "after")
 
     run(test)

@@ -200,7 +200,7 @@ class Reader:
         numbered = time.perf_counter()
         posted = set()
         for (local, remote), (local_ids, remote_ids) in zip(lists, ids, strict=True):
-            posted.add(await port.post_read(local, local_ids, remote, remote_ids))
+            posted.add(port.post_read(local, local_ids, remote, remote_ids))
         while posted:
             event = await events.receive()
             assert isinstance(event, ReadEnded), event

@@ -147,7 +147,7 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
             ended.setdefault(event.handle, trio.Event()).set()
 
     async def read() -> None:
-        handle = await port.post_read(local, scattered, remote, scattered)
+        handle = port.post_read(local, scattered, remote, scattered)
         await ended.setdefault(handle, trio.Event()).wait()
 
     port.set_event_callback(on_event)

@@ -5,7 +5,7 @@ its own). A world makes ports and peers:
 
 * `open_port`: a port under test that registers the given memory. Memory is numpy arrays of this process throughout.
 * `open_peer`: a remote engine that can be paused, killed, or robbed of its memory. While a peer of the "stepwise" kind
-  is paused, READs from it stay in flight; READs from another kind may be over before `post_read` returns.
+  is paused, READs from it stay in flight; READs from another kind may be over as soon as NIXL has them.
 
 The waits are generous: they only bound a test that fails.
 """
@@ -26,6 +26,8 @@ import trio
 from connector.clock import BootClock
 from connector.ports.nixl import (
     AgentName,
+    DescriptorIds,
+    DescriptorListHandle,
     MemoryRange,
     MemoryRun,
     NixlCallFailed,
@@ -37,6 +39,8 @@ from connector.ports.nixl import (
     PortCounts,
     ReadEnded,
     ReadHandle,
+    ReadMeasured,
+    ReadPosted,
 )
 
 BLOCK_BYTES = 4096
@@ -102,8 +106,11 @@ class Recorder:
         self._port = port
         self._thread = threading.get_ident()
         self.known: set[ReadHandle] = set()
+        self.begun: set[ReadHandle] = set()
+        """NIXL has them, or they have ended."""
         self._ended: set[ReadHandle] = set()
         self.complaints: list[str] = []
+        self.on_end: Callable[[ReadEnded], None] = lambda end: None
         self._new = trio.Event()
         port.set_event_callback(self._on_event)
 
@@ -115,10 +122,16 @@ class Recorder:
                 self.complaints.append(f"{event} is done and not quiescent")
             if event.handle not in self.known:
                 self.complaints.append(f"{event} before post_read had returned")
+            if not event.was_posted and (event.error is None or not event.quiescent):
+                self.complaints.append(f"{event} was not posted, and is no plain refusal")
             if event.handle in self._ended:
                 self.complaints.append(f"{event} after another end")
             self._ended.add(event.handle)
         self.events.append(event)
+        if isinstance(event, ReadPosted | ReadEnded):
+            self.begun.add(event.handle)
+        if isinstance(event, ReadEnded):
+            self.on_end(event)
         self._new.set()
         self._new = trio.Event()
 
@@ -137,6 +150,15 @@ class Recorder:
         await self.until(lambda: handle in self.ends())
         return self.ends()[handle]
 
+    async def measured(self, handle: ReadHandle) -> list[ReadMeasured]:
+        """What was measured of a READ; at least once."""
+
+        def found() -> list[ReadMeasured]:
+            return [event for event in self.events if isinstance(event, ReadMeasured) and event.handle == handle]
+
+        await self.until(lambda: bool(found()))
+        return found()
+
     async def done(self, handle: ReadHandle) -> ReadEnded:
         """The end of a READ that must succeed."""
         end = await self.end_of(handle)
@@ -150,7 +172,6 @@ class Recorder:
         end = await self.end_of(handle)
         assert end.error
         assert end.quiescent is quiescent
-        assert (end.seconds_in_transport, end.seconds_to_post) == (0.0, 0.0)
         return end
 
 
@@ -172,7 +193,34 @@ class Reader:
         self.remote = await self.port.prepare_remote(self.peer_name, [run])
 
     async def post(self, local: Sequence[int], remote: Sequence[int]) -> ReadHandle:
-        handle = await self.port.post_read(self.local, ids(local), self.remote, ids(remote))
+        return await self.post_between(self.local, ids(local), self.remote, ids(remote))
+
+    async def post_between(
+        self,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+    ) -> ReadHandle:
+        """Until NIXL has it, or it has ended. Raises NixlCallFailed when it was refused."""
+        handle = self.order_between(local, local_ids, remote, remote_ids)
+        await self.recorder.until(lambda: handle in self.recorder.begun)
+        end = self.recorder.ends().get(handle)
+        if end is not None and not end.was_posted:
+            raise NixlCallFailed("post_read", str(end.error), transport_lost=end.transport_lost)
+        return handle
+
+    def order(self, local: Sequence[int], remote: Sequence[int]) -> ReadHandle:
+        return self.order_between(self.local, ids(local), self.remote, ids(remote))
+
+    def order_between(
+        self,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+    ) -> ReadHandle:
+        handle = self.port.post_read(local, local_ids, remote, remote_ids)
         self.recorder.known.add(handle)
         return handle
 
@@ -265,7 +313,9 @@ class NixlPortSuite(ABC):
             assert reader.untouched([block for block in range(BLOCKS) if block not in local])
             assert (end.bytes, end.descriptors) == (5 * BLOCK_BYTES, 5)
             assert before_ns <= end.ended_ns <= BootClock().now_ns()
-            assert 0 <= end.seconds_to_post <= end.seconds_in_transport < 60
+            (measured,) = await reader.recorder.measured(end.handle)
+            assert (measured.bytes, measured.descriptors) == (end.bytes, end.descriptors)
+            assert 0 <= measured.seconds_to_post <= measured.seconds_in_transport < 60
 
         self.run(scenario)
 
@@ -280,8 +330,7 @@ class NixlPortSuite(ABC):
             local = await reader.port.prepare_local(
                 [MemoryRun(other, 512, 512, 4), MemoryRun(other + 20 * BLOCK_BYTES, 1024, 2048, 6)]
             )
-            handle = await reader.port.post_read(local, ids([1, 3, 4, 9]), remote, ids([2, 0, 9, 5]))
-            reader.recorder.known.add(handle)
+            handle = await reader.post_between(local, ids([1, 3, 4, 9]), remote, ids([2, 0, 9, 5]))
             end = await reader.recorder.done(handle)
             assert (end.bytes, end.descriptors) == (2 * 512 + 2 * 1024, 4)
             expected = np.zeros_like(reader.memory).reshape(-1)
@@ -333,16 +382,48 @@ class NixlPortSuite(ABC):
                 (ids([0]), square),
             ):
                 with pytest.raises(NixlCallFailed) as failed:
-                    await reader.port.post_read(reader.local, local_ids, reader.remote, remote_ids)
-                assert failed.value.operation == "post_read"
+                    await reader.post_between(reader.local, local_ids, reader.remote, remote_ids)
                 assert not failed.value.transport_lost
             for local, remote in ((reader.remote, reader.local), (999_999, reader.remote), (reader.local, 999_999)):
                 with pytest.raises(NixlCallFailed):
-                    await reader.port.post_read(local, ids([0]), remote, ids([0]))
+                    await reader.post_between(local, ids([0]), remote, ids([0]))
             await trio.sleep(0.1)
             assert reader.port.counts() == before
-            assert reader.recorder.events == []
+            assert len(reader.recorder.events) == 10
+            assert all(isinstance(event, ReadEnded) and event.error for event in reader.recorder.events)
             assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_an_order_is_carried_out_behind_what_was_asked_before(self) -> None:
+        """So that a list which is released after the order is not missed."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            for turn in range(20):
+                again = await reader.port.prepare_local([reader.run])
+                async with trio.open_nursery() as nursery:
+                    handle = reader.order_between(again, ids([turn]), reader.remote, ids([turn]))
+                    assert handle not in reader.recorder.ends(), "events come outside of any method"
+                    nursery.start_soon(reader.port.release_descriptor_list, again)
+                await reader.recorder.done(handle)
+            assert reader.holds(range(20), range(20))
+
+        self.run(scenario)
+
+    def test_the_callback_may_give_the_next_order(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            handles = [reader.order([0], [0])]
+
+            def go_on(end: ReadEnded) -> None:
+                if len(handles) < BLOCKS:
+                    handles.append(reader.order([len(handles)], [len(handles)]))
+
+            reader.recorder.on_end = go_on
+            await reader.recorder.until(lambda: len(reader.recorder.ends()) == BLOCKS)
+            assert list(reader.recorder.ends()) == handles
+            assert reader.holds(range(BLOCKS), range(BLOCKS))
 
         self.run(scenario)
 
@@ -458,8 +539,7 @@ class NixlPortSuite(ABC):
             for kill in (False, True):
                 if kill:
                     await dying.kill()
-                handle = await reader.port.post_read(reader.local, ids([3]), remote, ids([8]))
-                reader.recorder.known.add(handle)
+                handle = await reader.post_between(reader.local, ids([3]), remote, ids([8]))
                 await reader.recorder.done(handle)
                 assert (lost in reader.recorder.ends()) <= kill
                 assert reader.holds([3], [8])
@@ -667,7 +747,6 @@ class NixlPortSuite(ABC):
             reader, source, recorder, _ = await reader_and_source(world)
             before = reader.port.counts()
             calls: list[Callable[[], Awaitable[object]]] = [
-                lambda: reader.post(range(BLOCKS), range(BLOCKS)),
                 lambda: reader.port.send_notification(source.agent_name, b"never"),
                 lambda: reader.port.remove_remote_agent(source.agent_name),
                 lambda: reader.port.prepare_local([reader.run]),
@@ -689,11 +768,7 @@ class NixlPortSuite(ABC):
         async def scenario(world: NixlWorld) -> None:
             reader, *_ = await reader_and_source(world)
             chance = random.Random(7)
-            posted: dict[int, ReadHandle] = {}
             prepared: list[int] = []
-
-            async def post(turn: int) -> None:
-                posted[turn] = await reader.post([turn % BLOCKS], [turn % BLOCKS])
 
             async def prepare() -> None:
                 prepared.append(await reader.port.prepare_local([reader.run]))
@@ -701,19 +776,15 @@ class NixlPortSuite(ABC):
             cancelled = 0
             for turn in range(400):
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(post, turn)
                     nursery.start_soon(prepare)
                     for _ in range(chance.randrange(4)):
                         await trio.lowlevel.checkpoint()
                     if chance.random() < 0.5:
                         await trio.sleep(chance.uniform(0, 0.0005))
                     nursery.cancel_scope.cancel()
-                cancelled += turn not in posted
-            await reader.recorder.until(lambda: len(reader.recorder.ends()) == len(posted))
+                cancelled = turn + 1 - len(prepared)
             await trio.sleep(0.1)
-            assert set(reader.recorder.ends()) == set(posted.values())
             assert reader.port.counts().descriptor_lists == 2 + len(prepared)
-            assert reader.port.counts().reads == 0
             assert 0 < cancelled < 400
 
         self.run(scenario)
@@ -740,6 +811,21 @@ class NixlPortSuite(ABC):
             assert abandoned == [[], []]
             assert reader.recorder.ends()[handle].error is None
             assert reader.holds(range(BLOCKS), range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_closing_ends_orders_whose_turn_has_not_come(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            handles = [reader.order([block], [block]) for block in range(BLOCKS)]
+            abandoned = await reader.port.aclose(0)
+            await reader.recorder.until(lambda: len(reader.recorder.ends()) == BLOCKS - len(abandoned))
+            ends = reader.recorder.ends()
+            assert not ends.keys() & set(abandoned)
+            for block, handle in enumerate(handles):
+                if handle in ends:
+                    assert ends[handle].was_posted == (ends[handle].error is None) == reader.holds([block], [block])
+                    assert ends[handle].was_posted or reader.untouched([block])
 
         self.run(scenario)
 
@@ -834,8 +920,9 @@ async def refuses_every_call(reader: Reader) -> None:
         lambda: port.prepare_local([reader.run]),
         lambda: port.prepare_remote("x", [reader.run]),
         lambda: port.release_descriptor_list(reader.local),
-        lambda: port.post_read(reader.local, ids([0]), reader.remote, ids([0])),
         lambda: port.send_notification("x", b"y"),
     ):
         with pytest.raises(PortClosed):
             await call()
+    with pytest.raises(PortClosed):
+        port.post_read(reader.local, ids([0]), reader.remote, ids([0]))

@@ -308,7 +308,7 @@ class TestRealNixlPort(NixlPortSuite):
             several = await reader.post(range(BLOCKS - 1), range(BLOCKS - 1))
             single = await reader.post([BLOCKS - 1], [BLOCKS - 1])
             await trio.sleep(0.2)
-            assert reader.recorder.events[1:] == []
+            assert len(reader.recorder.ends()) == 1, "only the first one has ended"
             assert reader.port.counts() == PortCounts(1, 2, 2, 1)
             await peer.resume()
             for handle, quiescent in ((several, False), (single, True)):

@@ -1157,7 +1157,7 @@ class Turn:
             ended_ns=-read.age_ns,
             failure=failures.get(read.end),
             is_quiescent=read.end != LOST_WRITING,
-            was_posted=read.end != NOT_POSTED,
+            was_wanted=read.end != NOT_POSTED,
         )
 
     def delay_read(self, request: int, rank: int, source: int) -> None:

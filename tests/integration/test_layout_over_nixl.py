@@ -309,7 +309,7 @@ async def _read(
             remote = await port.prepare_remote(agent, read.remote_runs)
             if not local_ids.size:
                 continue
-            posted.add(await port.post_read(local, local_ids, remote, remote_ids))
+            posted.add(port.post_read(local, local_ids, remote, remote_ids))
             descriptors += local_ids.size
         while posted:
             event = await events.receive()

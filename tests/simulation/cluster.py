@@ -547,14 +547,14 @@ class Cluster:
         supervisor = chance.choice(self._ranks(fault)).supervisor
         if fault.kind is Kind.KEEPER_CRASH:
             inbox: Mailbox[Any] = supervisor._lease_keeper._inbox
-        else:
-            actors = list(supervisor._peers.values())
-            if not actors:
-                return
-            inbox = chance.choice(actors).inbox
-        if len(inbox) == 0:
+            if len(inbox) == 0:
+                self._strike(fault)
+                inbox.put(_Poison())
+            return
+        actors = list(supervisor._peers.values())
+        if actors and not (actor := chance.choice(actors))._inbox:
             self._strike(fault)
-            inbox.put(_Poison())
+            actor.tell(_Poison())
 
     def _strike(self, fault: Fault) -> None:
         self._faults.fired[fault.kind] += 1

@@ -11,8 +11,8 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * there is no error status, only an exception from a call or the end of a READ;
 * the end of a READ with an error does not mean that it writes nothing any more (`NixlRules.read_errs_early`), unless it
   had a single descriptor;
-* with `reads_inline` a READ is over when `post_read` returns, as over shared memory; otherwise it takes its time
-  afterwards, as over a network. Its failure is an event in either case;
+* with `reads_inline` a READ is over when it is posted, as over shared memory; otherwise it takes its time afterwards,
+  as over a network;
 * one thread serves all calls of a port: a call waits for those before it, an inline READ holds up the others;
 * death of a peer: its READs fail with a part of the bytes landed, everything to it raises from then on, its agent stays
   loaded; what is sent before anybody notices is lost without a word;
@@ -52,6 +52,8 @@ from connector.ports.nixl import (
     PortCounts,
     ReadEnded,
     ReadHandle,
+    ReadMeasured,
+    ReadPosted,
 )
 from tests.simulation.agenda import Agenda
 from tests.simulation.faults import DEATH_NOTICED_SECONDS
@@ -155,7 +157,7 @@ class FlyingRead:
     fails: bool
     errs_early: bool
     is_inline: bool
-    """It is over when `post_read` returns."""
+    """It is over when it is posted, which takes its time."""
     copied: int = 0
     is_stray: bool = False
     """Its end was reported as an error, and it goes on writing."""
@@ -314,25 +316,30 @@ class FakeNixlWorld:
             self.note_copied(read)
         return True
 
-    async def copy_inline(self, read: FlyingRead) -> str | None:
-        """The whole READ within a call. Returns its error, if any."""
+    def launch_inline(self, read: FlyingRead) -> None:
         self._reads[read] = None
-        try:
-            for part in (len(read.pieces) // 2, len(read.pieces)):
-                await trio.sleep(read.seconds / 2)
-                if read.initiator.is_gone or read.initiator.is_dead:
-                    return DISCONNECTED
-                is_lost = read.connection.target.is_gone or not self._copy(read, part)
-                if is_lost or (read.fails and read.copied):
-                    self._break(read.connection)
-                    return DISCONNECTED
-                if read.errs_early and 0 < read.copied < len(read.pieces):
-                    self._go_astray(read)
-                    return BACKEND_ERROR
-        finally:
-            if not read.is_stray:
-                self._forget(read)
-        return None
+        half, whole = len(read.pieces) // 2, len(read.pieces)
+        self.agenda.after(read.seconds / 2, lambda: self._copy_inline(read, half))
+        self.agenda.after(read.seconds, lambda: self._copy_inline(read, whole))
+
+    def _copy_inline(self, read: FlyingRead, until: int) -> None:
+        """A part of a READ that its initiator copies itself, within a call of NIXL."""
+        if read.has_ended or read.is_stray:
+            return
+        if read.initiator.is_gone:
+            self._forget(read)
+        elif read.connection.target.is_gone or not self._copy(read, until) or (read.fails and read.copied):
+            self._break(read.connection)
+            self._end_inline(read, DISCONNECTED)
+        elif read.errs_early and 0 < read.copied < len(read.pieces):
+            self._go_astray(read)
+            read.initiator.see_end(read, BACKEND_ERROR)
+        elif read.copied == len(read.pieces):
+            self._end_inline(read, None)
+
+    def _end_inline(self, read: FlyingRead, error: str | None) -> None:
+        self._forget(read)
+        read.initiator.see_end(read, error)
 
     def end(self, read: FlyingRead, error: str | None) -> None:
         if read.has_ended or read.is_inline or read.is_stray:
@@ -544,36 +551,60 @@ class FakeNixlPort:
         await self._turn()
         self._lists.pop(handle, None)
 
-    async def post_read(
+    def post_read(
         self,
         local: DescriptorListHandle,
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
         remote_ids: DescriptorIds,
     ) -> ReadHandle:
-        await self._turn()
-        read = self._plan(local, local_ids, remote, remote_ids)
-        self._reads[read.handle] = read
+        self._refuse_if_closed()
+        handle = next(self._handles)
+        self._world.agenda.at(self._next_turn(), lambda: self._begin(handle, local, local_ids, remote, remote_ids))
+        return handle
+
+    def _begin(
+        self,
+        handle: ReadHandle,
+        local: DescriptorListHandle,
+        local_ids: DescriptorIds,
+        remote: DescriptorListHandle,
+        remote_ids: DescriptorIds,
+    ) -> None:
+        """The agent's thread has come to a READ."""
+        if self.is_dead:
+            return
+        try:
+            if self._is_closed:
+                raise NixlCallFailed("post_read", "the port is closed")
+            read = self._plan(handle, local, local_ids, remote, remote_ids)
+        except NixlCallFailed as failed:
+            self._events.append(
+                ReadEnded(
+                    handle=handle,
+                    ended_ns=self._now_ns(),
+                    error=failed.error,
+                    transport_lost=failed.transport_lost,
+                    was_posted=False,
+                )
+            )
+            self._announce()
+            return
+        self._reads[handle] = read
         if read.connection.is_broken:
             read.has_ended = True
-            self._see_end_soon(read, DISCONNECTED)
-        elif not self._reads_inline:
-            self._world.launch(read)
-        else:
+            self.see_end(read, DISCONNECTED)
+        elif self._reads_inline:
             self._busy_until = max(self._busy_until, trio.current_time() + read.seconds)
-            with trio.CancelScope(shield=True):
-                error = await self._world.copy_inline(read)
-            if self.is_dead or self._is_closed:
-                raise PortClosed(self._agent_name)
-            self._see_end_soon(read, error)
-        return read.handle
-
-    def _see_end_soon(self, read: FlyingRead, error: str | None) -> None:
-        """Not at once: the caller of `post_read` must know the handle first."""
-        self._world.agenda.after(0.0, lambda: self.see_end(read, error))
+            self._world.launch_inline(read)
+        else:
+            self._events.append(ReadPosted(handle))
+            self._announce()
+            self._world.launch(read)
 
     def _plan(
         self,
+        handle: ReadHandle,
         local: DescriptorListHandle,
         local_ids: DescriptorIds,
         remote: DescriptorListHandle,
@@ -594,7 +625,7 @@ class FakeNixlPort:
         )
         rules, target = self._world.rules, there.connection.target.agent_name
         return FlyingRead(
-            handle=next(self._handles),
+            handle=handle,
             initiator=self,
             connection=there.connection,
             pieces=pieces,
@@ -646,10 +677,14 @@ class FakeNixlPort:
         """Wait until the agent's thread has come to this call and done it."""
         await trio.lowlevel.checkpoint_if_cancelled()
         self._refuse_if_closed()
-        self._busy_until = max(self._busy_until, trio.current_time()) + CALL_SECONDS
-        await trio.sleep_until(self._busy_until)
+        await trio.sleep_until(self._next_turn())
         if self.is_dead or self._is_closed:
             raise PortClosed(self._agent_name)
+
+    def _next_turn(self) -> float:
+        """When the agent's thread will have done what is asked of it now."""
+        self._busy_until = max(self._busy_until, trio.current_time()) + CALL_SECONDS
+        return self._busy_until
 
     def _refuse_if_closed(self) -> None:
         if self._is_closing or self.is_dead:
@@ -680,7 +715,6 @@ class FakeNixlPort:
         quiescent = error is None or len(read.pieces) == 1
         if not quiescent and not read.connection.is_removed:
             self._errored[read.handle] = read.connection
-        in_transport = trio.current_time() - read.posted_seconds if error is None else 0.0
         self._events.append(
             ReadEnded(
                 handle=read.handle,
@@ -690,10 +724,19 @@ class FakeNixlPort:
                 quiescent=quiescent,
                 bytes=read.length_bytes,
                 descriptors=len(read.pieces),
-                seconds_in_transport=in_transport,
-                seconds_to_post=in_transport if self._reads_inline else 0.0,
             )
         )
+        if error is None:
+            seconds = trio.current_time() - read.posted_seconds
+            self._events.append(
+                ReadMeasured(
+                    handle=read.handle,
+                    bytes=read.length_bytes,
+                    descriptors=len(read.pieces),
+                    seconds_in_transport=seconds,
+                    seconds_to_post=seconds if self._reads_inline else 0.0,
+                )
+            )
         self._announce()
         if not self._reads:
             self._reads_over.set()

@@ -143,13 +143,13 @@ def test_engines_of_every_sort_meet() -> None:
 
 def test_ranks_disagree_and_tails_are_zeroed() -> None:
     stall = Fault(kind=Kind.READ_STALL, target="d0.1>p0", at_seconds=0.5, duration_seconds=9.0)
-    seed = next(seed for seed in range(SEEDS) if draw_shape(seed).engines["d0"].tp_size > 1)
+    seed = next(seed for seed in range(SHAPES) if draw_shape(seed).engines["d0"].tp_size > 1)
     result = simulate(Plan(seed=seed, faults=[stall]))
     assert result.violations == []
     assert result.coverage["a rank failed alone"]
     seed = next(
         seed
-        for seed in range(SEEDS)
+        for seed in range(SHAPES)
         if draw_shape(seed).engines["d0"].block_tokens > draw_shape(seed).engines["p0"].block_tokens
     )
     assert simulate(Plan(seed=seed, faults=[])).coverage["tail zeroed"]
@@ -218,7 +218,7 @@ async def _lift_with_the_last_report(agenda: Agenda, is_reported_before: bool) -
 )
 def test_an_engine_whose_last_rank_dies_late_comes_back(kind: Kind, engine: str) -> None:
     """Its port is that of the life before, whose tasks have to end first; the fault is over by then."""
-    seed = next(seed for seed in range(SEEDS) if draw_shape(seed).engines[engine].tp_size > 1)
+    seed = next(seed for seed in range(SHAPES) if draw_shape(seed).engines[engine].tp_size > 1)
     crash = Fault(kind=kind, target=f"{engine}.1", at_seconds=1.0, duration_seconds=0.001)
     result = simulate(Plan(seed=seed, faults=[crash]))
     assert result.faults_fired[kind] == 1

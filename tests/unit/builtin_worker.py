@@ -21,7 +21,8 @@ from connector.wire.metadata import AgentMetadata
 
 @cache
 def _agent() -> Any:
-    return nixl_agent("builtin", nixl_agent_config(num_threads=0))
+    # A progress thread would take a core until the tests end.
+    return nixl_agent("builtin", nixl_agent_config(enable_prog_thread=False, num_threads=0))
 
 
 def builtin_registration(

@@ -9,20 +9,28 @@ import numpy as np
 import trio
 
 from connector.clock import BootClock
-from connector.ports.nixl import NixlCallFailed
-from connector.runtime.reads import ReadOrder, Reads
+from connector.ports import nixl
+from connector.ports.nixl import NixlEvent, PortClosed, ReadPosted
+from connector.runtime.reads import POSTS_AT_ONCE, ReadOrder, Reads
 from statemachine.remote_engine import ReadEnded
 
 
+def nothing(*said: object) -> None:
+    return
+
+
 class Port:
-    """It refuses every READ. The metadata of an agent is its name."""
+    """It begins nothing before it is told to. The metadata of an agent is its name."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.removed: list[str] = []
+        self.ordered: list[int] = []
+        self.is_closed = False
+        self.tell: Callable[[NixlEvent], None] = nothing
 
-    def set_event_callback(self, on_event: object) -> None:
-        return
+    def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
+        self.tell = on_event
 
     async def add_remote_agent(self, metadata: bytes) -> str:
         name = metadata.decode()
@@ -34,12 +42,14 @@ class Port:
         self.loaded.remove(agent)
         self.removed.append(agent)
 
-    async def post_read(self, *lists_and_ids: object) -> int:
-        raise NixlCallFailed("post_read", "NIXL_ERR_INVALID_PARAM")
+    def post_read(self, *lists_and_ids: object) -> int:
+        if self.is_closed:
+            raise PortClosed("d")
+        self.ordered.append(len(self.ordered))
+        return self.ordered[-1]
 
-
-def nothing(*said: object) -> None:
-    return
+    def end(self, handle: int, error: str | None = None, *, was_posted: bool = True) -> None:
+        self.tell(nixl.ReadEnded(handle=handle, ended_ns=7, error=error, was_posted=was_posted))
 
 
 def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
@@ -78,34 +88,85 @@ def test_an_agent_that_somebody_has_given_up_is_loaded_by_nobody_until_it_was_re
     trio.run(test)
 
 
-def test_a_read_that_nixl_refuses_to_post_has_ended() -> None:
-    """Nothing was handed over, so nothing can land: the order is answered, and its blocks need no quarantine."""
+class Orders:
+    """READs of one request, and what became of them."""
 
-    async def test() -> None:
-        ended: list[ReadEnded] = []
-        crashes: list[object] = []
-        port: Any = Port()
-        reads = reads_of(port, lambda *crash: crashes.append(crash))
-        ids = np.array([0], np.int32)
-        order = ReadOrder(
+    def __init__(self) -> None:
+        self.port = Port()
+        self.crashes: list[object] = []
+        self.reads = reads_of(self.port, lambda *crash: self.crashes.append(crash))
+        self.wanted = True
+        self.ended: dict[int, ReadEnded] = {}
+
+    def order(self, *numbers: int) -> None:
+        self.reads.order([self._one(number) for number in numbers])
+
+    def _one(self, number: int) -> ReadOrder:
+        ids = np.array([number], np.int32)
+        return ReadOrder(
             request_id="r",
-            read=0,
+            read=number,
             connection=1,
             peer="p",
             local=1,
             local_ids=ids,
             remote=2,
             remote_ids=ids,
-            is_wanted=lambda: True,
-            on_end=lambda end, event: ended.append(end),
+            is_wanted=lambda: self.wanted,
+            on_end=self._note_end,
         )
-        async with trio.open_nursery() as nursery:
-            reads.start(nursery)
-            reads.order([order])
-        (end,) = ended
-        assert end.failure is not None
-        assert (end.failure.operation, end.failure.error) == ("post_read", "NIXL_ERR_INVALID_PARAM")
-        assert end.is_quiescent
-        assert crashes == []
 
-    trio.run(test)
+    def _note_end(self, end: ReadEnded, event: nixl.ReadEnded | None) -> None:
+        assert end.read not in self.ended
+        self.ended[end.read] = end
+
+
+def test_a_read_that_nixl_refuses_to_post_has_ended() -> None:
+    """Nothing was handed over, so nothing can land: the order is answered, and its blocks need no quarantine."""
+    orders = Orders()
+    orders.order(0)
+    orders.port.end(0, "NIXL_ERR_INVALID_PARAM", was_posted=False)
+    end = orders.ended[0]
+    assert end.failure is not None
+    assert (end.failure.operation, end.failure.error) == ("post_read", "NIXL_ERR_INVALID_PARAM")
+    assert end.is_quiescent
+    assert end.was_wanted
+    assert orders.crashes == []
+
+
+def test_a_read_that_is_ordered_of_a_closed_port_has_ended() -> None:
+    orders = Orders()
+    orders.port.is_closed = True
+    orders.order(0, 1)
+    assert [end.failure is not None and end.failure.operation for end in orders.ended.values()] == ["post_read"] * 2
+    assert orders.reads.in_flight == 0
+
+
+def test_a_few_reads_are_given_to_the_port_at_a_time() -> None:
+    """The next one's turn comes when NIXL has one of them, or when one has ended."""
+    orders = Orders()
+    orders.order(*range(POSTS_AT_ONCE + 3))
+    assert len(orders.port.ordered) == POSTS_AT_ONCE
+    orders.port.tell(ReadPosted(0))
+    assert len(orders.port.ordered) == POSTS_AT_ONCE + 1
+    orders.port.end(0)
+    assert len(orders.port.ordered) == POSTS_AT_ONCE + 1, "its turn was over already"
+    orders.port.end(1)
+    orders.port.end(2, "NIXL_ERR_BACKEND")
+    assert len(orders.port.ordered) == POSTS_AT_ONCE + 3
+    assert orders.reads.in_flight == POSTS_AT_ONCE
+    assert [end.failure is None for end in orders.ended.values()] == [True, True, False]
+
+
+def test_a_read_that_is_given_up_before_its_turn_is_not_posted() -> None:
+    orders = Orders()
+    orders.order(*range(POSTS_AT_ONCE + 2))
+    orders.wanted = False
+    orders.port.end(0)
+    assert len(orders.port.ordered) == POSTS_AT_ONCE
+    assert {read: end.was_wanted for read, end in orders.ended.items()} == {
+        0: True,
+        POSTS_AT_ONCE: False,
+        POSTS_AT_ONCE + 1: False,
+    }
+    assert orders.crashes == []

@@ -568,7 +568,7 @@ def test_reads_that_are_not_posted_any_more_are_retried_over_the_next_connection
     drive = reading("a", "b")
     drive.feed(LinkLost(connection=1, detail="reset"))
     for request_id in ("a", "b"):
-        drive.end(request_id, was_posted=False)
+        drive.end(request_id, was_wanted=False)
     assert only(drive.log, Report) == []
     assert only(drive.log, TearDown) == [TearDown(connection=1)]
     drive.feed(TornDown(connection=1))

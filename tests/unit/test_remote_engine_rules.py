@@ -236,7 +236,7 @@ def test_what_was_proven_over_one_connection_is_not_over_the_next() -> None:
     executor = reading()
     executor.held(1_000 * MS, 30_000 * MS)
     executor.feed(LinkLost(connection=1, detail="reset"))
-    executor.read("r", was_posted=False)
+    executor.read("r", was_wanted=False)
     assert executor.take(TearDown)
     executor.feed(TornDown(connection=1))
     executor.connect(life="2")
@@ -249,7 +249,7 @@ def test_an_engine_that_comes_back_with_another_number_of_ranks_keeps_nothing() 
     executor = reading()
     executor.announce("waits", B)
     executor.feed(LinkLost(connection=1, detail="reset"))
-    executor.read("r", was_posted=False)
+    executor.read("r", was_wanted=False)
     executor.feed(TornDown(connection=1))
     executor.ranks = 2
     executor.connect(life="2")
@@ -309,7 +309,7 @@ def test_a_builtin_engine_that_restarted_keeps_nothing() -> None:
     executor = reading(is_builtin=True)
     lost = TransferError(peer="p", operation="notify", error="lost", transport_lost=True)
     executor.feed(NotificationFailed(connection=1, failure=lost))
-    executor.read("r", was_posted=False)
+    executor.read("r", was_wanted=False)
     executor.feed(TornDown(connection=1))
     executor.connect(life="2")
     (report,) = executor.take(Report)
@@ -344,7 +344,7 @@ def test_a_failure_waits_for_every_other_read() -> None:
     executor.read("r", 1)
     executor.read("r", 2, failure=LOST)
     assert not executor.take(Report)
-    executor.read("r", 3, was_posted=False)
+    executor.read("r", 3, was_wanted=False)
     assert [each.failure for each in executor.take(Report)] == [REFUSED]
 
 
@@ -427,7 +427,7 @@ def test_an_engine_that_is_given_up_takes_nobody_and_is_finished() -> None:
     executor.feed(Retire())
     executor.start("late", B)
     assert [type(each.failure) for each in executor.take(Report)] == [PeerRetired]
-    executor.read("r", was_posted=False)
+    executor.read("r", was_wanted=False)
     assert executor.take(TearDown)
     executor.feed(TornDown(connection=1))
     assert not executor.take(StartHandshake)

@@ -678,7 +678,7 @@ class DecodeRank:
         connection = read.connection
         reader = connection.reader
         if not reader.core.wants(read.pull.request_id):
-            reader.end_read(read, was_posted=False)
+            reader.end_read(read, was_wanted=False)
             return
         link = connection.link
         refused = link.active and self.random() < POST_REFUSED and link.hit(Kind.READ_ERROR) is not None
@@ -686,7 +686,7 @@ class DecodeRank:
             peer = connection.life.engine_id
             lost = connection.is_broken
             read.failure = TransferError(peer=peer, operation="post", error="refused", transport_lost=lost)
-            reader.end_read(read, was_posted=True)
+            reader.end_read(read, was_wanted=True)
             return
         life.engine.transport.launch(read)
 
@@ -701,4 +701,4 @@ class DecodeRank:
         if read.failure is None:
             times = (read.completed_ns, self._clock.local_ns(now_ns), connection.life)
             read.pull.completed[self.number, read.piece] = times
-        connection.reader.end_read(read, was_posted=True)
+        connection.reader.end_read(read, was_wanted=True)

@@ -218,7 +218,7 @@ class Reader(Executor):
         for piece in range(connection.pieces):
             self.rank.order(Read(pull, connection, piece))
 
-    def end_read(self, read: Read, *, was_posted: bool) -> None:
+    def end_read(self, read: Read, *, was_wanted: bool) -> None:
         """The thread of the agent has seen the end of a READ, or has not posted it."""
         connection, failure = read.connection, read.failure
         connection.open_reads -= 1
@@ -233,7 +233,7 @@ class Reader(Executor):
                 ended_ns=self._clock.local_ns(self._heap.now_ns),
                 failure=failure,
                 is_quiescent=is_quiescent,
-                was_posted=was_posted,
+                was_wanted=was_wanted,
             )
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import trio
 
-from connector.runtime import connections, handshake, lease_keeper, peer_actor, reads, restarts
+from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
@@ -106,8 +106,8 @@ ACTORS = (
         changes=(
             Edit(
                 Reads._post,
-                "self._end(order, None, was_posted=False)\n                return",
-                "self._end(order, None, was_posted=False)",
+                "self._end(order, None, was_wanted=False)\n                return",
+                "self._end(order, None, was_wanted=False)",
             ),
         ),
         place=level2("bytes", *ABORTS_OF_A_CROWD),
@@ -270,15 +270,34 @@ READS = (
         rule="the order of giving up",
         row=45,
         broken="a READ that is not posted is never told to have ended",
-        changes=(Edit(Reads._post, "self._end(order, None, was_posted=False)", "pass"),),
+        changes=(Edit(Reads._post, "self._end(order, None, was_wanted=False)", "pass"),),
         place=level2("leaks", *ABORTS_OF_A_CROWD),
     ),
     Mutant(
         name="errors of NIXL raised",
         row=30,
-        broken="an error of a NIXL call is not caught where a READ is posted",
-        changes=(Set(reads, "NixlCallFailed", NOT_AN_ERROR_OF_THE_PRODUCT),),
+        broken="the end of a READ that NIXL refused to post is told to nobody",
+        changes=(
+            Edit(
+                Reads._receive,
+                "case nixl.ReadEnded(handle=handle):",
+                "case nixl.ReadEnded(handle=handle, was_posted=True):",
+            ),
+        ),
         place=ByTest("tests/unit/test_reads.py::test_a_read_that_nixl_refuses_to_post_has_ended"),
+    ),
+    Mutant(
+        name="a turn that is not passed on",
+        row=45,
+        broken="READs that wait for their turn are not posted when another's is over",
+        changes=(
+            Edit(
+                Reads._receive,
+                "finally:\n                        self._post_next()",
+                "finally:\n                        pass",
+            ),
+        ),
+        place=ByTest("tests/unit/test_reads.py::test_a_few_reads_are_given_to_the_port_at_a_time"),
     ),
     Mutant(
         name="agents are removed under others",
@@ -602,7 +621,7 @@ SUPERVISOR = (
         name="stop without a word",
         row=27,
         broken="requests that are open when the connector stops are not reported",
-        changes=(Edit(Supervisor._stop_everything, "actor.inbox.put(Stop(failure=self._stopped))", "pass"),),
+        changes=(Edit(Supervisor._stop_everything, "actor.tell(Stop(failure=self._stopped))", "pass"),),
         place=level2("bound", fault(Kind.STOP, "d0", 3.0, 0.1), *STALLED_READS),
     ),
     Mutant(
