@@ -150,7 +150,7 @@ class PeerActor:
     async def _run(self) -> None:
         while True:
             self._attention = trio.Event()
-            self._work()
+            self._work(advance=True)
             if self._crash is not None:
                 crash, self._crash = self._crash, None
                 raise crash
@@ -165,20 +165,22 @@ class PeerActor:
         self._inbox.append(message)
         if self._is_running and not self._is_at_work:
             self._work()
+            # What is due is done by the task, once for all who tell something in this turn: leases are held together.
             next_ns = self.core.next_deadline()
             is_earlier = next_ns is not None and (self._wakes_at_ns is None or next_ns < self._wakes_at_ns)
             if self._crash is not None or self.core.is_finished or is_earlier:
                 self._attention.set()
 
-    def _work(self) -> None:
-        """Hear what is in the inbox, and do what is due."""
+    def _work(self, *, advance: bool = False) -> None:
+        """Hear what is in the inbox."""
         if self._crash is not None:
             return
         self._is_at_work = True
         try:
             self._hear_all()
-            self._carry_out(self.core.advance(self._context.clock.now_ns()))
-            self._hear_all()
+            if advance:
+                self._carry_out(self.core.advance(self._context.clock.now_ns()))
+                self._hear_all()
         except Exception as error:
             self._crash = error
         finally:

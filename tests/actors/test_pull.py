@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.ports.nixl import NixlEvent, ReadEnded
 from connector.protocol import AbortPull, LeaseComputing, PeerAddress
 from tests.actors.engines import engine, lease_of, until
 from tests.plain_paths import REQUEST_PATHS_PLAIN
@@ -40,6 +43,53 @@ def test_blocks_arrive_and_the_lease_ends() -> None:
             assert d.crashes == p.crashes == []
         assert d.counts().remote_agents == 0
         assert d.counts().descriptor_lists == 0
+
+    run(test)
+
+
+def test_a_read_is_ordered_in_the_turn_in_which_its_command_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of the trio loop gives the interpreter away, and the engine may keep it for the switch interval."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            p.lend("remote-a")
+            d.pull("a", p, [5], [1])  # they meet
+            await until(lambda: d.received("a"))
+            ordered: list[object] = []
+            post_read = d.port.post_read
+
+            def note(*what: Any) -> int:
+                ordered.append(what)
+                return post_read(*what)
+
+            monkeypatch.setattr(d.port, "post_read", note)
+            p.lend("remote-b")
+            d.pull("b", p, [6], [2])
+            assert len(ordered) == 1, "before anybody else had a turn"
+            ended = await until(lambda: d.received("b"))
+            assert ended.failure is None
+
+    run(test)
+
+
+def test_the_end_of_a_read_is_reported_in_the_turn_in_which_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            p.lend("remote-a")
+            d.wait_for("a", lease_of("remote-a"), p.address)
+            await until(lambda: any(r.machine == "hold" and r.to_state == "held" for r in d.trace.records))
+            told: list[bool] = []
+            receive = d.port.on_event
+
+            def note(event: NixlEvent) -> None:
+                receive(event)
+                if isinstance(event, ReadEnded):
+                    told.append(d.received("a") is not None)
+
+            monkeypatch.setattr(d.port, "_on_event", note)
+            d.pull("a", p, [5], [1])
+            await until(lambda: d.received("a"))
+            assert told == [True]
 
     run(test)
 

@@ -106,7 +106,7 @@ ACTORS = (
         changes=(
             Edit(
                 Reads._post,
-                "self._end(order, None, was_wanted=False)\n                return",
+                "self._end(order, None, was_wanted=False)\n        return",
                 "self._end(order, None, was_wanted=False)",
             ),
         ),
@@ -293,8 +293,8 @@ READS = (
         changes=(
             Edit(
                 Reads._receive,
-                "finally:\n                        self._post_next()",
-                "finally:\n                        pass",
+                "finally:\n                    self._post_next()",
+                "finally:\n                    pass",
             ),
         ),
         place=ByTest("tests/unit/test_reads.py::test_a_few_reads_are_given_to_the_port_at_a_time"),
