@@ -80,6 +80,20 @@ def test_abort_while_the_handshake_is_pending(house: House) -> None:
         assert house.traces.reason("request", "abort-pending") == "AbortedByClient"
 
 
+def test_the_switch_interval_is_short_while_something_is_open(house: House) -> None:
+    """The connector's threads get the interpreter soon then; before and afterwards it is as Python sets it."""
+    with BlackHole() as hole:
+        house.decode.wait_until_whole(20)
+        usual = house.decode.snapshot().switch_interval_seconds
+        house.decode.submit(RequestSpec("interval", prompt("interval", 64), 1, dead_params(hole.port, 2)))
+        house.traces.wait_for_state("request", "interval", "pending_handshake")
+        assert house.decode.snapshot().switch_interval_seconds == pytest.approx(usual / 10)
+        house.decode.abort("interval")
+        assert house.decode.wait("interval").finish == "abort"
+        house.decode.wait_until_whole(20)
+        assert house.decode.snapshot().switch_interval_seconds == pytest.approx(usual)
+
+
 def test_abort_races_the_read_and_the_first_tokens(house: House) -> None:
     """Scenarios 8 and 27: aborts at every moment from the submission to the end; no engine dies, no block is lost."""
     prompts = {f"race-{number}": prompt(f"race-{number}", 90) for number in range(_RACES)}

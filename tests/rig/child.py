@@ -302,6 +302,7 @@ class EngineProcess:
             open_files=len(open_files()),
             resident_bytes=resident_bytes(),
             cpu_seconds=time.process_time(),
+            switch_interval_seconds=sys.getswitchinterval(),
         )
 
     def _inspection(self, ticket: int) -> messages.Inspection:

@@ -231,6 +231,8 @@ class Snapshot:
     resident_bytes: int
     cpu_seconds: float
     """That the process has used so far, all threads."""
+    switch_interval_seconds: float
+    """Of its interpreter."""
 
 
 @dataclass(frozen=True)
