@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -106,8 +107,8 @@ class Recorder:
         self._port = port
         self._thread = threading.get_ident()
         self.known: set[ReadHandle] = set()
-        self.begun: set[ReadHandle] = set()
-        """NIXL has them, or they have ended."""
+        # NIXL has it, or it has ended.
+        self._begun: defaultdict[ReadHandle, trio.Event] = defaultdict(trio.Event)
         self._ended: set[ReadHandle] = set()
         self.complaints: list[str] = []
         self.on_end: Callable[[ReadEnded], None] = lambda end: None
@@ -129,7 +130,7 @@ class Recorder:
             self._ended.add(event.handle)
         self.events.append(event)
         if isinstance(event, ReadPosted | ReadEnded):
-            self.begun.add(event.handle)
+            self._begun[event.handle].set()
         if isinstance(event, ReadEnded):
             self.on_end(event)
         self._new.set()
@@ -140,6 +141,10 @@ class Recorder:
 
     def notifications(self) -> list[tuple[AgentName, bytes]]:
         return [(e.sender, e.message_untrusted) for e in self.events if isinstance(e, NotificationReceived)]
+
+    async def begun(self, handle: ReadHandle) -> None:
+        await self._begun[handle].wait()
+        assert self.complaints == []
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -204,7 +209,7 @@ class Reader:
     ) -> ReadHandle:
         """Until NIXL has it, or it has ended. Raises NixlCallFailed when it was refused."""
         handle = self.order_between(local, local_ids, remote, remote_ids)
-        await self.recorder.until(lambda: handle in self.recorder.begun)
+        await self.recorder.begun(handle)
         end = self.recorder.ends().get(handle)
         if end is not None and not end.was_posted:
             raise NixlCallFailed("post_read", str(end.error), transport_lost=end.transport_lost)
