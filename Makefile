@@ -41,7 +41,7 @@ test: setup
 parts: check test-parts simulate-fresh test-pairs test-alone
 
 # The slowest are named, so that it can be seen where the time goes.
-TWO_AT_A_TIME := -n 2 --dist loadfile --durations 25
+TWO_AT_A_TIME := -n 2 --durations 25 --dist loadfile
 
 # In the order of tests/conftest.py: the longest files are begun in the middle, and short ones are left for the end.
 test-parts: setup

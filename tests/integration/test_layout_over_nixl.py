@@ -313,9 +313,9 @@ async def _read(
             descriptors += local_ids.size
         while posted:
             event = await events.receive()
-            assert isinstance(event, ReadEnded), event
-            assert event.error is None, event
-            posted.remove(event.handle)
+            if isinstance(event, ReadEnded):
+                assert event.error is None, event
+                posted.remove(event.handle)
     finally:
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
