@@ -9,7 +9,8 @@ of its own really takes it off the loop. Calls that are short could stay in the 
 How a call travels
 The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
 it does with events. The two threads share nothing else. Nobody parks for a READ: each turn of the trio loop that lies
-between a request and its KV is a wait for the interpreter, while the engine keeps that busy (docs/performance.md).
+between a request and its KV may be a wait for the interpreter, while the engine keeps that busy
+(docs/performance.md).
 
 Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
 one NIXL call takes), so a result is never lost and needs no disposal.

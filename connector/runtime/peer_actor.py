@@ -4,12 +4,12 @@ A dead or hung engine costs only its own requests, because nothing here is share
 `Reads`, which never waits for a peer.
 
 Whoever has a message tells it, and it is heard at once, in the caller's turn of the trio loop: between a command of
-the engine and the READ that it leads to lies no other turn, for each is a wait for the interpreter while the engine
-keeps that busy (docs/performance.md). Each message is an event of the core; the effects that come back are carried out
-in order. What is told while the actor is at work waits in its inbox until it is done. What takes time (handshakes,
-links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by telling an
-event. The actor's own task sleeps until the core's next deadline. There is no rule in here: what follows from what is
-in `statemachine/remote_engine.py`.
+the engine and the READ that it leads to lies no other turn, for each may be a wait for the interpreter while the
+engine keeps that busy (docs/performance.md). Each message is an event of the core; the effects that come back are
+carried out in order. What is told while the actor is at work waits in its inbox until it is done. What takes time
+(handshakes, links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by
+telling an event. The actor's own task sleeps until the core's next deadline. There is no rule in here: what follows
+from what is in `statemachine/remote_engine.py`.
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the

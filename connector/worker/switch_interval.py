@@ -2,7 +2,7 @@
 
 A thread that wants the interpreter waits until the one that has it lets go, and asks it to after the switch interval:
 5 ms, unless told otherwise. From a command to its report the connector's threads need it several times, because each
-NIXL call and each turn of the trio loop gives it away (docs/performance.md counts them). Behind an engine thread that
+NIXL call and each turn of the trio loop gives it away (docs/performance.md has figures). Behind an engine thread that
 computes in Python that would be tens of milliseconds for a READ of five. So the interval is shorter while transfers are
 open. What the engine pays is a switch of threads for each of those times, and nothing while nobody else wants the
 interpreter.

@@ -48,7 +48,7 @@ def test_blocks_arrive_and_the_lease_ends() -> None:
 
 
 def test_a_read_is_ordered_in_the_turn_in_which_its_command_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn of the trio loop gives the interpreter away, and the engine may keep it for the switch interval."""
+    """Each turn of the trio loop gives the interpreter away, and the engine may keep it for a switch interval."""
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
