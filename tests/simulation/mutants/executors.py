@@ -70,15 +70,15 @@ def _lose_commands(patch: Patch) -> None:
 
 
 def _lose_messages(patch: Patch) -> None:
-    put = Mailbox.put
+    tell = PeerActor.tell
     counts: dict[int, int] = {}
 
-    def put_most(self: Mailbox[Any], message: Any) -> None:
+    def tell_most(self: PeerActor, message: Any) -> None:
         counts[id(self)] = counts.get(id(self), 0) + 1
         if counts[id(self)] % 50:
-            put(self, message)
+            tell(self, message)
 
-    patch.attribute(Mailbox, "put", put_most)
+    patch.attribute(PeerActor, "tell", tell_most)
 
 
 def _one_handshake_at_a_time(patch: Patch) -> None:
@@ -665,7 +665,7 @@ SUPERVISOR = (
     Mutant(
         name="messages lost",
         row=44,
-        broken="every fiftieth message to an actor is lost",
+        broken="every fiftieth message to a peer actor is lost",
         changes=(Do(_lose_messages),),
         place=level2("bound"),
     ),
