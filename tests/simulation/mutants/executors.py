@@ -670,6 +670,13 @@ SUPERVISOR = (
         place=level2("bound"),
     ),
     Mutant(
+        name="earlier deadlines slept over",
+        row=44,
+        broken="an actor sleeps until the deadline that it knew when it fell asleep, though an earlier one has come",
+        changes=(Edit(PeerActor.tell, "or is_earlier", "or False"),),
+        place=level2("bound"),
+    ),
+    Mutant(
         name="one handshake at a time",
         row=61,
         broken="handshakes with healthy engines wait for a dead one",
