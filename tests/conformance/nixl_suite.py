@@ -198,17 +198,10 @@ class Reader:
         self.remote = await self.port.prepare_remote(self.peer_name, [run])
 
     async def post(self, local: Sequence[int], remote: Sequence[int]) -> ReadHandle:
-        return await self.post_between(self.local, ids(local), self.remote, ids(remote))
+        return await self.begun(self.order(local, remote))
 
-    async def post_between(
-        self,
-        local: DescriptorListHandle,
-        local_ids: DescriptorIds,
-        remote: DescriptorListHandle,
-        remote_ids: DescriptorIds,
-    ) -> ReadHandle:
+    async def begun(self, handle: ReadHandle) -> ReadHandle:
         """Until NIXL has it, or it has ended. Raises NixlCallFailed when it was refused."""
-        handle = self.order_between(local, local_ids, remote, remote_ids)
         await self.recorder.begun(handle)
         end = self.recorder.ends().get(handle)
         if end is not None and not end.was_posted:
@@ -335,7 +328,7 @@ class NixlPortSuite(ABC):
             local = await reader.port.prepare_local(
                 [MemoryRun(other, 512, 512, 4), MemoryRun(other + 20 * BLOCK_BYTES, 1024, 2048, 6)]
             )
-            handle = await reader.post_between(local, ids([1, 3, 4, 9]), remote, ids([2, 0, 9, 5]))
+            handle = await reader.begun(reader.order_between(local, ids([1, 3, 4, 9]), remote, ids([2, 0, 9, 5])))
             end = await reader.recorder.done(handle)
             assert (end.bytes, end.descriptors) == (2 * 512 + 2 * 1024, 4)
             expected = np.zeros_like(reader.memory).reshape(-1)
@@ -387,11 +380,11 @@ class NixlPortSuite(ABC):
                 (ids([0]), square),
             ):
                 with pytest.raises(NixlCallFailed) as failed:
-                    await reader.post_between(reader.local, local_ids, reader.remote, remote_ids)
+                    await reader.begun(reader.order_between(reader.local, local_ids, reader.remote, remote_ids))
                 assert not failed.value.transport_lost
             for local, remote in ((reader.remote, reader.local), (999_999, reader.remote), (reader.local, 999_999)):
                 with pytest.raises(NixlCallFailed):
-                    await reader.post_between(local, ids([0]), remote, ids([0]))
+                    await reader.begun(reader.order_between(local, ids([0]), remote, ids([0])))
             await trio.sleep(0.1)
             assert reader.port.counts() == before
             assert len(reader.recorder.events) == 10
@@ -544,7 +537,7 @@ class NixlPortSuite(ABC):
             for kill in (False, True):
                 if kill:
                     await dying.kill()
-                handle = await reader.post_between(reader.local, ids([3]), remote, ids([8]))
+                handle = await reader.begun(reader.order_between(reader.local, ids([3]), remote, ids([8])))
                 await reader.recorder.done(handle)
                 assert (lost in reader.recorder.ends()) <= kill
                 assert reader.holds([3], [8])

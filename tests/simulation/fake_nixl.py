@@ -32,6 +32,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -560,24 +561,18 @@ class FakeNixlPort:
     ) -> ReadHandle:
         self._refuse_if_closed()
         handle = next(self._handles)
-        self._world.agenda.at(self._next_turn(), lambda: self._begin(handle, local, local_ids, remote, remote_ids))
+        plan = partial(self._plan, handle, local, local_ids, remote, remote_ids)
+        self._world.agenda.at(self._next_turn(), lambda: self._begin(handle, plan))
         return handle
 
-    def _begin(
-        self,
-        handle: ReadHandle,
-        local: DescriptorListHandle,
-        local_ids: DescriptorIds,
-        remote: DescriptorListHandle,
-        remote_ids: DescriptorIds,
-    ) -> None:
+    def _begin(self, handle: ReadHandle, plan: Callable[[], FlyingRead]) -> None:
         """The agent's thread has come to a READ."""
         if self.is_dead:
             return
         try:
             if self._is_closed:
                 raise NixlCallFailed("post_read", "the port is closed")
-            read = self._plan(handle, local, local_ids, remote, remote_ids)
+            read = plan()
         except NixlCallFailed as failed:
             self._events.append(
                 ReadEnded(
