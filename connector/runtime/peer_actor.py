@@ -90,6 +90,7 @@ class PeerActor:
         )
         self.address = address
         self._inbox: deque[Event | PullCommand] = deque()
+        self._commands_waiting = 0  # of those in the inbox
         self.last_used_ns = context.clock.now_ns()
         self._pulls: dict[str, _Pull] = {}
         self._connections = Connections(
@@ -124,7 +125,7 @@ class PeerActor:
     @property
     def is_unused(self) -> bool:
         """Nobody wants anything of this engine. What else the inbox holds (an answer, a lost link) wants nothing."""
-        return self.core.is_unused and all(isinstance(message, Event) for message in self._inbox)
+        return self.core.is_unused and not self._commands_waiting
 
     @property
     def is_leaving(self) -> bool:
@@ -192,6 +193,7 @@ class PeerActor:
 
     def _hear(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
+            self._commands_waiting -= 1
             if self.core.takes_nobody:
                 self._unheard.append(message)
                 return
@@ -218,6 +220,7 @@ class PeerActor:
             for message in (*self._unheard, *self._inbox)
         ]
         self._inbox.clear()
+        self._commands_waiting = 0
         for event in (*events, core.Stop(failure=failure)):
             try:
                 self._feed(event)
@@ -232,12 +235,14 @@ class PeerActor:
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""
         self.last_used_ns = self._context.clock.now_ns()
+        self._commands_waiting += 1
         self.tell(command)
 
     def take_unheard(self) -> list[PullCommand]:
         """After `run` returned: the commands that came too late for it."""
         self._unheard += [message for message in self._inbox if not isinstance(message, Event)]
         self._inbox.clear()
+        self._commands_waiting = 0
         return self._unheard
 
     def _event_of_command(self, command: PullCommand) -> Event:

@@ -99,13 +99,14 @@ def test_while_the_answer_is_decoded(cluster: OnePrefillTwoDecode) -> None:
     assert_serves(cluster.fail, cluster, "abort-decoding-next")
 
 
-def test_while_p_computes_the_prompt(cluster: OnePrefillTwoDecode) -> None:
-    """Nothing is lent. Scenario 29."""
+def test_while_p_is_computing(cluster: OnePrefillTwoDecode) -> None:
+    """Nothing is lent before the prefill request has ended, so nothing is taken back. Scenario 29."""
     service, key = cluster.fail, "abort-computing"
-    answer = service.prefill_client.complete(
-        prompt(900, key), max_tokens=100, request_id=key, kv_transfer_params=REQUEST_TRANSFER, timeout_seconds=0.3
+    tokens = service.prefill_client.stream(
+        prompt(100, key), max_tokens=800, request_id=key, kv_transfer_params=REQUEST_TRANSFER
     )
-    assert answer.status == NO_ANSWER
+    next(tokens)
+    tokens.close()
     assert cluster.traces.ended_lease(key).states == ("computing", "released")
     assert_serves(service, cluster, "abort-computing-next")
 
