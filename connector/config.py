@@ -84,7 +84,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max_seconds: _Seconds = 30.0
     incompatible_backoff_seconds: _Seconds = 60.0
     """Pause before a prefill engine that cannot exchange KV with this one is asked again: it may have been replaced."""
-    switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0005
+    switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0001
     """While transfers are open, how long the engine thread may keep the Python interpreter from the connector's threads
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None

@@ -18,8 +18,9 @@ Rules
     READ's handle is released after that.
   - A READ of several descriptors that NIXL calls done may lack some. (Over CMA it did: one descriptor in the middle
     could not be read, and the state was "DONE".) UCX does mark the connection as failed then, at its next progress, and
-    NIXL refuses to post over it from then on. So before such a READ counts as done, its last descriptor is read a
-    second time, to the same place. If that is refused or fails, the READ has failed.
+    NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
+    descriptor are read a second time, to the same place. If that is refused or fails, the READ has failed. It is short,
+    so that the call mostly returns before the engine thread has noticed that it could have the interpreter.
 * Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
   the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
   to a ceiling that depends on what it waits for. A command ends a pause at once.
@@ -37,7 +38,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,8 +65,9 @@ MemoryType = Literal["DRAM", "VRAM"]
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
 
-PAUSE_EXPECTING_SECONDS_MAX = 0.001
-"""Longest pause while notifications are expected."""
+PAUSE_EXPECTING_SECONDS_MAX = 0.005
+"""Longest pause while notifications are expected: how long blocks that a built-in engine has released stay lent. Each
+look may take the interpreter from the engine for a moment."""
 
 PAUSE_IDLE_SECONDS_MAX = 0.05
 """Longest pause otherwise: 20 polls a second keep connections alive for well under 1 % of a core."""
@@ -86,6 +88,8 @@ EXIT_SECONDS_MAX = 2.0
 UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""
 
+PROBE_BYTES = 8
+"""Of a descriptor that is read a second time, if it is so long."""
 
 CLOCK = BootClock()
 
@@ -173,14 +177,21 @@ class ThreadEnded(msgspec.Struct, frozen=True):
 Outgoing = Command | ThreadEnded | NixlEvent
 
 
+class _Prepared(NamedTuple):
+    """NIXL's handles of a list, and of the list of the first bytes of each of its descriptors."""
+
+    whole: Any
+    probe: Any
+
+
 class _List:
     """A prepared descriptor list. `prepared` is None once its remote agent is gone."""
 
     __slots__ = ("agent", "block_length_bytes", "prepared", "run_ends", "run_lengths_bytes")
 
-    def __init__(self, agent: AgentName | None, runs: Sequence[MemoryRun], prepared: Any) -> None:
+    def __init__(self, agent: AgentName | None, runs: Sequence[MemoryRun], prepared: _Prepared) -> None:
         self.agent = agent
-        self.prepared: Any | None = prepared
+        self.prepared: _Prepared | None = prepared
         lengths = {run.length_bytes for run in runs}
         self.block_length_bytes = lengths.pop() if len(lengths) == 1 else None
         self.run_lengths_bytes = np.array([run.length_bytes for run in runs], dtype=np.int64)
@@ -198,7 +209,8 @@ class _Read:
 
     Attributes:
         transfer: its handle.
-        probe: handle of the second reading of its last descriptor; None when there is only one. See the module's rules.
+        probe: handle of the second reading from its last descriptor; None when there is only one. See the module's
+            rules.
         is_probing: the probe was posted, so its state counts.
         post_error: what posting raised: (text, transport_lost).
     """
@@ -278,10 +290,9 @@ class AgentCore:
         """Forget a peer, now or when no READ from it is in flight; its lists are of no use from now on."""
         if name not in self.agents:
             return
-        for prepared in self.lists.values():
-            if prepared.agent == name and prepared.prepared is not None:
-                self._agent.release_dlist_handle(prepared.prepared)
-                prepared.prepared = None
+        for known in self.lists.values():
+            if known.agent == name:
+                self._release_prepared(known)
         self._leaving.add(name)
         self._finish_removal(name)
 
@@ -308,13 +319,25 @@ class AgentCore:
             dtype=np.uint64,
         )
         side = "NIXL_INIT_AGENT" if agent is None else agent
-        self.lists[handle] = _List(agent, runs, self._agent.prep_xfer_dlist(side, rows, self._memory_type))
+        whole = self._agent.prep_xfer_dlist(side, rows, self._memory_type)
+        rows[:, 1] = np.minimum(rows[:, 1], PROBE_BYTES)
+        try:
+            probe = self._agent.prep_xfer_dlist(side, rows, self._memory_type)
+        except Exception:
+            self._agent.release_dlist_handle(whole)
+            raise
+        self.lists[handle] = _List(agent, runs, _Prepared(whole, probe))
 
     def release_list(self, handle: DescriptorListHandle) -> None:
         """Unknown handles are ignored."""
-        prepared = self.lists.pop(handle, None)
-        if prepared is not None and prepared.prepared is not None:
-            self._agent.release_dlist_handle(prepared.prepared)
+        known = self.lists.pop(handle, None)
+        if known is not None:
+            self._release_prepared(known)
+
+    def _release_prepared(self, known: _List) -> None:
+        prepared, known.prepared = known.prepared, None
+        for handle in prepared or ():
+            self._agent.release_dlist_handle(handle)
 
     def post_read(self, order: ReadOrdered) -> ReadPosted | ReadEnded:
         """Post a READ; returns its end if that is known already.
@@ -328,10 +351,13 @@ class AgentCore:
         for ids in (local_ids, remote_ids):
             if ids.dtype != np.int32 or ids.ndim != 1:  # NIXL truncates floats without a word
                 raise CallRefused(f"descriptor ids must be int32 in one dimension, not {ids.dtype} in {ids.ndim}")
-        transfer = self._make_read(local_list, local_ids, remote_list, remote_ids)
+        local_prepared, remote_prepared = local_list.prepared, remote_list.prepared
+        assert local_prepared is not None
+        assert remote_prepared is not None
+        transfer = self._make_read(local_prepared.whole, local_ids, remote_prepared.whole, remote_ids)
         probe = None
         if len(local_ids) > 1:
-            probe = self._make_read(local_list, local_ids[-1:], remote_list, remote_ids[-1:])
+            probe = self._make_read(local_prepared.probe, local_ids[-1:], remote_prepared.probe, remote_ids[-1:])
         length_bytes = local_list.length_bytes(local_ids)
         read = self.reads[handle] = _Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
         try:
@@ -342,15 +368,10 @@ class AgentCore:
             return self._look_at(handle, read) or ReadPosted(handle)
         return self._take_state(handle, read, state) or ReadPosted(handle)
 
-    def _make_read(
-        self, local_list: _List, local_ids: DescriptorIds, remote_list: _List, remote_ids: DescriptorIds
-    ) -> Any:
+    def _make_read(self, local: Any, local_ids: DescriptorIds, remote: Any, remote_ids: DescriptorIds) -> Any:
+        """A READ of NIXL's, between two of its prepared lists."""
         return self._agent.make_prepped_xfer(
-            "READ",
-            local_list.prepared,
-            np.ascontiguousarray(local_ids),
-            remote_list.prepared,
-            np.ascontiguousarray(remote_ids),
+            "READ", local, np.ascontiguousarray(local_ids), remote, np.ascontiguousarray(remote_ids)
         )
 
     def _usable(self, handle: DescriptorListHandle) -> _List:

@@ -16,10 +16,11 @@ from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
 from connector.ports.nixl import DescriptorIds
 from connector.protocol import GroupPull, Landed, Memory, StartPull
+from connector.runtime.reads import DESCRIPTORS_PER_TURN
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One READ. `source` counts `EnginePlan.reads`."""
+    """One READ. `source` counts `EnginePlan.reads`. What a turn does not suffice for has several."""
 
     source: int
     local_ids: DescriptorIds
@@ -48,8 +49,9 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
     reads = []
     for source, (read, of_read) in enumerate(zip(plan.reads, pairs, strict=True)):
         local_ids, remote_ids = read.descriptor_ids(of_read)
-        if local_ids.size:
-            reads.append(Read(source=source, local_ids=local_ids, remote_ids=remote_ids))
+        for first in range(0, local_ids.size, DESCRIPTORS_PER_TURN):
+            of_turn = slice(first, first + DESCRIPTORS_PER_TURN)
+            reads.append(Read(source=source, local_ids=local_ids[of_turn], remote_ids=remote_ids[of_turn]))
     addresses, lengths = plan.unfilled(pairs[0])
     unfilled = Memory(addresses=addresses, lengths=lengths) if addresses.size else None
     return Resolved(reads=tuple(reads), landed=_landed(plan, groups), unfilled=unfilled)

@@ -3,9 +3,10 @@
 Every `ReadOrder` is answered by exactly one `ReadEnded` event: when the port reported its end, when it was refused, or
 when nobody wanted it any more by the time its turn came. What an end means is for the core to say.
 
-Orders are posted first come, first served, a few at a time: posting may copy a whole READ (CMA), so a burst from one
-peer must not fill the agent's queue in front of everything else, and an order that is given up early costs nothing.
-There is no task in between: whoever orders posts, and so does the event that ends somebody's turn.
+Requests take turns of DESCRIPTORS_PER_TURN, first come, first served, and a few orders are posted at a time: posting
+may copy a whole READ (CMA), so a large request or a burst from one peer must not fill the agent's queue in front of
+everything else, and an order that is given up early costs nothing. There is no task in between: whoever orders posts,
+and so does the event that ends somebody's turn.
 
 Agents are shared. Two actors may talk to the same built-in engine, which different requests describe with different
 sizes; the agent is removed when the last of them lets go.
@@ -41,6 +42,10 @@ from statemachine.remote_engine import ReadEnded
 
 POSTS_AT_ONCE = 4
 """Orders handed to the port at the same time."""
+
+DESCRIPTORS_PER_TURN = 8192
+"""Of one request, while others wait. NIXL takes 1 to 3 us for each descriptor that it cannot merge, and the agent does
+nothing else meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,9 @@ class Reads:
         self._on_notification = on_notification
         self._on_broken = on_broken
         self._log_crash = log_crash
-        self._waiting: deque[ReadOrder] = deque()
+        # The orders of each request, in the order of their turns; never empty.
+        self._waiting: deque[deque[ReadOrder]] = deque()
+        self._left_of_turn = DESCRIPTORS_PER_TURN
         # Given to the port, whose thread may not have come to it.
         self._in_turn: set[ReadHandle] = set()
         self._posted: dict[ReadHandle, ReadOrder] = {}
@@ -152,20 +159,34 @@ class Reads:
     # --- for the peer actors ------------------------------------------------------------------------------------
 
     def order(self, orders: Sequence[ReadOrder]) -> None:
-        """Queue READs; the end of each comes through its `on_end`, perhaps before this returns."""
-        self._waiting.extend(orders)
+        """Queue the READs of a request; the end of each comes through its `on_end`, perhaps before this returns."""
+        if orders:
+            self._waiting.append(deque(orders))
         self._post_next()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _post_next(self) -> None:
         while self._waiting and len(self._in_turn) < POSTS_AT_ONCE:
-            order = self._waiting.popleft()
+            order = self._take_next()
             try:
                 self._post(order)
             except Exception as error:
                 # A mistake here costs this one READ, whose request ends in quarantine.
                 self._log_crash("posting of a READ", error)
+
+    def _take_next(self) -> ReadOrder:
+        """The next order of the request whose turn it is. When the turn is over, or all was ordered, the next one's
+        begins."""
+        of_request = self._waiting[0]
+        order = of_request.popleft()
+        self._left_of_turn -= order.local_ids.size
+        if not of_request or self._left_of_turn < of_request[0].local_ids.size:
+            self._waiting.popleft()
+            self._left_of_turn = DESCRIPTORS_PER_TURN
+            if of_request:
+                self._waiting.append(of_request)
+        return order
 
     def _post(self, order: ReadOrder) -> None:
         if not order.is_wanted():

@@ -12,6 +12,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.ports.nixl import NixlEvent, ReadEnded
 from connector.protocol import AbortPull, LeaseComputing, PeerAddress
+from connector.runtime import block_tables
 from tests.actors.engines import engine, lease_of, until
 from tests.plain_paths import REQUEST_PATHS_PLAIN
 from tests.rig.network import BlackHole
@@ -90,6 +91,31 @@ def test_the_end_of_a_read_is_reported_in_the_turn_in_which_it_is_known(monkeypa
             d.pull("a", p, [5], [1])
             await until(lambda: d.received("a"))
             assert told == [True]
+
+    run(test)
+
+
+def test_a_large_request_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tables, "DESCRIPTORS_PER_TURN", 4)
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            p.memory[:] = np.random.default_rng(2).integers(0, 255, p.memory.shape, np.uint8)
+            p.lend("remote-a")
+            sizes: list[int] = []
+            post_read = d.port.post_read
+
+            def note(*lists_and_ids: Any) -> int:
+                sizes.append(lists_and_ids[1].size)
+                return post_read(*lists_and_ids)
+
+            monkeypatch.setattr(d.port, "post_read", note)
+            d.pull("a", p, [5, 6, 7], [1, 2, 9])
+            ended = await until(lambda: d.received("a"))
+            assert ended.failure is None
+            assert (d.blocks([5, 6, 7]) == p.blocks([1, 2, 9])).all()
+            assert sizes == [4, 4, 1], "three blocks of three layers"
+            assert not (await until(lambda: p.sent("remote-a"))).expired
 
     run(test)
 

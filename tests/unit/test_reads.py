@@ -10,8 +10,8 @@ import trio
 
 from connector.clock import BootClock
 from connector.ports import nixl
-from connector.ports.nixl import NixlEvent, PortClosed, ReadPosted
-from connector.runtime.reads import POSTS_AT_ONCE, ReadOrder, Reads
+from connector.ports.nixl import DescriptorIds, NixlEvent, PortClosed, ReadPosted
+from connector.runtime.reads import DESCRIPTORS_PER_TURN, POSTS_AT_ONCE, ReadOrder, Reads
 from statemachine.remote_engine import ReadEnded
 
 
@@ -26,6 +26,7 @@ class Port:
         self.loaded: list[str] = []
         self.removed: list[str] = []
         self.ordered: list[int] = []
+        self.local_ids: list[int] = []  # the first one of each
         self.is_closed = False
         self.tell: Callable[[NixlEvent], None] = nothing
 
@@ -42,9 +43,10 @@ class Port:
         self.loaded.remove(agent)
         self.removed.append(agent)
 
-    def post_read(self, *lists_and_ids: object) -> int:
+    def post_read(self, local: int, local_ids: DescriptorIds, remote: int, remote_ids: DescriptorIds) -> int:
         if self.is_closed:
             raise PortClosed("d")
+        self.local_ids.append(int(local_ids[0]))
         self.ordered.append(len(self.ordered))
         return self.ordered[-1]
 
@@ -98,11 +100,11 @@ class Orders:
         self.wanted = True
         self.ended: dict[int, ReadEnded] = {}
 
-    def order(self, *numbers: int) -> None:
-        self.reads.order([self._one(number) for number in numbers])
+    def order(self, *numbers: int, descriptors: int = 1) -> None:
+        self.reads.order([self._one(number, descriptors) for number in numbers])
 
-    def _one(self, number: int) -> ReadOrder:
-        ids = np.array([number], np.int32)
+    def _one(self, number: int, descriptors: int) -> ReadOrder:
+        ids = np.full(descriptors, number, np.int32)
         return ReadOrder(
             request_id="r",
             read=number,
@@ -140,6 +142,29 @@ def test_a_read_that_is_ordered_of_a_closed_port_has_ended() -> None:
     orders.order(0, 1)
     assert [end.failure is not None and end.failure.operation for end in orders.ended.values()] == ["post_read"] * 2
     assert orders.reads.in_flight == 0
+
+
+def test_a_large_request_lets_others_in_between() -> None:
+    orders = Orders()
+    orders.order(*range(POSTS_AT_ONCE + 3), descriptors=DESCRIPTORS_PER_TURN)
+    orders.order(100, descriptors=2)
+    orders.order(200, 201, descriptors=DESCRIPTORS_PER_TURN // 2)
+    for handle in range(POSTS_AT_ONCE + 6):
+        orders.port.end(handle)
+    large = list(range(POSTS_AT_ONCE + 3))
+    turns = [*large[: POSTS_AT_ONCE + 1], 100, 200, 201, *large[POSTS_AT_ONCE + 1 :]]
+    assert orders.port.local_ids == turns, "the turn after the first four was given before there were others"
+
+
+def test_the_ranks_of_a_small_request_are_read_in_one_turn() -> None:
+    """Otherwise many requests at once would all be done last."""
+    orders = Orders()
+    orders.order(0)
+    orders.order(*range(1, 9), descriptors=512)
+    orders.order(*range(9, 17), descriptors=512)
+    for handle in range(17):
+        orders.port.end(handle)
+    assert orders.port.local_ids == list(range(17))
 
 
 def test_a_few_reads_are_given_to_the_port_at_a_time() -> None:

@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="one of several sources read",
         broken="where several ranks hold what a rank needs, only the first one is read",
-        changes=(Edit(block_tables.resolve, "if local_ids.size:", "if local_ids.size and not reads:"),),
+        changes=(Edit(block_tables.resolve, "range(0, local_ids.size,", "range(0, 0 if reads else local_ids.size,"),),
         place=level2("bytes"),
     ),
     Mutant(
