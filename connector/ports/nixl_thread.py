@@ -44,6 +44,7 @@ import msgspec
 import numpy as np
 
 from connector.clock import BootClock
+from connector.cpu_affinity import leave_single_cpu
 from connector.ports.command_queue import CommandQueue
 from connector.ports.nixl import (
     AgentName,
@@ -598,7 +599,7 @@ class AgentThread:
         self.join(EXIT_SECONDS_MAX)
 
     def _main(self) -> None:
-        _leave_single_cpu()
+        leave_single_cpu()
         try:
             self.core = self._make_core()
         except Exception as error:
@@ -758,17 +759,3 @@ def _text(name: str | bytes) -> AgentName:
 
 def _kind(error: Exception) -> str:
     return type(error).__name__
-
-
-def _leave_single_cpu() -> None:
-    """Widen this thread's CPU affinity when it inherited a single CPU.
-
-    vLLM's CPU worker pins its main thread to one core of its OpenMP set, and a new thread inherits that: copying KV
-    there would take the core from the model. The parent process (the server that started the worker) shows what this
-    process may use. A wider mask is somebody's choice and is left alone.
-    """
-    try:
-        if len(os.sched_getaffinity(0)) == 1:
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    except (OSError, AttributeError):  # not permitted here, or not Linux: the mask stays as it is
-        return

@@ -5,21 +5,18 @@ forked or spawned its processes), posted to without blocking, and joined with a 
 
 When it dies, everything fails closed: `death` says why, `post` drops commands, and the owner on the engine thread
 (worker.connector_worker) reports what was open as failed.
-
-vLLM's CPU worker pins the engine thread to the cores of its OpenMP team, and a new thread inherits that. Left so, the
-actors would compete with the forward pass for those cores while others idle; `spread_over_allowed_cpus` undoes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 import trio
 
+from connector.cpu_affinity import leave_single_cpu
 from connector.thread_mailbox import ThreadMailbox
 
 C = TypeVar("C")
@@ -118,7 +115,7 @@ class ActorThread(Generic[C]):
     # --- in the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        spread_over_allowed_cpus()
+        leave_single_cpu()
         try:
             trio.run(self._main_task)
         except BaseException as error:
@@ -142,13 +139,3 @@ class ActorThread(Generic[C]):
     def _deliver(self, command: C) -> None:
         assert self._main is not None
         self._main.deliver(command)
-
-
-def spread_over_allowed_cpus() -> None:
-    """Let the calling thread run on every CPU that this process may use; see the module's docstring."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    except OSError:
-        return  # Not allowed here: the inherited mask stays.
