@@ -66,7 +66,7 @@ MemoryType = Literal["DRAM", "VRAM"]
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
 
-PAUSE_EXPECTING_SECONDS_MAX = 0.005
+PAUSE_EXPECTING_SECONDS_MAX = 0.002
 """Longest pause while notifications are expected: how long blocks that a built-in engine has released stay lent. Each
 look may take the interpreter from the engine for a moment."""
 

@@ -259,6 +259,50 @@ class TestRealNixlPort(NixlPortSuite):
         assert threading.get_ident() not in set().union(*callers.values())
         assert max(len(threads) for threads in callers.values()) == 2  # two ports, a thread each
 
+    @pytest.mark.parametrize(("descriptors", "posts"), [(1, 1), (64, 2)], ids=["single", "with a probe"])
+    def test_what_stands_between_an_order_and_its_end(
+        self, descriptors: int, posts: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each call of NIXL may be a wait for the interpreter. Before the end of a READ is told there are those that
+        post it and its probe, however many descriptors it has; it is measured and released after that."""
+        said: list[str] = []
+        bindings = nixl_thread._import_nixl()
+
+        def watched(name: str) -> Callable[..., object]:
+            original = getattr(bindings.nixl_agent, name)
+
+            def call(*args: object, **kwargs: object) -> object:
+                said.append(name)
+                return original(*args, **kwargs)
+
+            return call
+
+        for name in ("make_prepped_xfer", "transfer", "get_xfer_telemetry", "release_xfer_handle"):
+            monkeypatch.setattr(bindings.nixl_agent, name, watched(name))
+        deliver = RealNixlPort._deliver
+
+        def deliver_noted(port: RealNixlPort, items: Sequence[object]) -> None:
+            said.extend(type(item).__name__ for item in items)
+            deliver(port, items)
+
+        monkeypatch.setattr(RealNixlPort, "_deliver", deliver_noted)
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            ids = list(range(descriptors))
+            await reader.recorder.done(await reader.post(ids, ids))
+            await reader.recorder.until(lambda: "ReadMeasured" in said)
+            said.clear()
+            await reader.recorder.done(await reader.post(ids, ids))
+            await reader.recorder.until(lambda: "ReadMeasured" in said)
+
+        self.run(scenario)
+        told = said.index("ReadEnded")
+        waited_for = [name for name in said[:told] if name != "ReadPosted"]
+        assert sorted(waited_for) == ["make_prepped_xfer"] * posts + ["transfer"] * posts
+        afterwards = said[told + 1 : said.index("ReadMeasured")]
+        assert afterwards == ["get_xfer_telemetry"] + ["release_xfer_handle"] * posts
+
     def test_a_queue_of_slow_calls_does_not_hide_the_end_of_a_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Posting may take 30 ms, and many posts may queue up: READs are looked at between any two of them."""
 
