@@ -79,9 +79,10 @@ PAUSE_SECONDS_MIN = 0.00005
 PAUSE_FRACTION = 0.25
 """Pause this fraction of the time since the last activity: a wait overshoots by at most a quarter."""
 
-POLL_WORKED_SECONDS = 0.0001
-POLL_WORKED_SECONDS_PER_READ = 0.000005
-"""A poll that took longer than this moved data (an empty one takes 1-50 us), so the next one follows at once."""
+POLL_WORKED_CPU_SECONDS = 0.00002
+POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
+"""A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ), so the next
+one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
 
 EXIT_SECONDS_MAX = 2.0
 """How long the end of the process waits for a port that nobody closed."""
@@ -653,19 +654,21 @@ class AgentThread:
         while True:
             if self._execute_next(core, pause_seconds):
                 active_at = time.monotonic()
-            started = time.monotonic()
+            started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
                 return
             events = core.poll_reads() if core.reads else []
             ceiling_seconds = self._pause_seconds_max(core)
-            if started >= notifications_at and self._backlog() < UNDELIVERED_EVENTS_MAX:
+            # Without READs this is what makes UCX progress: a peer may be reading from us.
+            is_due = not core.reads or started >= notifications_at
+            if is_due and self._backlog() < UNDELIVERED_EVENTS_MAX:
                 events += core.poll_notifications()
                 notifications_at = started + min(ceiling_seconds, PAUSE_EXPECTING_SECONDS_MAX)
-            now = time.monotonic()
+            now, cpu_seconds = time.monotonic(), time.thread_time() - started_cpu
             if events:
                 self._deliver(events)
                 self._tidy(core)
-            if events or now - started > POLL_WORKED_SECONDS + POLL_WORKED_SECONDS_PER_READ * len(core.reads):
+            if events or cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads):
                 active_at = notifications_at = now
                 pause_seconds = 0.0
             else:
