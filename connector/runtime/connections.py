@@ -32,8 +32,8 @@ class Connections:
     Args:
         owner: whose the agents of these connections are, among the actors of the rank.
         put: how an event reaches the actor.
-        on_connected, on_disconnected: called with the address when a handshake has succeeded, and when what it loaded
-            has been taken back.
+        on_connected: called when a handshake has succeeded.
+        on_disconnected: called when what it loaded has been taken back.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Connections:
         owner: Hashable,
         put: Callable[[Event], None],
         *,
-        on_connected: Callable[[PeerAddress], None],
-        on_disconnected: Callable[[PeerAddress], None],
+        on_connected: Callable[[], None],
+        on_disconnected: Callable[[], None],
     ) -> None:
         self._context = context
         self._owner = owner
@@ -123,7 +123,7 @@ class Connections:
             number = self._opened
             self._by_number[number] = connection
             self._listen(number, connection)
-            self._on_connected(address)
+            self._on_connected()
             self._put(
                 core.Connected(
                     connection=number,
@@ -177,7 +177,7 @@ class Connections:
                 await disconnect(self._context, connection)
         finally:
             self._put(core.TornDown(connection=number))
-            self._on_disconnected(connection.peer)
+            self._on_disconnected()
 
 
 def _event_of(answer: control.ControlAnswer, connection: int, rank: int) -> Event:
