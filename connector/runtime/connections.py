@@ -53,6 +53,8 @@ class Connections:
         self._by_number: dict[int, Connection] = {}
         self._opened = 0
         self._nursery: trio.Nursery | None = None
+        # What is to begin with the next nursery; empty while there is one.
+        self._postponed: list[tuple[Callable[..., Awaitable[None]], tuple[object, ...]]] = []
 
     def __getitem__(self, number: int) -> Connection:
         return self._by_number[number]
@@ -62,9 +64,12 @@ class Connections:
         self._nursery = nursery
         for number, connection in self._by_number.items():
             self._listen(number, connection)
+        postponed, self._postponed = self._postponed, []
+        for task, arguments in postponed:
+            self._spawn(task, *arguments)
 
     def detach(self) -> None:
-        """Nothing new begins."""
+        """The nursery ends. What is asked for from now on begins with the next one, if there is one."""
         self._nursery = None
 
     # --- what the actor asks for --------------------------------------------------------------------------------
@@ -96,6 +101,8 @@ class Connections:
     def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(task, *args)
+        else:
+            self._postponed.append((task, args))
 
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
@@ -136,6 +143,8 @@ class Connections:
         self._put(core.ConnectFailed(failure=failure))
 
     def _listen(self, number: int, connection: Connection) -> None:
+        if self._nursery is None:
+            return  # `attach` does
         for rank, remote in enumerate(connection.ranks):
             if remote.link is not None:
                 self._spawn(self._receive, number, rank, remote.link)

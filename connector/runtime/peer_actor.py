@@ -138,6 +138,7 @@ class PeerActor:
                 await self._run()
             finally:
                 self._is_running = False
+                self._connections.detach()
             nursery.cancel_scope.cancel()
 
     async def _run(self) -> None:
@@ -198,8 +199,8 @@ class PeerActor:
         failure = ActorCrashed(actor=f"peer actor of {self._key.engine_id}", error=repr(error))
         event, self._in_hand = self._in_hand, None
         self._feed(core.Crashed(failure=failure))
-        if isinstance(event, core.ReadEnded):
-            self._feed(event)  # nobody else will ever tell that this READ is over
+        if isinstance(event, core.ReadEnded | core.Retire):
+            self._feed(event)  # nobody will ever tell these again
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told

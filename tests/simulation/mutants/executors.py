@@ -557,6 +557,14 @@ SUPERVISOR = (
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
     ),
     Mutant(
+        name="asked for while it recovers",
+        broken="what an actor that has crashed asks for before it runs again, such as tearing down, never begins",
+        changes=(Edit(PeerActor.run, "self._connections.detach()", "pass"),),
+        place=ByTest(
+            "tests/actors/test_peers.py::test_what_an_actor_asks_for_while_it_recovers_begins_when_it_runs_again"
+        ),
+    ),
+    Mutant(
         name="restarts without delay",
         row=31,
         broken="a task that crashes at once spins",

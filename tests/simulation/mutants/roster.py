@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from connector.runtime.peer_actor import PeerActor
 from connector.runtime.supervisor import Supervisor
 from statemachine.roster import Roster
 from tests.simulation.mutants.executors import REPLACEMENTS, WRONG_SIZES, level2
@@ -121,6 +122,13 @@ MUTANTS = (
             Edit(Roster._retire, "if not entry.is_retired:", "if True:"),
         ),
         place=ByTest("tests/actors/test_peers.py::test_one_place_in_a_full_table_is_given_away_once"),
+    ),
+    Mutant(
+        name="a retirement is forgotten in a crash",
+        rule="retired once",
+        broken="an actor that crashes over being retired lives on, and no longer counts",
+        changes=(Edit(PeerActor.recover, "core.ReadEnded | core.Retire", "core.ReadEnded"),),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_over_being_retired_ends_all_the_same"),
     ),
     Mutant(
         name="aborts are not routed",
