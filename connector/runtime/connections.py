@@ -32,8 +32,8 @@ class Connections:
     Args:
         owner: whose the agents of these connections are, among the actors of the rank.
         put: how an event reaches the actor.
-        on_connected, on_disconnected: called with the address when a handshake has succeeded, and when what it loaded
-            has been taken back.
+        on_connected: called when a handshake has succeeded.
+        on_disconnected: called when what it loaded has been taken back.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Connections:
         owner: Hashable,
         put: Callable[[Event], None],
         *,
-        on_connected: Callable[[PeerAddress], None],
-        on_disconnected: Callable[[PeerAddress], None],
+        on_connected: Callable[[], None],
+        on_disconnected: Callable[[], None],
     ) -> None:
         self._context = context
         self._owner = owner
@@ -53,6 +53,8 @@ class Connections:
         self._by_number: dict[int, Connection] = {}
         self._opened = 0
         self._nursery: trio.Nursery | None = None
+        # What is to begin with the next nursery; empty while there is one.
+        self._postponed: list[tuple[Callable[..., Awaitable[None]], tuple[object, ...]]] = []
 
     def __getitem__(self, number: int) -> Connection:
         return self._by_number[number]
@@ -62,9 +64,12 @@ class Connections:
         self._nursery = nursery
         for number, connection in self._by_number.items():
             self._listen(number, connection)
+        postponed, self._postponed = self._postponed, []
+        for task, arguments in postponed:
+            self._spawn(task, *arguments)
 
     def detach(self) -> None:
-        """Nothing new begins."""
+        """The nursery ends. What is asked for from now on begins with the next one, if there is one."""
         self._nursery = None
 
     # --- what the actor asks for --------------------------------------------------------------------------------
@@ -96,6 +101,8 @@ class Connections:
     def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(task, *args)
+        else:
+            self._postponed.append((task, args))
 
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
@@ -123,7 +130,7 @@ class Connections:
             number = self._opened
             self._by_number[number] = connection
             self._listen(number, connection)
-            self._on_connected(address)
+            self._on_connected()
             self._put(
                 core.Connected(
                     connection=number,
@@ -136,6 +143,8 @@ class Connections:
         self._put(core.ConnectFailed(failure=failure))
 
     def _listen(self, number: int, connection: Connection) -> None:
+        if self._nursery is None:
+            return  # `attach` does
         for rank, remote in enumerate(connection.ranks):
             if remote.link is not None:
                 self._spawn(self._receive, number, rank, remote.link)
@@ -177,7 +186,7 @@ class Connections:
                 await disconnect(self._context, connection)
         finally:
             self._put(core.TornDown(connection=number))
-            self._on_disconnected(connection.peer)
+            self._on_disconnected()
 
 
 def _event_of(answer: control.ControlAnswer, connection: int, rank: int) -> Event:

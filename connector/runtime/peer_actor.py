@@ -19,7 +19,7 @@ core, and runs it again. What it is told meanwhile waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,10 @@ from connector.runtime.context import ActorContext, engine_limits
 from connector.runtime.reads import ReadOrder
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
+from statemachine import roster
 from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
+from statemachine.roster import PeerKey
 
 
 @dataclass(kw_only=True)
@@ -63,23 +65,19 @@ class PeerActor:
 
     Args:
         key: of this actor among those of the rank.
-        on_request_ended: called with the id of every request that this actor is done with.
-        on_connected, on_disconnected: called with the address when a handshake has succeeded, and when what it loaded
-            has been taken back.
+        tell_roster: told of what concerns the other actors: connections, and requests that this one is done with.
     """
 
     def __init__(
         self,
         context: ActorContext,
-        key: Hashable,
+        key: PeerKey,
         address: PeerAddress,
-        *,
-        on_request_ended: Callable[[str], None],
-        on_connected: Callable[[PeerAddress], None],
-        on_disconnected: Callable[[PeerAddress], None],
+        tell_roster: Callable[[Event], None],
     ) -> None:
         self._context = context
-        self._on_request_ended = on_request_ended
+        self._key = key
+        self._tell_roster = tell_roster
         local = context.local.layout
         self.core = core.RemoteEngine(
             address.engine_id,
@@ -88,17 +86,18 @@ class PeerActor:
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=context.recorder.observer(address.engine_id, self._amounts),
         )
-        self.address = address
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
-        self.last_used_ns = context.clock.now_ns()
         self._pulls: dict[str, _Pull] = {}
         self._connections = Connections(
-            context, key, self.tell, on_connected=on_connected, on_disconnected=on_disconnected
+            context,
+            key,
+            self.tell,
+            on_connected=lambda: tell_roster(roster.Connected(key=key)),
+            on_disconnected=lambda: tell_roster(roster.Disconnected(key=key)),
         )
         # The event that the core is handling.
         self._in_hand: Event | None = None
-        self._is_retired = False
         self._is_running = False
         self._is_at_work = False
         self._crash: Exception | None = None
@@ -128,14 +127,8 @@ class PeerActor:
         return self.core.is_unused and not self._commands_waiting
 
     @property
-    def is_leaving(self) -> bool:
-        """Given up. READs that hang may keep it for long; it has made room for another one already."""
-        return self._is_retired or self.core.is_leaving
-
-    def retire(self) -> None:
-        """Give this engine up."""
-        self._is_retired = True
-        self.tell(core.Retire())
+    def is_connected(self) -> bool:
+        return self.core.is_connected
 
     async def run(self) -> None:
         """Until the core is finished with this engine."""
@@ -146,6 +139,7 @@ class PeerActor:
                 await self._run()
             finally:
                 self._is_running = False
+                self._connections.detach()
             nursery.cancel_scope.cancel()
 
     async def _run(self) -> None:
@@ -204,11 +198,11 @@ class PeerActor:
 
     def recover(self, error: BaseException) -> None:
         """After `run` raised: tell the core. The handshake in flight ended with the nursery, and left nothing."""
-        failure = ActorCrashed(actor=f"peer actor of {self.address.engine_id}", error=repr(error))
+        failure = ActorCrashed(actor=f"peer actor of {self._key.engine_id}", error=repr(error))
         event, self._in_hand = self._in_hand, None
         self._feed(core.Crashed(failure=failure))
-        if isinstance(event, core.ReadEnded):
-            self._feed(event)  # nobody else will ever tell that this READ is over
+        if isinstance(event, core.ReadEnded | core.Retire):
+            self._feed(event)  # nobody will ever tell these again
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
@@ -219,13 +213,14 @@ class PeerActor:
             message if isinstance(message, Event) else self._event_of_command(message)
             for message in (*self._unheard, *self._inbox)
         ]
+        self._unheard.clear()
         self._inbox.clear()
         self._commands_waiting = 0
         for event in (*events, core.Stop(failure=failure)):
             try:
                 self._feed(event)
             except Exception as error:
-                self._context.log_crash(f"peer actor of {self.address.engine_id}", error)
+                self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
     def _seconds_to_wake(self) -> float:
         if self._wakes_at_ns is None:
@@ -234,7 +229,6 @@ class PeerActor:
 
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""
-        self.last_used_ns = self._context.clock.now_ns()
         self._commands_waiting += 1
         self.tell(command)
 
@@ -280,7 +274,7 @@ class PeerActor:
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
-        self.address = effect.address
+        self._tell_roster(roster.Connecting(key=self._key, place=str(effect.address)))
         self._connections.open(effect.address)
 
     def _resolve_blocks(self, effect: core.ResolveBlocks) -> None:
@@ -359,7 +353,7 @@ class PeerActor:
                 unfilled=resolved.unfilled if resolved is not None else None,
             )
         )
-        self._on_request_ended(request_id)
+        self._tell_roster(roster.RequestEnded(request_id=request_id))
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)

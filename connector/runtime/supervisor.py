@@ -6,8 +6,8 @@
 
 `deliver` is called in the trio thread by the engine's mailbox, once per command, and never blocks.
 
-Which actor a request belongs to is decided by what it says: the engine's id and its sizes. What a client says of sizes
-may be wrong. Then its handshake fails for those who say the same, and for nobody else.
+It is the executor of the `Roster` core (`statemachine/roster.py`), which decides which peer actors there are and which
+of them a command goes to.
 
 An actor that raises is a bug; it must not take the engine with it. The supervisor logs it, lets the actor fail what it
 had in hand, and runs it again. The restart costs a growing delay, so that an actor that crashes on every message does
@@ -17,11 +17,10 @@ not spin.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import trio
 
-from connector.clock import Clock, to_ns
+from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.ports.nixl import NixlPort, NotificationReceived
@@ -46,23 +45,14 @@ from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
-from statemachine import request
-from statemachine.failures import ConnectorStopped, Failure, TooManyPeers
-from statemachine.lease import LeaseName
-from statemachine.remote_engine import Stop
+from statemachine import roster
+from statemachine.failures import ConnectorStopped, Failure
+from statemachine.kernel import Effect, Event
+from statemachine.remote_engine import Retire, Stop
+from statemachine.roster import PeerKey, Roster
 
-SWEEP_INTERVAL_SECONDS = 30.0
 SHUTDOWN_GRACE_SECONDS = 2.0
 """How long a stop waits for READs in flight before the memory under them is given up as still in use."""
-
-
-class PeerKey(NamedTuple):
-    """A remote engine as requests describe it."""
-
-    engine_id: str
-    tp_size: int
-    dcp_size: int
-    pp_size: int
 
 
 class Supervisor:
@@ -124,8 +114,10 @@ class Supervisor:
             log_failure=log_failure,
             log_crash=log_crash,
         )
+        # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
-        self._peer_of_request: dict[str, PeerKey] = {}
+        self._idle_ns = to_ns(options.engine_ttl)
+        self._roster = Roster(members_max=options.peer_limit, idle_ns=self._idle_ns, member=self._peers.__getitem__)
         self._stopped: ConnectorStopped | None = None
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -139,14 +131,13 @@ class Supervisor:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
-                nursery.start_soon(self._sweep)
+                nursery.start_soon(self._retire_idle)
                 task_status.started()
                 await self._stop_requested.wait()
                 await self._wind_down()
-                self._nursery = None  # who is asked from here on has nobody left to answer for him: see `_actor`
                 nursery.cancel_scope.cancel()
         finally:
-            self._nursery = None
+            self._close_roster()
             self._side_channel.close()
             with trio.CancelScope(shield=True):
                 await self._nixl_port.aclose(SHUTDOWN_GRACE_SECONDS)
@@ -163,6 +154,7 @@ class Supervisor:
         assert self._stopped is not None
         for actor in list(self._peers.values()):
             actor.end(self._stopped)
+        self._close_roster()
         await self._reads.release_local_lists()
 
     def _stop_everything(self, detail: str) -> None:
@@ -172,143 +164,106 @@ class Supervisor:
         if not self._stop_requested.is_set():
             self._context.log_failure("connector", self._stopped)
             self._context.emit(WorkerStopped(reason=detail))
+        self._tell_roster(roster.Stopped(failure=self._stopped))
         for actor in self._peers.values():
             actor.tell(Stop(failure=self._stopped))
+
+    def _close_roster(self) -> None:
+        """Nobody is left to answer for a request: who comes from here on is refused."""
+        self._tell_roster(roster.Stopped(failure=self._stopped or ConnectorStopped(detail="its actors have crashed")))
+        for key in list(self._peers):
+            self._forget(key)
 
     # --- routing ------------------------------------------------------------------------------------------------
 
     def deliver(self, command: Command) -> None:
         """Trio thread: hand a command to the actor that it concerns."""
         match command:
-            case StartPull():
-                self._start_pull(command)
-            case AbortPull(request_id=request_id):
-                key = self._peer_of_request.get(request_id)
-                if key is not None and key in self._peers:
-                    self._peers[key].put(command)
+            case StartPull(awaited=is_awaited):
+                self._ask(command, is_awaited=is_awaited)
             case TrackLease():
-                actor = self._actor(command.peer)
-                if actor is not None:
-                    actor.put(command)
-            case RejectPull(failure=failure):
-                self._refuse(command, request.ParamsRejected(failure=failure))
+                self._ask(command, is_awaited=False)
+            case AbortPull(request_id=request_id):
+                self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
+            case RejectPull(request_id=request_id, failure=failure):
+                self._tell_roster(roster.Rejected(request_id=request_id, failure=failure, message=command))
             case LeaseComputing() | LeaseGranted() | LeaseWithdrawn():
                 self._lease_keeper.deliver(command)
 
     def _route_notification(self, event: NotificationReceived) -> None:
         self._lease_keeper.notify(event.sender, event.message_untrusted)
 
-    def _start_pull(self, command: StartPull) -> None:
-        actor = self._actor(command.peer)
-        if actor is not None:
-            if command.awaited:
-                self._peer_of_request[command.request_id] = _key(command.peer)
-            actor.put(command)
-        elif command.awaited:
-            limit = self._context.options.peer_limit
-            too_many = TooManyPeers(peer=command.peer.engine_id, address=str(command.peer), limit=limit)
-            self._refuse(command, request.PeerFailed(failure=self._stopped or too_many))
+    # --- the roster ---------------------------------------------------------------------------------------------
 
-    def _refuse(self, command: StartPull | RejectPull, event: request.ParamsRejected | request.PeerFailed) -> None:
-        """End a request that never reaches a peer; the trace shows it like any other."""
-        peer, lease = "", LeaseName("", 0)
-        if isinstance(command, StartPull):
-            peer, lease = command.peer.engine_id, command.lease
-        fresh = request.Request(request_id=command.request_id, lease=lease, peer=peer, retries_left=0)
-        ended, _ = request.MACHINE.step(fresh, event)
-        observe = self._context.recorder.observer(peer or None, lambda _: (len(command.local_block_ids), None, None))
+    def _ask(self, command: StartPull | TrackLease, *, is_awaited: bool) -> None:
+        peer = command.peer
+        self._tell_roster(
+            roster.Asked(
+                key=PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size)),
+                place=str(peer),
+                request_id=command.request_id,
+                lease=command.lease,
+                is_awaited=is_awaited,
+                message=command,
+            )
+        )
+
+    def _tell_roster(self, event: Event) -> None:
+        self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case roster.HandOver(key=key, message=command):
+                    self._peers[key].put(command)
+                case roster.Admit(key=key, message=command):
+                    self._admit(key, command.peer)
+                case roster.Retire(key=key):
+                    self._peers[key].tell(Retire())
+                case roster.Refuse():
+                    self._refuse(effect)
+
+    def _admit(self, key: PeerKey, address: PeerAddress) -> None:
+        assert self._nursery is not None
+        actor = self._peers[key] = PeerActor(self._context, key, address, self._tell_roster)
+        self._nursery.start_soon(self._run_peer, key, actor)
+
+    async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:
+        await keep_running(f"peer actor of {key.engine_id}", actor.run, self._log_crash, actor.recover)
+        self._forget(key)
+        # What arrived after its last look at the inbox goes to its successor.
+        for command in actor.take_unheard():
+            self.deliver(command)
+
+    def _forget(self, key: PeerKey) -> None:
+        if self._peers.pop(key, None) is not None:
+            self._tell_roster(roster.Ended(key=key))
+
+    def _refuse(self, effect: roster.Refuse) -> None:
+        command: StartPull | RejectPull = effect.message
+        fresh, ended = effect.fresh, effect.ended
+        observe = self._context.recorder.observer(
+            fresh.peer or None, lambda _: (len(command.local_block_ids), None, None)
+        )
         if observe is not None:
-            observe("request", command.request_id, None, None, fresh)
-            observe("request", command.request_id, fresh, event, ended)
+            observe("request", fresh.request_id, None, None, fresh)
+            observe("request", fresh.request_id, fresh, effect.event, ended)
         self._context.emit(
             ReceiveEnded(
-                request_id=command.request_id,
+                request_id=fresh.request_id,
                 failure=ended.failure,
                 local_block_ids=command.local_block_ids,
                 quarantined=False,
             )
         )
-        self._context.log_failure(command.request_id, event.failure)
+        assert ended.failure is not None
+        self._context.log_failure(fresh.request_id, ended.failure)
 
-    # --- peers --------------------------------------------------------------------------------------------------
-
-    def _actor(self, address: PeerAddress) -> PeerActor | None:
-        """The actor of a remote engine, made when it is new. None: too many are known and all are in use, or the
-        connector has stopped."""
-        if self._nursery is None:
-            return None
-        key = _key(address)
-        actor = self._peers.get(key)
-        if actor is not None:
-            return actor
-        if self._stopped is not None:
-            return None
-        staying = sum(not actor.is_leaving for actor in self._peers.values())
-        if staying >= self._context.options.peer_limit and not self._evict_one():
-            return None
-        actor = PeerActor(
-            self._context,
-            key,
-            address,
-            on_request_ended=self._forget_request,
-            on_connected=self._retire_replaced,
-            on_disconnected=self._retire_sharers,
-        )
-        self._peers[key] = actor
-        self._nursery.start_soon(self._run_peer, key, actor)
-        return actor
-
-    async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:
-        await keep_running(f"peer actor of {key.engine_id}", actor.run, self._log_crash, actor.recover)
-        del self._peers[key]
-        # What arrived after its last look at the inbox goes to its successor.
-        for command in actor.take_unheard():
-            self.deliver(command)
-
-    def _forget_request(self, request_id: str) -> None:
-        self._peer_of_request.pop(request_id, None)
-
-    def _retire_replaced(self, address: PeerAddress) -> None:
-        """An engine has answered at `address`: any other engine that was known there is gone."""
-        for actor in self._peers.values():
-            same_place = (actor.address.host, actor.address.port) == (address.host, address.port)
-            if same_place and actor.address.engine_id != address.engine_id:
-                actor.retire()
-
-    def _retire_sharers(self, address: PeerAddress) -> None:
-        """A connection to this engine was given up. Unused actors that know it by other sizes stand on the same agents,
-        which can be loaded again only when all have let go."""
-        for key, actor in self._peers.items():
-            shares = key.engine_id == address.engine_id and key != _key(address)
-            if shares and actor.is_unused and actor.core.is_connected:
-                actor.retire()
-
-    def _evict_one(self) -> bool:
-        """Make room: give up the peer that has been unused for longest, an unconnected one if there is one.
-
-        A connected one goes too, because a dead engine that nobody uses looks connected: with a full table, engines
-        that replaced others would never find a place.
-        """
-        unused = [actor for actor in self._peers.values() if actor.is_unused and not actor.is_leaving]
-        if not unused:
-            return False
-        oldest = min(unused, key=lambda actor: (actor.core.is_connected, actor.last_used_ns))
-        oldest.retire()
-        return True
-
-    async def _sweep(self) -> None:
-        """Forget peers that are not connected and have not been asked for in a long time.
-
-        A live connection is kept however idle it is: on NIXL 1.5.1 every remove + add leaks a file descriptor.
-        """
-        ttl_ns = to_ns(self._context.options.engine_ttl)
+    async def _retire_idle(self) -> None:
+        clock, idle_ns = self._context.clock, self._idle_ns
         while True:
-            await trio.sleep(SWEEP_INTERVAL_SECONDS)
-            now_ns = self._context.clock.now_ns()
-            for actor in self._peers.values():
-                if actor.is_unused and not actor.core.is_connected and now_ns - actor.last_used_ns > ttl_ns:
-                    actor.retire()
-
-
-def _key(address: PeerAddress) -> PeerKey:
-    return PeerKey(address.engine_id, address.tp_size, address.dcp_size, address.pp_size)
+            deadline_ns, now_ns = self._roster.next_deadline(), clock.now_ns()
+            # Nothing can become due earlier: who is admitted meanwhile has `idle_ns` from then.
+            sleep_ns = idle_ns if deadline_ns is None else max(0, deadline_ns - now_ns)
+            await trio.sleep(sleep_ns / NS_PER_SECOND)
+            self._carry_out(self._roster.advance(clock.now_ns()))

@@ -9,7 +9,8 @@ from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
-from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine
+from statemachine.kernel import Effect, Event
+from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import Engine, engine, lease_of, until
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole
@@ -277,6 +278,59 @@ def test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing(monkeypatch
             assert ended is not None
             assert not ended.quarantined, "the READ has ended"
             await reads(d, p, "after")
+
+    run(test)
+
+
+def test_what_an_actor_asks_for_while_it_recovers_begins_when_it_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It crashes on the end of the last READ over a link that was lost: only now can the connection be torn down."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
+            await reads(d, p, "before")
+            original = RemoteEngine.handle
+            crashed = False
+
+            def broken(self: RemoteEngine, event: Event, now_ns: int) -> list[Effect]:
+                nonlocal crashed
+                if isinstance(event, ReadEnded) and not crashed:
+                    crashed = True
+                    assert original(self, LinkLost(connection=1, detail="reset"), now_ns) == []
+                    raise RuntimeError("injected")
+                return original(self, event, now_ns)
+
+            monkeypatch.setattr(RemoteEngine, "handle", broken)
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
+            await failure_of(d, "a")
+            await until(lambda: d.trace.path("peer", "p")[-1] not in ("draining", "disconnecting"))
+            await reads(d, p, "after")
+            assert [name for name, _ in d.crashes] == ["peer actor of p"]
+
+    run(test)
+
+
+def test_actor_that_crashes_over_being_retired_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event is told again: the roster says it once, and counts on it."""
+
+    async def test() -> None:
+        one = ConnectorOptions(peer_limit=1)
+        async with engine("d", options=one) as d, engine("new", serves=True) as new, engine("old", serves=True) as old:
+            await reads(d, old, "before")
+            original = RemoteEngine.handle
+            crashed = False
+
+            def broken(self: RemoteEngine, event: Event, now_ns: int) -> list[Effect]:
+                nonlocal crashed
+                if isinstance(event, Retire) and not crashed:
+                    crashed = True
+                    raise RuntimeError("injected")
+                return original(self, event, now_ns)
+
+            monkeypatch.setattr(RemoteEngine, "handle", broken)
+            await reads(d, new, "after")
+            await until(lambda: d.trace.path("peer", "old")[-1] == "gone")
+            assert [name for name, _ in d.crashes] == ["peer actor of old"]
 
     run(test)
 

@@ -103,7 +103,7 @@ IN_FLIGHT = (ORDERED, ORDERED_LATE, FLYING, FLYING_SLOW, HUNG)
 MAY_WRITE = (FLYING, FLYING_SLOW, HUNG, WRITING)
 
 # How a READ has ended, before anybody has noticed.
-(COMPLETED, LOST, REFUSED, LOST_WRITING, NOT_POSTED) = range(5)
+(COMPLETED, LOST, REFUSED, LOST_WRITING, NOT_WANTED) = range(5)
 ENDS = ("completes", "finds the transport lost", "is refused", "finds the transport lost and goes on writing", "")
 
 # What lies in the destination of a READ.
@@ -1118,7 +1118,7 @@ class Turn:
         kept = self._shelf.core(self.cores[core])
         assert isinstance(kept, RemoteEngine)
         if not kept.wants(self._rules.request_ids[request]):
-            self._set_read(request, rank, source, read._replace(status=ENDED, end=NOT_POSTED))
+            self._set_read(request, rank, source, read._replace(status=ENDED, end=NOT_WANTED))
             return
         connection = self._connection(core, read.connection)
         if connection is None or connection.is_suspect or kept.state is not peer.State.READY:
@@ -1157,7 +1157,7 @@ class Turn:
             ended_ns=-read.age_ns,
             failure=failures.get(read.end),
             is_quiescent=read.end != LOST_WRITING,
-            was_wanted=read.end != NOT_POSTED,
+            was_wanted=read.end != NOT_WANTED,
         )
 
     def delay_read(self, request: int, rank: int, source: int) -> None:

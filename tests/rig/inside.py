@@ -56,7 +56,7 @@ class Inside:
             prefills=len(lender._computing),
             receives=worker.ledger.open_receives,
             sends=worker.ledger.open_sends,
-            requests_of_actors=len(supervisor._peer_of_request)
+            requests_of_actors=supervisor._roster.open_requests
             + sum(len(actor._pulls) + len(actor.core._requests) + len(actor.core._quarantined) for actor in actors),
             leases=supervisor._lease_keeper.open_leases + sum(len(actor.core._claims) for actor in actors),
         )

@@ -2,7 +2,7 @@
 
 `DecodeEngine` outlives crashes; `DecodeLife` is one process: the block pool and the script of its scheduler.
 `DecodeRank` is what one worker has: memory, the executors of its cores, and the thread of the agent with its READs.
-What the supervisor of a worker does about peers is here too: how many there may be, who is evicted, who is replaced.
+It executes the roster of its peers too, as the supervisor of a worker does.
 
 A request has ended when all ranks have reported. Its blocks return to the pool when it is through with decoding, and
 blocks that a rank reported as quarantined when that rank has lifted it. A request that failed is computed anew in the
@@ -15,8 +15,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from statemachine import remote_engine as core
-from statemachine.failures import BadParams, Failure, TooManyPeers, TransferError
+from statemachine import roster
+from statemachine.failures import BadParams, Failure, TransferError
+from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
+from statemachine.roster import PeerKey
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.level1.builtin import Guest
 from tests.simulation.level1.clock import draw_clock
@@ -518,7 +521,7 @@ class DecodeLife:
 
 
 class DecodeRank:
-    """One worker: the executors of its cores by engine id, and an agent.
+    """One worker: the executors of its cores, and an agent.
 
     `memory` and `writing` have a part per READ that a block takes: its tag, and whether a READ may still write it.
     `agents` are the connections that are loaded, `pulls` the requests that cores have in hand.
@@ -529,6 +532,7 @@ class DecodeRank:
         "_clock",
         "_connections",
         "_heap",
+        "_roster",
         "agents",
         "life",
         "memory",
@@ -548,7 +552,13 @@ class DecodeRank:
         self.number = number
         self.name = f"{life.engine.name}.{life.engine.lives}/{number}"
         self.random = life.engine.chance.random
-        self.readers: dict[str, Reader] = {}
+        # Those of the members of the roster.
+        self.readers: dict[PeerKey, Reader] = {}
+        self._roster = world.cores.roster(
+            members_max=world.cluster.peer_limit,
+            idle_ns=world.cluster.engine_ttl_ns,
+            member=lambda key: self.readers[key].core,
+        )
         self.agents: dict[PrefillLife, Connection] = {}
         self.pulls: dict[str, Pull] = {}
         pieces = max(1, RANKS_MAX // world.cluster.decode_ranks)
@@ -579,13 +589,13 @@ class DecodeRank:
     # --- commands to cores; how long ago the engine heard of a request is worked out when they are carried out -------
 
     def announce(self, pull: Pull) -> None:
-        reader = self._reader(pull.prompt)
+        reader = self._reader(pull, is_awaited=False)
         if reader is None:
             return
         if reader.is_closed:
             reader.hold_back(self.announce, pull)
             return
-        reader.use(
+        reader.deliver(
             core.Announced(
                 request_id=pull.request_id,
                 lease=pull.lease,
@@ -595,16 +605,14 @@ class DecodeRank:
         )
 
     def start(self, pull: Pull) -> None:
-        reader = self._reader(pull.prompt)
+        reader = self._reader(pull, is_awaited=True)
         if reader is None:
-            failure = TooManyPeers(peer=pull.prompt.life.engine_id, limit=self.world.cluster.peer_limit)
-            self.life.hear_report(pull, self.number, failure, is_quarantined=False)
             return
         if reader.is_closed:
             reader.hold_back(self.start, pull)
             return
         self.pulls[pull.request_id] = pull
-        reader.use(
+        reader.deliver(
             core.Started(
                 request_id=pull.request_id,
                 lease=pull.lease,
@@ -614,54 +622,58 @@ class DecodeRank:
         )
 
     def settle(self, pull: Pull) -> None:
-        reader = self._reader(pull.prompt)
+        reader = self._reader(pull, is_awaited=False)
         if reader is not None:
-            reader.use(core.Settled(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name))
+            reader.deliver(core.Settled(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name))
 
     def abort(self, pull: Pull) -> None:
-        reader = self.readers.get(pull.prompt.life.engine_id)
+        reader = self.tell_roster(roster.AbortAsked(request_id=pull.request_id, message=pull))
         if reader is not None:
             reader.deliver(core.AbortAsked(request_id=pull.request_id))
 
-    # --- peers ------------------------------------------------------------------------------------------------------
+    # --- the roster -------------------------------------------------------------------------------------------------
 
-    def _reader(self, prompt: Prompt) -> Reader | None:
-        """The executor for a remote engine, made when it is new. None: too many are known and all are in use."""
-        engine_id = prompt.life.engine_id
-        reader = self.readers.get(engine_id)
-        if reader is None:
-            if len(self.readers) >= self.world.cluster.peer_limit and not self._evict_one():
-                return None
-            reader = self.readers[engine_id] = Reader(self, prompt.engine, engine_id)
-        return reader
+    def _reader(self, pull: Pull, *, is_awaited: bool) -> Reader | None:
+        """The executor for a request's remote engine, made when it is new. None: the request is refused."""
+        prompt = pull.prompt
+        return self.tell_roster(
+            roster.Asked(
+                key=PeerKey(prompt.life.engine_id, ()),
+                place=prompt.engine.name,
+                request_id=pull.request_id,
+                lease=pull.lease,
+                is_awaited=is_awaited,
+                message=pull,
+            )
+        )
 
-    def _evict_one(self) -> bool:
-        """Give up the peer that has been unused for longest, an unconnected one if there is one."""
-        unused = [reader for reader in self.readers.values() if reader.core.is_unused and not reader.core.is_leaving]
-        if not unused:
-            return False
-        oldest = min(unused, key=lambda reader: (reader.core.is_connected, reader.last_used_ns))
-        self._heap.after(0, oldest.deliver, core.Retire())
-        return True
+    def tell_roster(self, event: Event) -> Reader | None:
+        """The executor that is to have what has come, if there is one."""
+        return self._carry_out(self._roster.handle(event, self._heap.now_ns))
 
-    def retire_others(self, connected: Reader) -> None:
-        """An engine has answered at its address: any other engine that was known there is gone."""
-        for reader in self.readers.values():
-            if reader.engine is connected.engine and reader is not connected:
-                self._heap.after(0, reader.deliver, core.Retire())
+    def retire_idle(self) -> None:
+        """It is some time later."""
+        self._carry_out(self._roster.advance(self._heap.now_ns))
 
-    def sweep(self) -> None:
-        """Forget peers that are not connected and have not been asked for in a long time."""
-        for reader in list(self.readers.values()):
-            idle_ns = self._heap.now_ns - reader.last_used_ns
-            is_idle = reader.core.is_unused and not reader.core.is_connected
-            if is_idle and idle_ns > self.world.cluster.engine_ttl_ns:
-                reader.deliver(core.Retire())
+    def _carry_out(self, effects: list[Effect]) -> Reader | None:
+        found: Reader | None = None
+        for effect in effects:
+            match effect:
+                case roster.HandOver(key=key):
+                    found = self.readers[key]
+                case roster.Admit(key=key, message=pull):
+                    self.readers[key] = Reader(self, pull.prompt.engine, key)
+                case roster.Retire(key=key):
+                    self._heap.after(0, self.readers[key].deliver, core.Retire())
+                case roster.Refuse(message=pull, ended=ended):
+                    self.life.hear_report(pull, self.number, ended.failure, is_quarantined=False)
+        return found
 
     def forget(self, reader: Reader) -> None:
         """The core is finished."""
-        if self.readers.get(reader.engine_id) is reader:
-            del self.readers[reader.engine_id]
+        if self.readers.get(reader.key) is reader:
+            del self.readers[reader.key]
+            self.tell_roster(roster.Ended(key=reader.key))
 
     # --- the thread of the agent ------------------------------------------------------------------------------------
 

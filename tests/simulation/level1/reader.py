@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statemachine import remote_engine as core
+from statemachine import roster
 from statemachine.failures import (
     ActorCrashed,
     BadParams,
@@ -22,6 +23,7 @@ from statemachine.failures import (
 )
 from statemachine.lending import HeartbeatNotified, HoldAsked, ReleaseAsked, ReleaseNotified
 from statemachine.peer import State
+from statemachine.roster import PeerKey
 from tests.simulation.level1.executor import Executor
 from tests.simulation.level1.heap import FOREVER, MICROSECOND, MILLISECOND, SECOND
 from tests.simulation.level1.transport import Connection, Read
@@ -54,11 +56,11 @@ class Question:
 
 
 class Reader(Executor):
-    """See the module's docstring. `engine` stands for the address; `last_used_ns` is for those who evict."""
+    """See the module's docstring. `engine` stands for the address, `key` is its name in the roster."""
 
-    __slots__ = ("_connections", "_question", "core", "engine", "engine_id", "last_used_ns", "rank")
+    __slots__ = ("_connections", "_question", "core", "engine", "engine_id", "key", "rank")
 
-    def __init__(self, rank: DecodeRank, engine: PrefillEngine, engine_id: str) -> None:
+    def __init__(self, rank: DecodeRank, engine: PrefillEngine, key: PeerKey) -> None:
         world = rank.world
         super().__init__(
             world,
@@ -79,20 +81,16 @@ class Reader(Executor):
         )
         self.rank = rank
         self.engine = engine
-        self.engine_id = engine_id
+        self.key = key
+        self.engine_id = key.engine_id
         self.core = self._core = world.cores.remote_engine(
-            engine_id, engine.name, world.cluster.engine, identity=rank.name, observe=self.observe
+            key.engine_id, engine.name, world.cluster.engine, identity=rank.name, observe=self.observe
         )
-        self.last_used_ns = world.heap.now_ns
         self._connections: dict[int, Connection] = {}
         self._question: Question | None = None
 
     def names(self) -> tuple[str, int]:
         return self.rank.life.engine.name, self.rank.number
-
-    def use(self, event: core.Announced | core.Started | core.Settled) -> None:
-        self.last_used_ns = self._heap.now_ns
-        self.deliver(event)
 
     def _carry_out(self, effects: list[Any]) -> None:
         super()._carry_out(effects)
@@ -118,6 +116,7 @@ class Reader(Executor):
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert effect.address == self.engine.name
+        self.rank.tell_roster(roster.Connecting(key=self.key, place=self.engine.name))
         question = self._question = Question(self)
         self.world.links[self.rank.life.engine.name, self.engine.name].send(self.engine.answer, question)
         self._heap.after(self.world.cluster.handshake_ns, self._give_up, question)
@@ -161,7 +160,7 @@ class Reader(Executor):
         self.rank.agents[life] = connection
         life.connections[connection] = None
         self._connections[connection.number] = connection
-        self.rank.retire_others(self)
+        self.rank.tell_roster(roster.Connected(key=self.key))
         self.deliver(
             core.Connected(
                 connection=connection.number,
@@ -185,6 +184,7 @@ class Reader(Executor):
         del connection.life.connections[connection]
         del self._connections[connection.number]
         self.deliver(core.TornDown(connection=connection.number))
+        rank.tell_roster(roster.Disconnected(key=self.key))
 
     def lose_link(self, connection: Connection) -> None:
         """A control connection was reset; what is under way over it is gone."""
@@ -293,6 +293,7 @@ class Reader(Executor):
         rank = self.rank
         pull = rank.pulls[effect.request_id]
         rank.life.hear_report(pull, rank.number, effect.failure, is_quarantined=effect.is_quarantined)
+        rank.tell_roster(roster.RequestEnded(request_id=effect.request_id))
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         self.rank.life.hear_lift(self.rank.pulls[effect.request_id])

@@ -261,7 +261,7 @@ class Level1Run:
         for decode in self._decodes:
             if decode.life.frozen_until_ns <= self._heap.now_ns:
                 for rank in decode.life.ranks:
-                    rank.sweep()
+                    rank.retire_idle()
         if self._sweeps:
             self._heap.after(SWEEP_NS, self._sweep, None)
 

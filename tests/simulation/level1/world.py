@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 from statemachine.lending import Lending
 from statemachine.remote_engine import RemoteEngine
+from statemachine.roster import Roster
 from tests.simulation.faults import Kind, generator
 from tests.simulation.level1.faults import Link
 from tests.simulation.level1.heap import EventHeap
@@ -29,6 +30,7 @@ class Cores:
 
     remote_engine: Callable[..., RemoteEngine] = RemoteEngine
     lending: Callable[..., Lending] = Lending
+    roster: Callable[..., Roster] = Roster
 
 
 class Scope(Protocol):

@@ -557,6 +557,14 @@ SUPERVISOR = (
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
     ),
     Mutant(
+        name="asked for while it recovers",
+        broken="what an actor that has crashed asks for before it runs again, such as tearing down, never begins",
+        changes=(Edit(PeerActor.run, "self._connections.detach()", "pass"),),
+        place=ByTest(
+            "tests/actors/test_peers.py::test_what_an_actor_asks_for_while_it_recovers_begins_when_it_runs_again"
+        ),
+    ),
+    Mutant(
         name="restarts without delay",
         row=31,
         broken="a task that crashes at once spins",
@@ -572,45 +580,6 @@ SUPERVISOR = (
         ),
     ),
     Mutant(
-        name="table without limit",
-        row=50,
-        broken="more remote engines are kept than the options allow",
-        changes=(Edit(Supervisor._actor, "and not self._evict_one()", "and False"),),
-        place=ByTest("tests/actors/test_peers.py::test_too_many_peers"),
-    ),
-    Mutant(
-        name="nobody evicted",
-        row=50,
-        broken="a full table never makes room",
-        changes=(Edit(Supervisor._evict_one, "if not unused:", "if True:"),),
-        place=ByTest("tests/actors/test_peers.py::test_full_table_makes_room_for_the_engine_that_replaced_another"),
-    ),
-    Mutant(
-        name="replaced engine kept",
-        row=49,
-        broken="what is loaded of an engine stays after another one has taken its address",
-        changes=(Edit(Supervisor._retire_replaced, "actor.retire()", "pass"),),
-        place=ByTest("tests/actors/test_peers.py::test_engine_replaced_at_its_address_is_given_up"),
-    ),
-    Mutant(
-        name="sizes share an actor",
-        row=68,
-        broken="requests that say different sizes of an engine share one connection",
-        changes=(
-            Edit(
-                Supervisor._actor,
-                "key = _key(address)",
-                "key = _key(address)._replace(tp_size=1, dcp_size=1, pp_size=1)",
-            ),
-            Edit(
-                Supervisor._start_pull,
-                "_key(command.peer)",
-                "_key(command.peer)._replace(tp_size=1, dcp_size=1, pp_size=1)",
-            ),
-        ),
-        place=level2("isolation", *WRONG_SIZES),
-    ),
-    Mutant(
         name="a dead worker says nothing",
         row=73,
         broken="the scheduler goes on lending blocks of a worker that is dead",
@@ -623,28 +592,6 @@ SUPERVISOR = (
         broken="requests that are open when the connector stops are not reported",
         changes=(Edit(Supervisor._stop_everything, "actor.tell(Stop(failure=self._stopped))", "pass"),),
         place=level2("bound", fault(Kind.STOP, "d0", 3.0, 0.1), *STALLED_READS),
-    ),
-    Mutant(
-        name="aborts are not routed",
-        row=8,
-        broken="an abort does not reach the actor that reads for the request",
-        changes=(
-            Edit(Supervisor._start_pull, "self._peer_of_request[command.request_id] = _key(command.peer)", "pass"),
-        ),
-        place=ByTest("tests/actors/test_pull.py::test_abort_while_the_peer_is_silent_ends_at_once"),
-    ),
-    Mutant(
-        name="refused requests are not reported",
-        row=43,
-        broken="a request that finds no room for its peer is dropped",
-        changes=(
-            Edit(
-                Supervisor._start_pull,
-                "self._refuse(command, request.PeerFailed(failure=self._stopped or too_many))",
-                "pass",
-            ),
-        ),
-        place=ByTest("tests/actors/test_peers.py::test_too_many_peers"),
     ),
     Mutant(
         name="wake-up missed",

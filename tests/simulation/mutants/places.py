@@ -24,6 +24,7 @@ def within(product: Product, deviations: int) -> Product:
 ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 4.0, 0.3),)
 
 CORE = "tests/unit/test_remote_engine_rules.py"
+ROSTER = "tests/unit/test_roster.py"
 LENDING = "tests/unit/test_lending.py"
 LEASE = "tests/unit/test_lease_machine.py"
 KEEPER = "tests/unit/test_lease_keeper.py"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from statemachine import deadlines, hold, lease, lending, peer, remote_engine, request
+from statemachine import deadlines, hold, lease, lending, peer, remote_engine, request, roster
 
 
 class Rule(NamedTuple):
@@ -79,6 +79,30 @@ RULES: dict[str, Rule] = {
     # one connection
     "drained before rebuilt": Rule(peer, "READs in flight end first"),
     "fails at once in back-off": Rule(peer, "A failed peer fails requests at once while it backs off"),
+    # which remote engines a decode rank knows
+    "alike descriptions": Rule(roster, "Requests that describe an engine alike share a member, others do not."),
+    "a limit to members": Rule(
+        roster,
+        "There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was "
+        "asked for longest ago is retired, one that is not connected before one that is.",
+    ),
+    "newcomers are refused": Rule(
+        roster, "A newcomer is refused when nobody can be retired for it, and when the connector stops."
+    ),
+    "one engine at a place": Rule(
+        roster,
+        "When a member has connected, other engines that were looked for at the same place are gone: they are retired.",
+    ),
+    "sharers let go": Rule(
+        roster, "When one of them has taken back its connection, unused ones that are connected are retired."
+    ),
+    "idle members": Rule(
+        roster,
+        "A member that is unused and not connected is retired when it was not asked for in a long time. A live "
+        "connection is kept however idle it is",
+    ),
+    "retired once": Rule(roster, "A member is retired once."),
+    "an abort follows its request": Rule(roster, "An abort goes to the member that the request was handed to."),
     # a prefill rank
     "always answered": Rule(lending, "and are always answered"),
     "late and repeated messages": Rule(

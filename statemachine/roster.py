@@ -1,0 +1,375 @@
+"""The roster of a decode rank: which remote engines it knows, which of them a request belongs to, which it retires.
+
+Sans I/O, as the other cores are: `handle(event, now_ns)` returns what to do, `next_deadline()` says when
+`advance(now_ns)` has something to do. The executor (`connector/runtime/supervisor.py`) carries out effects in order and
+decides nothing. Nothing here reads a clock: `now_ns` is the executor's, and never goes back.
+
+A member is one remote engine as requests describe it: a `RemoteEngine` core with its executor. Whether it is in use or
+connected changes with every event of that core. So it is asked when a decision depends on it (`Member`), and no copy is
+kept here that could become stale. Kept here is what only the roster decides or is told: who was admitted, where it is
+looked for, when it was last asked for, and whether it was retired.
+
+Rules:
+
+* Requests that describe an engine alike share a member, others do not. What a client says of an engine's sizes may be
+  wrong: then the handshake fails for those who say the same, and for nobody else.
+* There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was asked for
+  longest ago is retired, one that is not connected before one that is. A connected one goes too, because a dead engine
+  that nobody uses looks connected: with a full table, engines that replaced others would never find a place.
+* A newcomer is refused when nobody can be retired for it, and when the connector stops.
+* When a member has connected, other engines that were looked for at the same place are gone: they are retired.
+* Members that know one engine by different sizes stand on the same agents, which can be loaded again only when all have
+  let go. When one of them has taken back its connection, unused ones that are connected are retired.
+* A member that is unused and not connected is retired when it was not asked for in a long time. A live connection is
+  kept however idle it is: each removal of an agent that is used again leaks a file descriptor (docs/nixl.md fact 11).
+* A member is retired once. READs that hang may keep it for long, but it has made room already, and what is asked of
+  it meanwhile is handed to it all the same: it ends in it, or in its successor.
+* An abort goes to the member that the request was handed to.
+
+Each event costs the same however many members there are, but for a newcomer to a full roster, which has all of them
+looked at. A connection concerns those who share its place or its engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from statemachine import request
+from statemachine.deadlines import Deadlines
+from statemachine.failures import BadParams, Failure, TooManyPeers
+from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
+
+
+class PeerKey(NamedTuple):
+    """A remote engine as requests describe it. `sizes`: those of its parallelism, as a client says them."""
+
+    engine_id: str
+    sizes: tuple[int, ...]
+
+
+class Member(Protocol):
+    """What is asked of a member."""
+
+    @property
+    def is_unused(self) -> bool:
+        """Nobody wants anything of it."""
+        ...
+
+    @property
+    def is_connected(self) -> bool: ...
+
+
+# --- events: from the engine ----------------------------------------------------------------------------------------
+
+
+class Asked(Event, frozen=True, kw_only=True):
+    """A request wants something of an engine.
+
+    Attributes:
+        place: where the engine is said to be, as host:port.
+        is_awaited: a report is awaited, so a refusal is one. Otherwise nobody misses what is not done.
+        message: what it wants; opaque to the core.
+    """
+
+    key: PeerKey
+    place: str
+    request_id: str
+    lease: LeaseName
+    is_awaited: bool
+    message: Any
+
+
+class AbortAsked(Event, frozen=True, kw_only=True):
+    """The engine gave a request up; it may have ended already. `message` is as in `Asked`."""
+
+    request_id: str
+    message: Any
+
+
+class Rejected(Event, frozen=True, kw_only=True):
+    """A report is awaited, but the request's parameters do not say of which engine anything is wanted."""
+
+    request_id: str
+    failure: BadParams
+    message: Any
+
+
+class Stopped(Event, frozen=True, kw_only=True):
+    """The connector stops; `failure` is what requests are told from here on that find no member."""
+
+    failure: Failure
+
+
+# --- events: from the members ---------------------------------------------------------------------------------------
+
+
+class Connecting(Event, frozen=True, kw_only=True):
+    """A member tries to connect to its engine at this place."""
+
+    key: PeerKey
+    place: str
+
+
+class Connected(Event, frozen=True, kw_only=True):
+    """The engine has answered there."""
+
+    key: PeerKey
+
+
+class Disconnected(Event, frozen=True, kw_only=True):
+    """A member has taken back a connection."""
+
+    key: PeerKey
+
+
+class RequestEnded(Event, frozen=True, kw_only=True):
+    """A member has reported a request."""
+
+    request_id: str
+
+
+class Ended(Event, frozen=True, kw_only=True):
+    """Nothing is left of a member."""
+
+    key: PeerKey
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+class Admit(Effect, frozen=True, kw_only=True):
+    """Start a member; `message` is the first that it will be handed."""
+
+    key: PeerKey
+    message: Any
+
+
+class HandOver(Effect, frozen=True, kw_only=True):
+    """Give a message to its member."""
+
+    key: PeerKey
+    message: Any
+
+
+class Retire(Effect, frozen=True, kw_only=True):
+    """Let a member end, as soon as it can; feed Ended."""
+
+    key: PeerKey
+
+
+class Refuse(Effect, frozen=True, kw_only=True):
+    """Report that a request has failed without reaching a member. The trace shows its life like any other: it is made
+    as `fresh`, and `event` ends it as `ended`."""
+
+    message: Any
+    fresh: request.Request
+    event: request.PeerFailed | request.ParamsRejected
+    ended: request.Request
+
+
+# --- the core -------------------------------------------------------------------------------------------------------
+
+
+class _Entry:
+    """What is known of one member.
+
+    Attributes:
+        place: where it is looked for: the first one that was asked for, then the latest that it tried.
+        asked_ns: when it was last asked for.
+        is_retired: it was told so, and has not ended yet.
+    """
+
+    __slots__ = ("asked_ns", "is_retired", "place")
+
+    def __init__(self, place: str, asked_ns: int) -> None:
+        self.place = place
+        self.asked_ns = asked_ns
+        self.is_retired = False
+
+
+class Roster:
+    """See the module's docstring.
+
+    Args:
+        members_max: how many members stay, at most. Those that were retired do not count.
+        idle_ns: for how long a member is kept that is not connected and not asked for. It goes by twice that at the
+            latest.
+        member: how a member is asked; called only with keys of members.
+    """
+
+    def __init__(self, *, members_max: int, idle_ns: int, member: Callable[[PeerKey], Member]) -> None:
+        self._members_max = members_max
+        self._idle_ns = idle_ns
+        self._member = member
+        # From Admit to Ended.
+        self._entries: dict[PeerKey, _Entry] = {}
+        # How many of these were not retired.
+        self._staying = 0
+        # Indexes of the entries: by engine, and by the place where they are looked for; never empty dicts.
+        self._of_engine: dict[str, dict[PeerKey, None]] = {}
+        self._at_place: dict[str, dict[PeerKey, None]] = {}
+        # The member of each request whose report is awaited.
+        self._of_request: dict[str, PeerKey] = {}
+        # When to see whether a member is idle: one entry for each that stays.
+        self._timers: Deadlines[PeerKey] = Deadlines()
+        # Why nobody is admitted any more.
+        self._stopped: Failure | None = None
+
+    def __len__(self) -> int:
+        """How many members have not ended."""
+        return len(self._entries)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._of_request)
+
+    def next_deadline(self) -> int | None:
+        """Never earlier than `idle_ns` after the event that brought it: who is admitted moves no deadline forward."""
+        return self._timers.next_ns()
+
+    def advance(self, now_ns: int) -> list[Effect]:
+        """Retire who has been idle for too long."""
+        effects: list[Effect] = []
+        while (key := self._timers.take_due(now_ns)) is not None:
+            entry, member = self._entries[key], self._member(key)
+            idle_until_ns = entry.asked_ns + self._idle_ns
+            if idle_until_ns > now_ns:
+                self._timers.set(key, idle_until_ns)
+            elif member.is_unused and not member.is_connected:
+                effects += self._retire([key])
+            else:
+                self._timers.set(key, now_ns + self._idle_ns)
+        return effects
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Take one event in; returns what to do, in order."""
+        match event:
+            case Asked():
+                return self._ask(event, now_ns)
+            case RequestEnded(request_id=request_id):
+                self._of_request.pop(request_id, None)
+            case AbortAsked(request_id=request_id, message=message):
+                key = self._of_request.get(request_id)
+                if key is not None and key in self._entries:
+                    return [HandOver(key=key, message=message)]
+            case Rejected(request_id=request_id, failure=failure, message=message):
+                return [_refuse(message, request_id, LeaseName("", 0), "", request.ParamsRejected(failure=failure))]
+            case Connecting(key=key, place=place):
+                self._look_at(key, place)
+            case Connected(key=key):
+                return self._retire(self._replaced_by(key))
+            case Disconnected(key=key):
+                return self._retire(self._idle_sharers_of(key))
+            case Ended(key=key):
+                self._forget(key)
+            case Stopped(failure=failure):
+                self._stopped = self._stopped or failure
+            case _:
+                raise TypeError(f"{type(event).__name__} is not an event of this core")
+        return []
+
+    # --- who is admitted --------------------------------------------------------------------------------------------
+
+    def _ask(self, asked: Asked, now_ns: int) -> list[Effect]:
+        key, message = asked.key, asked.message
+        entry = self._entries.get(key)
+        effects: list[Effect] = []
+        if entry is None:
+            if self._stopped is not None:
+                return self._turn_away(asked, self._stopped)
+            if self._staying >= self._members_max:
+                effects = self._make_room()
+                if not effects:
+                    full = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
+                    return self._turn_away(asked, full)
+            self._enter(key, asked.place, now_ns)
+            effects.append(Admit(key=key, message=message))
+        else:
+            entry.asked_ns = now_ns
+        if asked.is_awaited:
+            self._of_request[asked.request_id] = key
+        effects.append(HandOver(key=key, message=message))
+        return effects
+
+    def _turn_away(self, asked: Asked, failure: Failure) -> list[Effect]:
+        if not asked.is_awaited:
+            return []
+        failed = request.PeerFailed(failure=failure)
+        return [_refuse(asked.message, asked.request_id, asked.lease, asked.key.engine_id, failed)]
+
+    def _make_room(self) -> list[Effect]:
+        """Retire one member; no effect if all are in use."""
+        found: tuple[bool, int, PeerKey] | None = None
+        for key, entry in self._entries.items():
+            member = self._member(key)
+            if entry.is_retired or not member.is_unused:
+                continue
+            candidate = (member.is_connected, entry.asked_ns, key)
+            if found is None or candidate[:2] < found[:2]:
+                found = candidate
+        return self._retire([found[2]]) if found is not None else []
+
+    # --- who is retired --------------------------------------------------------------------------------------------
+
+    def _replaced_by(self, key: PeerKey) -> list[PeerKey]:
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        return [other for other in self._at_place[entry.place] if other.engine_id != key.engine_id]
+
+    def _idle_sharers_of(self, key: PeerKey) -> list[PeerKey]:
+        others = {other: self._member(other) for other in self._of_engine.get(key.engine_id, ()) if other != key}
+        return [other for other, member in others.items() if member.is_unused and member.is_connected]
+
+    def _retire(self, keys: Iterable[PeerKey]) -> list[Effect]:
+        effects: list[Effect] = []
+        for key in keys:
+            entry = self._entries[key]
+            if not entry.is_retired:
+                entry.is_retired = True
+                self._staying -= 1
+                self._timers.cancel(key)
+                effects.append(Retire(key=key))
+        return effects
+
+    # --- what is known of them --------------------------------------------------------------------------------------
+
+    def _enter(self, key: PeerKey, place: str, now_ns: int) -> None:
+        self._entries[key] = _Entry(place, now_ns)
+        self._staying += 1
+        self._of_engine.setdefault(key.engine_id, {})[key] = None
+        self._at_place.setdefault(place, {})[key] = None
+        self._timers.set(key, now_ns + self._idle_ns)
+
+    def _look_at(self, key: PeerKey, place: str) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.place != place:
+            _remove(self._at_place, entry.place, key)
+            self._at_place.setdefault(place, {})[key] = None
+            entry.place = place
+
+    def _forget(self, key: PeerKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if not entry.is_retired:
+            self._staying -= 1
+            self._timers.cancel(key)
+        _remove(self._of_engine, key.engine_id, key)
+        _remove(self._at_place, entry.place, key)
+
+
+def _remove(index: dict[str, dict[PeerKey, None]], name: str, key: PeerKey) -> None:
+    del index[name][key]
+    if not index[name]:
+        del index[name]
+
+
+def _refuse(
+    message: Any, request_id: str, lease: LeaseName, peer: str, event: request.PeerFailed | request.ParamsRejected
+) -> Refuse:
+    fresh = request.Request(request_id=request_id, lease=lease, peer=peer, retries_left=0)
+    ended, _ = request.MACHINE.step(fresh, event)
+    return Refuse(message=message, fresh=fresh, event=event, ended=ended)

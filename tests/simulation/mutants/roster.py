@@ -1,0 +1,141 @@
+"""Mutants of the roster: which remote engines a decode rank knows."""
+
+from __future__ import annotations
+
+from connector.runtime.peer_actor import PeerActor
+from connector.runtime.supervisor import Supervisor
+from statemachine.roster import Roster
+from tests.simulation.mutants.executors import REPLACEMENTS, WRONG_SIZES, level2
+from tests.simulation.mutants.mutant import ByTest, Edit, Mutant
+from tests.simulation.mutants.places import ROSTER
+
+MUTANTS = (
+    Mutant(
+        name="sizes share an actor",
+        rule="alike descriptions",
+        row=68,
+        broken="requests that say different sizes of an engine share one connection",
+        changes=(Edit(Supervisor._ask, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "()"),),
+        place=level2("isolation", *WRONG_SIZES),
+    ),
+    Mutant(
+        name="table without limit",
+        rule="a limit to members",
+        row=50,
+        broken="more remote engines are kept than the options allow",
+        changes=(Edit(Roster._ask, "if self._staying >= self._members_max:", "if False:"),),
+        place=level2("leaks", *REPLACEMENTS),
+    ),
+    Mutant(
+        name="nobody evicted",
+        rule="a limit to members",
+        row=50,
+        broken="a full table never makes room",
+        changes=(Edit(Roster._make_room, "if found is not None else []", "if False else []"),),
+        place=level2("recovery", *REPLACEMENTS),
+    ),
+    Mutant(
+        name="one in use evicted",
+        rule="a limit to members",
+        broken="an engine that is read from is retired for a newcomer",
+        changes=(Edit(Roster._make_room, "or not member.is_unused", ""),),
+        place=ByTest(f"{ROSTER}::test_one_that_is_in_use_never_makes_room"),
+    ),
+    Mutant(
+        name="the connected first",
+        rule="a limit to members",
+        broken="a live connection makes room while an engine that is not connected stays",
+        changes=(Edit(Roster._make_room, "(member.is_connected,", "(not member.is_connected,"),),
+        place=ByTest(f"{ROSTER}::test_one_that_is_connected_makes_room_only_when_no_other_can"),
+    ),
+    Mutant(
+        name="the latest first",
+        rule="a limit to members",
+        broken="that a member was asked for again is not noted",
+        changes=(Edit(Roster._ask, "entry.asked_ns = now_ns", "pass"),),
+        place=ByTest(f"{ROSTER}::test_the_unused_member_that_was_asked_for_longest_ago_makes_room"),
+    ),
+    Mutant(
+        name="refused requests are not reported",
+        rule="newcomers are refused",
+        row=43,
+        broken="a request that finds no room for its peer is dropped",
+        changes=(Edit(Roster._turn_away, "if not asked.is_awaited:", "if True:"),),
+        place=ByTest("tests/actors/test_peers.py::test_too_many_peers"),
+    ),
+    Mutant(
+        name="newcomers admitted while it stops",
+        rule="newcomers are refused",
+        broken="a connector that stops starts actors for new peers",
+        changes=(Edit(Roster._ask, "if self._stopped is not None:", "if False:"),),
+        place=ByTest(f"{ROSTER}::test_after_the_stop_only_who_is_known_gets_messages"),
+    ),
+    Mutant(
+        name="replaced engine kept",
+        rule="one engine at a place",
+        row=49,
+        broken="what is loaded of an engine stays after another one has taken its address",
+        changes=(Edit(Roster._replaced_by, "if other.engine_id != key.engine_id", "if False"),),
+        place=ByTest("tests/actors/test_peers.py::test_engine_replaced_at_its_address_is_given_up"),
+    ),
+    Mutant(
+        name="looked for at the first place for ever",
+        rule="one engine at a place",
+        broken="an engine that has moved is retired when another one takes its old address",
+        changes=(Edit(Roster._look_at, "entry.place != place", "False"),),
+        place=ByTest(f"{ROSTER}::test_an_engine_that_is_looked_for_elsewhere_since_is_not_retired"),
+    ),
+    Mutant(
+        name="sharers keep the agents",
+        rule="sharers let go",
+        broken="actors that know an engine by other sizes keep its agents loaded, and nobody can load them again",
+        changes=(Edit(Roster._idle_sharers_of, "if member.is_unused and member.is_connected", "if False"),),
+        place=ByTest(f"{ROSTER}::test_unused_members_that_stand_on_the_agents_of_a_lost_connection_are_retired"),
+    ),
+    Mutant(
+        name="sharers in use let go",
+        rule="sharers let go",
+        broken="an actor that is reading is retired because one with other sizes has lost its connection",
+        changes=(Edit(Roster._idle_sharers_of, "if member.is_unused and ", "if "),),
+        place=ByTest(f"{ROSTER}::test_unused_members_that_stand_on_the_agents_of_a_lost_connection_are_retired"),
+    ),
+    Mutant(
+        name="idle connections retired",
+        rule="idle members",
+        broken="a live connection is torn down because nobody used it for a while",
+        changes=(Edit(Roster.advance, " and not member.is_connected", ""),),
+        place=ByTest(f"{ROSTER}::test_a_connection_or_a_request_keeps_a_member"),
+    ),
+    Mutant(
+        name="nobody is idle",
+        rule="idle members",
+        broken="an engine that has gone for good is never forgotten",
+        changes=(Edit(Roster.advance, "effects += self._retire([key])", "pass"),),
+        place=ByTest(f"{ROSTER}::test_a_member_that_nobody_asks_for_is_retired"),
+    ),
+    Mutant(
+        name="one place given away twice",
+        rule="retired once",
+        broken="an engine that was retired and has not ended yet makes room for every newcomer",
+        changes=(
+            Edit(Roster._make_room, "entry.is_retired or ", ""),
+            Edit(Roster._retire, "if not entry.is_retired:", "if True:"),
+        ),
+        place=ByTest("tests/actors/test_peers.py::test_one_place_in_a_full_table_is_given_away_once"),
+    ),
+    Mutant(
+        name="a retirement is forgotten in a crash",
+        rule="retired once",
+        broken="an actor that crashes over being retired lives on, and no longer counts",
+        changes=(Edit(PeerActor.recover, "core.ReadEnded | core.Retire", "core.ReadEnded"),),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_over_being_retired_ends_all_the_same"),
+    ),
+    Mutant(
+        name="aborts are not routed",
+        rule="an abort follows its request",
+        row=8,
+        broken="an abort does not reach the actor that reads for the request",
+        changes=(Edit(Roster._ask, "self._of_request[asked.request_id] = key", "pass"),),
+        place=ByTest("tests/actors/test_pull.py::test_abort_while_the_peer_is_silent_ends_at_once"),
+    ),
+)
