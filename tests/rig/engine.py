@@ -165,9 +165,10 @@ class EngineRig:
         self._frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`."""
+        """Undo `freeze`; nothing when the process has ended meanwhile."""
         if self._frozen:
-            os.kill(self._pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGCONT)
             self._frozen = False
 
     @property
