@@ -8,7 +8,7 @@
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
-# make bench   this connector beside the one built into vLLM, case after case, in turns; about fifteen minutes
+# make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date

@@ -1,6 +1,6 @@
 """`make bench`: this connector beside the one built into vLLM, in turns, in one call.
 
-    python -m tests.bench [CASE ...] [--pairs N] [--json FILE] [--list]
+    python -m tests.bench [CASE ...] [--pairs N] [--json FILE] [--plots DIRECTORY] [--list]
 
 For each figure: the median of both sides, and the ratio ours / built-in as the median of the rounds' ratios, with the
 smallest and the largest. A round of one side is followed by one of the other, so both see the same noise; figures of
@@ -11,39 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.cases import CASES, Case
-from tests.rig import BUILTIN, OURS
+from tests.bench.case import Case
+from tests.bench.cases import CASES
+from tests.bench.limits import Limit, limits
+from tests.bench.report import Figure, as_json, limits_table, table
+from tests.bench.sides import WrongResult
+from tests.e2e.engines import EngineFailed
+from tests.rig import BUILTIN, OURS, RigError
 
 PAIRS = 5
 SECONDS_MAX = 110.0
-"""Of one case; then it has fewer pairs, and says so."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of one case over all its rounds; `ratio` is ours / built-in."""
-
-    case: str
-    figure: str
-    higher_is_better: bool
-    builtin: list[float]
-    ours: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        return [ours / theirs for ours, theirs in zip(self.ours, self.builtin, strict=True) if theirs]
+"""Of one case, its engines' start included; if one more pair would make it longer, it has fewer, and says so."""
+LIMITS = "limits"
+"""Named like a case."""
+ABOUT_LIMITS = "134 MB moved and a question asked without a connector"
+BY_NAME = {case.name: case for case in CASES}
 
 
 def measure(case: Case, pairs: int) -> list[Figure]:
+    """Rounds of both sides in turns."""
     started = time.monotonic()
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, case.open(Path(directory)) as rounds:
@@ -51,56 +43,74 @@ def measure(case: Case, pairs: int) -> list[Figure]:
             for label, figures in rounds(number):
                 for name, value in figures.items():
                     found.setdefault(name, {BUILTIN.label: [], OURS.label: []})[label].append(value)
-            if time.monotonic() - started > SECONDS_MAX:
-                say(f"  {case.name}: {number} pairs in {SECONDS_MAX:.0f} s, not {pairs}")
+            expected_seconds = (time.monotonic() - started) * (number + 1) / number
+            if number < pairs and expected_seconds > SECONDS_MAX:
+                say(f"  {case.name}: {number} pairs instead of {pairs}")
                 break
-    return [
-        Figure(case.name, name, name in case.higher_is_better, values[BUILTIN.label], values[OURS.label])
-        for name, values in found.items()
-    ]
+    return [Figure(case.name, name, values[BUILTIN.label], values[OURS.label]) for name, values in found.items()]
 
 
-def show(case: Case, figures: list[Figure]) -> None:
-    print(f"\n{case.name}: {case.about}")
-    print(f"    {'':30}{'built-in':>10}{'ours':>10}{'ratio':>8}{'from':>8}{'to':>8}")
-    for each in figures:
-        medians = f"{statistics.median(each.builtin):>10.3f}{statistics.median(each.ours):>10.3f}"
-        ratios = each.ratios
-        spread = f"{statistics.median(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}" if ratios else ""
-        print(f"    {each.figure:30}{medians}{spread}{'  (more is better)' if each.higher_is_better else ''}")
-    sys.stdout.flush()
+def run(names: Sequence[str], pairs: int, json_path: Path | None) -> tuple[list[Figure], list[str]]:
+    """Measure and print one after another; the figures, and the names of cases that failed.
+
+    A case fails when an engine dies, is late or answers wrongly, whichever connector it has: the others go on.
+    """
+    figures: list[Figure] = []
+    measured: list[Limit] = []
+    failed: list[str] = []
+    for name in names:
+        if name == LIMITS:
+            measured = limits()
+            print(f"\n{LIMITS}: {ABOUT_LIMITS}\n{limits_table(measured)}", flush=True)
+        else:
+            try:
+                found = measure(BY_NAME[name], pairs)
+            except (RigError, EngineFailed, WrongResult) as error:
+                say(f"\n{name} failed: {error}")
+                failed.append(name)
+                continue
+            print(f"\n{name}: {BY_NAME[name].about}\n{table(found)}", flush=True)
+            figures += found
+        if json_path is not None:  # after each, so that a run that is broken off is not lost
+            json_path.write_text(json.dumps(as_json(figures, measured), indent=2) + "\n")
+    return figures, failed
 
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def list_cases() -> None:
+    for case in CASES:
+        print(f"{case.name if case.is_default else f'[{case.name}]':20} {case.about}")
+    print(f"{LIMITS:20} {ABOUT_LIMITS}")
+
+
 def main() -> int:
-    by_name = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("case", nargs="*", help="names; all by default")
+    parser.add_argument("case", nargs="*", help="names; by default all but those that --list has in brackets")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plots", type=Path, metavar="DIRECTORY", help="draw the ratios, as PNG and SVG")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.case if name not in by_name]:
-        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(by_name)}")
-    chosen = [by_name[name] for name in arguments.case] or list(CASES)
+    known = [*BY_NAME, LIMITS]
+    if unknown := [name for name in arguments.case if name not in known]:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(known)}")
     if arguments.list:
-        for case in chosen:
-            print(f"{case.name:20} {case.about}")
+        list_cases()
         return 0
-    everything: list[Figure] = []
-    for case in chosen:
-        figures = measure(case, arguments.pairs)
-        show(case, figures)
-        everything += figures
-    if arguments.json is not None:
-        machine = {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
-        report = {"machine": machine, "figures": [asdict(each) for each in everything]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    by_default = [case.name for case in CASES if case.is_default]
+    figures, failed = run(arguments.case or [*by_default, LIMITS], arguments.pairs, arguments.json)
+    if arguments.plots is not None:
+        from tests.bench.plots import plot
+
+        for path in plot(figures, arguments.plots):
+            print(path)
     print("\nWhat these figures do not show: tests/bench/README.md")
-    return 0
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -21,11 +21,8 @@ from __future__ import annotations
 import argparse
 import base64
 import ctypes
-import json
 import mmap
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 import uuid
@@ -40,6 +37,7 @@ from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
+from tests.bench.source import other_process, tell, wait_for_end
 
 REGIONS = (32, 64, 128)
 POOLS = (1_000, 10_000, 100_000)
@@ -84,8 +82,8 @@ def serve() -> None:
     metadata = {
         regions: [base64.b64encode(port.agent_metadata).decode() for port in some] for regions, some in ports.items()
     }
-    print("@" + json.dumps({"metadata": metadata, "addresses": memory.addresses}), flush=True)
-    sys.stdin.read()
+    tell({"metadata": metadata, "addresses": memory.addresses})
+    wait_for_end()
     for some in ports.values():
         for port in some:
             port.close_blocking(5)
@@ -372,14 +370,8 @@ def main() -> None:
     if parser.parse_args().serve:
         serve()
         return
-    command = [sys.executable, "-m", "tests.bench.bench_descriptors", "--serve"]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert source.stdout is not None
-        measure(next(json.loads(line[1:]) for line in source.stdout if line.startswith("@")))
-    finally:
-        source.kill()
-        source.wait()
+    with other_process("tests.bench.bench_descriptors", "--serve") as (_, said):
+        measure(said)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import math
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -40,6 +37,7 @@ from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
+from tests.bench.source import other_process, tell, wait_for_end
 from tests.rig.layouts import attention_rank, attention_shapes
 
 LAYERS = 16
@@ -109,8 +107,8 @@ def serve(tp_size: int, tokens: int) -> None:
         Said(part.data_ptr(), base64.b64encode(port.agent_metadata).decode())
         for part, port in zip(parts, ports, strict=True)
     ]
-    print("@" + json.dumps(msgspec.to_builtins(said)), flush=True)
-    sys.stdin.read()
+    tell(said)
+    wait_for_end()
     for port in ports:
         port.close_blocking(5)
 
@@ -230,16 +228,9 @@ def _line(cells: Sequence[object]) -> str:
 
 def _row(case: tuple[int, int, int, int]) -> str:
     _, _, prefill_tp, prefill_tokens = case
-    command = [sys.executable, "-m", "tests.bench.bench_landing", "--serve", str(prefill_tp), str(prefill_tokens)]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert source.stdout is not None
-        said = next(msgspec.json.decode(line[1:], type=list[Said]) for line in source.stdout if line.startswith("@"))
+    with other_process("tests.bench.bench_landing", "--serve", prefill_tp, prefill_tokens) as (_, said):
         reader = Reader(case)
-        found = trio.run(reader.measure, said)
-    finally:
-        source.kill()
-        source.wait()
+        found = trio.run(reader.measure, msgspec.convert(said, list[Said]))
     cells: list[object] = [*case]
     for times in found.values():
         cells += [f"{times.descriptors:,}", *(f"{part * 1e3:.0f}" for part in (times.ids, times.read))]

@@ -17,11 +17,7 @@ What it does not show: an RDMA NIC (there a post returns before the data has mov
 
 from __future__ import annotations
 
-import base64
-import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -35,6 +31,7 @@ import trio
 
 from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
+from tests.bench.source import pages, source
 
 BLOCKS = 2048
 BLOCK_BYTES = 64 * 1024
@@ -115,14 +112,12 @@ async def direct(meter: Meter, metadata: bytes, address: int, memory: npt.NDArra
 
         return call
 
-    def rows(base: int) -> npt.NDArray[np.uint64]:
-        return np.array([[base, BLOCK_BYTES, 0, BLOCK_BYTES, BLOCKS]], dtype=np.uint64)
-
     scattered = np.arange(BLOCKS - 1, -1, -1, dtype=np.int32)
     for _ in range(REPEATS):
         peer = (await meter.measure("add_remote_agent", sync(agent.add_remote_agent, metadata))).decode()
-        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows(memory.ctypes.data), "DRAM")
-        remote = await meter.measure("prep_xfer_dlist", sync(agent.prep_xfer_dlist, peer, rows(address), "DRAM"))
+        local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(memory.ctypes.data, BLOCK_BYTES, BLOCKS), "DRAM")
+        remote_pages = pages(address, BLOCK_BYTES, BLOCKS)
+        remote = await meter.measure("prep_xfer_dlist", sync(agent.prep_xfer_dlist, peer, remote_pages, "DRAM"))
         handle = await meter.measure(
             "make_prepped_xfer", sync(agent.make_prepped_xfer, "READ", local, scattered, remote, scattered, b"")
         )
@@ -164,29 +159,11 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
     await port.aclose(1)
 
 
-def serve() -> None:
-    """The other process: memory that is read, until standard input ends."""
-    memory = np.ones((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-    address = memory.ctypes.data
-    port = RealNixlPort.open(f"source-{uuid.uuid4()}", [MemoryRange(address, memory.nbytes)], "DRAM")
-    described = {"metadata": base64.b64encode(port.agent_metadata).decode(), "address": address}
-    print("@" + json.dumps(described), flush=True)
-    sys.stdin.read()
-    port.close_blocking(5)
-
-
 def main() -> None:
-    command = [sys.executable, "-m", "tests.bench.bench_nixl_calls", "--serve"]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert source.stdout is not None
-        said = next(json.loads(line[1:]) for line in source.stdout if line.startswith("@"))
-        memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    with source(memory.nbytes) as other:
         for title, calls in (("called in the trio thread", direct), ("through RealNixlPort", through_port)):
-            print(_measured(title, calls, base64.b64decode(said["metadata"]), said["address"], memory))
-    finally:
-        source.kill()
-        source.wait()
+            print(_measured(title, calls, other.metadata, other.address, memory))
 
 
 def _measured(title: str, calls: Callable[..., Awaitable[None]], *arguments: Any) -> str:
@@ -206,4 +183,4 @@ def _measured(title: str, calls: Callable[..., Awaitable[None]], *arguments: Any
 
 
 if __name__ == "__main__":
-    serve() if "--serve" in sys.argv[1:] else main()
+    main()

@@ -8,7 +8,7 @@ engine core (tests/rig).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,20 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True)
+class Transferred:
+    """What it took to bring the KV of some requests to D, handed over before one step."""
+
+    done_ms: list[float]
+    """Of each request; see `done_ms`."""
+    engine_thread_ms: float
+    """Wall time on D's engine thread inside `start_load_kv` and `get_transfer_results`, idle polls included."""
+    longest_stall_ms: float
+    """The most that one step spent in the two."""
+    cpu_seconds: float
+    """Of all threads of D, forward passes included."""
+
+
+@dataclass(frozen=True)
 class Side:
     """One connector's two engines."""
 
@@ -52,20 +66,45 @@ class Side:
             for engine in (self.prefill, self.decode):
                 engine.freeze()
 
-    def transfer(self, names: list[str], tokens: int) -> list[RequestOutcome]:
+    def prefill_all(self, names: Sequence[str], tokens: int) -> list[RequestSpec]:
+        """Compute so many prompts on P; what D has to be given."""
+        prompts = {name: prompt(f"{self.label}-{name}", tokens) for name in names}
+        params = self.prefill.prefill_all(prompts)
+        return [RequestSpec(name, ids, 1, params[name], Check.EDGES) for name, ids in prompts.items()]
+
+    def transfer(self, names: Sequence[str], tokens: int) -> Transferred:
         """Compute so many prompts on P, hand all of them to D before one step, and wait for all.
 
         Raises:
             WrongResult: see `require_right`.
         """
-        prompts = {name: prompt(f"{self.label}-{name}", tokens) for name in names}
-        params = self.prefill.prefill_all(prompts)
-        self.decode.snapshot(reset_times=True)
-        self.decode.submit(*(RequestSpec(name, ids, 1, params[name], Check.EDGES) for name, ids in prompts.items()))
-        outcomes = self.decode.wait_all(names)
-        for outcome in outcomes:
-            self.require_right(outcome, prompts[outcome.request_id])
+        requests = self.prefill_all(names, tokens)
+        before = self.decode.snapshot(reset_times=True)
+        self.decode.submit(*requests)
+        outcomes = self.wait_right(requests)
+        after = self.decode.snapshot()
+        return Transferred(
+            done_ms=done_ms(outcomes),
+            engine_thread_ms=(after.start_load_kv.wall_ns + after.get_transfer_results.wall_ns) / 1e6,
+            longest_stall_ms=after.step_wall_ns_max / 1e6,
+            cpu_seconds=after.cpu_seconds - before.cpu_seconds,
+        )
+
+    def wait_right(self, requests: Sequence[RequestSpec]) -> list[RequestOutcome]:
+        """Wait for all of them on D.
+
+        Raises:
+            WrongResult: see `require_right`.
+        """
+        outcomes = self.decode.wait_all([request.request_id for request in requests])
+        for request, outcome in zip(requests, outcomes, strict=True):
+            self.require_right(outcome, request.prompt_token_ids)
         return outcomes
+
+    def arrange_free_blocks(self, shuffle_seed: int | None) -> None:
+        """Of both engines; see `EngineRig.arrange_free_blocks`."""
+        for engine in (self.prefill, self.decode):
+            engine.arrange_free_blocks(shuffle_seed)
 
     def require_right(self, outcome: RequestOutcome, prompt_token_ids: list[int]) -> None:
         """Raises WrongResult: it was not loaded, has a wrong page, or a wrong answer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -122,9 +122,9 @@ class Client:
         headers = _headers(request_id)
         with self._http.stream("POST", "/v1/completions", content=_encoded(body), headers=headers) as response:
             response.raise_for_status()
-            for line in response.iter_lines():
-                event = line.removeprefix("data: ")
-                if event and event != "[DONE]":
+            for line in _lines(response.iter_bytes()):
+                event = line.strip().removeprefix(b"data: ")
+                if event and event != b"[DONE]":
                     yield from json.loads(event)["choices"][0]["token_ids"]
 
     def metric(self, name: str) -> float:
@@ -242,6 +242,14 @@ def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Any) -> 
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
     return body
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Ended by a line feed and nothing else: a token's text may hold other characters that end lines in Unicode."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

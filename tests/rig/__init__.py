@@ -27,6 +27,7 @@ Parts
     child      the engine process: configuration, the step loop, the commands
     worker     the stand-in for vLLM's worker: KV cache, the connector's worker side, the clock around its calls
     inside     what our connector holds, counted: NIXL objects, requests, leases
+    attention  a back end whose blocks can be read into blocks of another size
     accelerator  the CPU as a device that NIXL cannot reach, for host staging
     call_recorder  which thread calls NIXL and ZMQ
     process    threads, descriptors and memory of an engine process

@@ -11,6 +11,7 @@ reports the traceback first, because a real engine would have died of it too.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 import time
@@ -125,7 +126,9 @@ class EngineProcess:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from tests.rig.accelerator import pretend_accelerator
+        from tests.rig.attention import OrderedAttention
         from tests.rig.forward import forward_pass
+        from tests.rig.worker import RigWorker
 
         torch.set_num_threads(1)  # two engines share the machine; neither may use it up with a copy
         self._connection = connection
@@ -136,18 +139,21 @@ class EngineProcess:
         config.cache_config.kv_cache_layout = options.layout
         if options.staged:
             pretend_accelerator()
+        if options.keeps_token_order:
+            RigWorker.attention_backend = OrderedAttention
         self._core: EngineCore = EngineCore(config, UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads
         self._computes = options.forward is not Forward.NOTHING  # then each step counts as one that computed something
-        self._worker.forward = forward_pass(options.forward, options.forward_seconds)
+        self._worker.forward = forward_pass(options)
         self._inside = Inside.of(self._worker.connector, self._core.scheduler.connector)
         self._live: dict[str, _Live] = {}
         self._paused = False
         self._open = True
         self._recorder.reset()
         layout = self._core.vllm_config.cache_config.kv_cache_layout
-        self._send(messages.Ready(str(layout), self._worker.page_length_bytes, options.blocks))
+        start_ns = self._worker.probe.start_ns
+        self._send(messages.Ready(str(layout), self._worker.page_length_bytes, options.blocks, start_ns))
 
     def run(self) -> None:
         """Serve until told to shut down."""
@@ -232,6 +238,8 @@ class EngineProcess:
                 self._paused = paused
             case messages.OverwriteFreeBlocks(ticket):
                 self._overwrite_free_blocks(ticket)
+            case messages.ArrangeFreeBlocks(ticket, shuffle_seed):
+                self._arrange_free_blocks(ticket, shuffle_seed)
             case messages.TakeSnapshot(ticket, reset_times):
                 self._send(self._snapshot(ticket))
                 if reset_times:
@@ -283,7 +291,16 @@ class EngineProcess:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         block_ids = [block.block_id for block in pool.blocks if block.ref_cnt == 0 and not block.is_null]
         self._worker.overwrite_blocks(block_ids)
-        self._send(messages.Overwritten(ticket, len(block_ids)))
+        self._send(messages.FreeBlocks(ticket, len(block_ids)))
+
+    def _arrange_free_blocks(self, ticket: int, shuffle_seed: int | None) -> None:
+        """Take all blocks off the queue that the scheduler takes them from, and put them back in another order."""
+        queue = self._core.scheduler.kv_cache_manager.block_pool.free_block_queue
+        blocks = sorted(queue.popleft_n(queue.num_free_blocks), key=lambda block: block.block_id)
+        if shuffle_seed is not None:
+            random.Random(shuffle_seed).shuffle(blocks)
+        queue.append_n(blocks)
+        self._send(messages.FreeBlocks(ticket, len(blocks)))
 
     def _snapshot(self, ticket: int) -> messages.Snapshot:
         probe, scheduler = self._worker.probe, self._core.scheduler
@@ -292,6 +309,7 @@ class EngineProcess:
             ticket=ticket,
             start_load_kv=probe.start_load_kv,
             get_transfer_results=probe.get_transfer_results,
+            forward=probe.forward,
             step_wall_ns_max=probe.step_wall_ns_max,
             steps=probe.steps,
             free_blocks=pool.get_num_free_blocks(),

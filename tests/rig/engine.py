@@ -54,7 +54,9 @@ def _write_model_config(options: EngineOptions, directory: Path) -> Path:
     """The directory of a Llama that is never computed: only the shape of its KV cache matters."""
     heads, head_dim = options.kv_heads, options.head_dim
     model_directory = directory / f"model-{options.layers}x{heads}x{head_dim}"
-    model_directory.mkdir(exist_ok=True)
+    if model_directory.exists():  # an engine that starts may be reading it
+        return model_directory
+    model_directory.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -97,7 +99,7 @@ class EngineRig:
             daemon=True,
         )
         self._outcomes: dict[str, RequestOutcome] = {}
-        self._answers: dict[int, Snapshot | Inspection | messages.Overwritten] = {}
+        self._answers: dict[int, Snapshot | Inspection | messages.FreeBlocks] = {}
         self._ticket = 0
         self._frozen = False
 
@@ -163,9 +165,10 @@ class EngineRig:
         self._frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`."""
+        """Undo `freeze`; nothing when the process has ended meanwhile."""
         if self._frozen:
-            os.kill(self._pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGCONT)
             self._frozen = False
 
     @property
@@ -265,7 +268,19 @@ class EngineRig:
         ticket = self._ticket
         self._send(messages.OverwriteFreeBlocks(ticket))
         answer = self._answer(ticket)
-        assert isinstance(answer, messages.Overwritten)
+        assert isinstance(answer, messages.FreeBlocks)
+        return answer.blocks
+
+    def arrange_free_blocks(self, shuffle_seed: int | None = None) -> int:
+        """Have free blocks handed out in rising order, or shuffled as in a pool that has served for long; their number.
+
+        What is free now: blocks that a request gives back later come behind them.
+        """
+        self._ticket += 1
+        ticket = self._ticket
+        self._send(messages.ArrangeFreeBlocks(ticket, shuffle_seed))
+        answer = self._answer(ticket)
+        assert isinstance(answer, messages.FreeBlocks)
         return answer.blocks
 
     def snapshot(self, *, reset_times: bool = False) -> Snapshot:
@@ -323,7 +338,7 @@ class EngineRig:
         except OSError as error:
             raise self._dead("took no command") from error
 
-    def _answer(self, ticket: int) -> Snapshot | Inspection | messages.Overwritten:
+    def _answer(self, ticket: int) -> Snapshot | Inspection | messages.FreeBlocks:
         self._wait(lambda: ticket in self._answers, WAIT_SECONDS, "answer")
         return self._answers.pop(ticket)
 
@@ -350,7 +365,7 @@ class EngineRig:
                 self.ready = report
             case RequestOutcome():
                 self._outcomes[report.request_id] = report
-            case Snapshot() | Inspection() | messages.Overwritten():
+            case Snapshot() | Inspection() | messages.FreeBlocks():
                 self._answers[report.ticket] = report
             case Closed():
                 self.closed = report

@@ -52,6 +52,9 @@ class EngineOptions:
     """Set in the engine process before NIXL is imported, for instance UCX_TLS."""
     forward: Forward = Forward.NOTHING
     forward_seconds: float = 0.005
+    forward_pieces: int | None = None
+    """So many pieces of that work in each step (see `forward`), instead of `forward_seconds`: then whatever takes the
+    core or the interpreter away makes the step longer. Not for `SLEEPS`."""
     layers: int = 32
     kv_heads: int = 8
     head_dim: int = 64
@@ -66,6 +69,8 @@ class EngineOptions:
     """The KV cache counts as an accelerator's, which NIXL cannot reach; see `accelerator`."""
     permutes: bool = False
     """`enable_permute_local_kv`: host buffers may have another order of axes than the KV cache."""
+    keeps_token_order: bool = False
+    """The attention back end is one that blocks of another size can be read for; see `attention`."""
     record_calls: bool = False
     """Note which thread calls NIXL and ZMQ; see `call_recorder`."""
 
@@ -81,8 +86,7 @@ class Check(Enum):
     EVERY_BYTE = "every byte"
     EDGES = "corners of the first and last token of each page"
     """The first and last bytes of a page among them. For measurements, where comparing 134 MB between two steps would
-    delay
-    what is measured."""
+    delay what is measured."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,14 @@ class OverwriteFreeBlocks:
 
 
 @dataclass(frozen=True)
+class ArrangeFreeBlocks:
+    """Have the scheduler hand out its free blocks in rising order, or in one that is drawn from `shuffle_seed`."""
+
+    ticket: int
+    shuffle_seed: int | None
+
+
+@dataclass(frozen=True)
 class TakeSnapshot:
     """Ask for a `Snapshot`; `reset_times` starts the connector times anew after it."""
 
@@ -151,7 +163,17 @@ class Shutdown:
     """End the engine in an orderly way."""
 
 
-Command = Submit | Abort | SetPaused | OverwriteFreeBlocks | TakeSnapshot | Inspect | CrashActors | Shutdown
+Command = (
+    Submit
+    | Abort
+    | SetPaused
+    | OverwriteFreeBlocks
+    | ArrangeFreeBlocks
+    | TakeSnapshot
+    | Inspect
+    | CrashActors
+    | Shutdown
+)
 
 
 # ---- reports: engine process -> test
@@ -164,6 +186,9 @@ class Ready:
     layout: str
     page_length_bytes: int
     blocks: int
+    connector_start_ns: int
+    """Of the worker side: until it was made, and in `register_kv_caches`. Connectors load NIXL in the one or the other.
+    """
 
 
 @dataclass(frozen=True)
@@ -197,7 +222,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Time on the engine thread inside one connector method."""
+    """Time on the engine thread inside one method."""
 
     calls: int = 0
     wall_ns: int = 0
@@ -217,8 +242,10 @@ class Snapshot:
     ticket: int
     start_load_kv: CallTimes
     get_transfer_results: CallTimes
+    forward: CallTimes
+    """Of what a forward pass does by `EngineOptions.forward`; the rig's checking and writing of KV is not in it."""
     step_wall_ns_max: int
-    """The most time one step spent in these two."""
+    """The most time one step spent in `start_load_kv` and `get_transfer_results`."""
     steps: int
     free_blocks: int
     blocks: int
@@ -270,8 +297,8 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class Overwritten:
-    """Done with `OverwriteFreeBlocks`."""
+class FreeBlocks:
+    """Done with `OverwriteFreeBlocks` or `ArrangeFreeBlocks`; how many blocks were free."""
 
     ticket: int
     blocks: int
@@ -298,4 +325,4 @@ class Closed:
     """What the NIXL port still holds; None for the built-in connector."""
 
 
-Report = Ready | RequestOutcome | Snapshot | Inspection | Overwritten | EngineDied | Closed
+Report = Ready | RequestOutcome | Snapshot | Inspection | FreeBlocks | EngineDied | Closed

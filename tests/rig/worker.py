@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -52,8 +53,10 @@ class ConnectorProbe:
     def __init__(self) -> None:
         self.start_load_kv = CallTimes()
         self.get_transfer_results = CallTimes()
+        self.forward = CallTimes()
         self.step_wall_ns_max = 0
         self.steps = 0
+        self.start_ns = 0
         self.received_ns: dict[str, int] = {}
         self.failed: set[str] = set()
         self.mismatched_pages: dict[str, int] = {}
@@ -63,6 +66,7 @@ class ConnectorProbe:
         """Start the times and their maxima anew; what is known of requests stays."""
         self.start_load_kv = CallTimes()
         self.get_transfer_results = CallTimes()
+        self.forward = CallTimes()
         self.step_wall_ns_max = 0
 
     def note_results(self, output: KVConnectorOutput, now_ns: int) -> None:
@@ -163,6 +167,9 @@ def _timed(call: Callable[[], Any], times: CallTimes) -> tuple[Any, CallTimes, i
 class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's types
     """A worker for vLLM's executors that computes no model; see the module's docstring."""
 
+    attention_backend: type[AttentionBackend] | None = None
+    """Of all layers; None: vLLM's choice. vLLM makes the worker, so it is set on the class, before."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -203,6 +210,7 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
                     num_kv_heads=self.model_config.get_num_kv_heads(self.parallel_config),
                     cache_config=self.cache_config,
                     prefix=f"model.layers.{index}.self_attn.attn",
+                    attn_backend=self.attention_backend,
                 )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -219,10 +227,14 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         assert not kv_cache_config.needs_kv_cache_zeroing, "the rig zeroes no blocks"
         self.files_before_connector = set(open_files().values())
+        started_ns = time.monotonic_ns()
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+        self.probe.start_ns = time.monotonic_ns() - started_ns
         caches = allocate_kv_cache(kv_cache_config, self.device, self.cache_config.get_resolved_kv_cache_layout())
         self._pages = _Pages(caches.values(), self.cache_config.block_size)
+        started_ns = time.monotonic_ns()
         get_kv_transfer_group().register_kv_caches(caches)
+        self.probe.start_ns += time.monotonic_ns() - started_ns
         get_kv_transfer_group().set_host_xfer_buffer_ops(copy_kv_blocks)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -249,7 +261,7 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
             connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
             load_ns = self._start_load_kv() if scheduler_output.has_sync_kv_loads else 0
             sampled = self._forward(scheduler_output)
-            self.forward()
+            _, self.probe.forward, _ = _timed(self.forward, self.probe.forward)
             if not scheduler_output.has_sync_kv_loads:
                 load_ns = self._start_load_kv()
             connector.wait_for_save()

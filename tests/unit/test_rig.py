@@ -182,6 +182,19 @@ def test_overwritten_blocks_are_nobodys(pair: Pair) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_free_blocks_are_handed_out_in_the_order_asked_for(pair: Pair) -> None:
+    _, decode = pair
+    orders = {"rising": None, "shuffled": 1, "shuffled alike": 1}
+    blocks = {}
+    for name, seed in orders.items():
+        decode.wait_until_whole(10)
+        assert decode.arrange_free_blocks(seed) == _BLOCKS - 1  # one block is never handed out
+        blocks[name] = decode.decode(name, prompt(name, 10 * 32), None).block_ids
+    assert blocks["rising"] == tuple(range(1, 11))
+    assert sorted(blocks["shuffled"]) != list(blocks["shuffled"]) == list(blocks["shuffled alike"])
+
+
+@pytest.mark.timeout(240)
 def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     options = EngineOptions(
         OURS, "kv_producer", free_port(), layers=_LAYERS, blocks=_BLOCKS, extra_config={"backends": ["bandages"]}
