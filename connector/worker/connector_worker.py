@@ -216,10 +216,9 @@ class ConnectorWorker:
         results = self.ledger.take_results()
         loaded = self.ledger.take_loaded()
         self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
-        for each in loaded:
-            if each.unfilled is not None:
-                self._cache_memory.zero(each.unfilled)
-            if self._staging is not None:
+        self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
+        if self._staging is not None:
+            for each in loaded:
                 self._staging.load(each.block_ids)
         self._switch_interval.shorten(self.ledger.is_open)
         return results

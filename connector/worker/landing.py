@@ -16,21 +16,19 @@ the lanes of CPU attention) land where they stay.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from connector.layout.geometry import Piece, RankLayout
 from connector.protocol import Landed
+from connector.worker.cache_memory import word_of
 
 _MOVED_AT_ONCE_BYTES = 64 << 20
 """Of one layer: device memory that is taken for a moment, of which vLLM leaves little."""
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes. Integers, because not every operation knows the types of quantised caches."""
 
 
 def landing_layout(layout: RankLayout) -> RankLayout | None:
@@ -69,12 +67,12 @@ class LandedBlocks:
         self._caches = {group: [_as_words(cache) for cache in of_group] for group, of_group in caches.items()}
 
     def put_in_order(self, landed: Sequence[Landed]) -> None:
-        """All blocks of all requests, each of which is named once; on the current stream, if the device has one."""
+        """All blocks of all requests, each of which is named once; on the current stream, without waiting for it."""
         if not landed:
             return
         for group, caches in self._caches.items():
             numbers = np.concatenate([request.kernel_blocks[group] for request in landed])
-            blocks = torch.from_numpy(numbers).to(caches[0].device)
+            blocks = async_tensor_h2d(numbers, caches[0].device)
             for cache in caches:
                 _put_in_order(cache, blocks)
 
@@ -91,9 +89,8 @@ def _put_in_order(cache: torch.Tensor, blocks: torch.Tensor) -> None:
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory as the longest words that divide everything, for few and wide accesses."""
     steps = (*cache.stride()[:3], cache.shape[3], cache.storage_offset())
-    return cache.view(_WORDS[math.gcd(max(_WORDS), *(step * cache.element_size() for step in steps))])
+    return cache.view(word_of(step * cache.element_size() for step in steps))
 
 
 def _swapped(piece: Piece, tokens: int) -> Piece:
