@@ -91,7 +91,7 @@ class ConnectorWorker:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         layout = registration.layout
         self._cache_memory = CacheMemory(registered.values())
-        self._landed_blocks = LandedBlocks(landing_caches(layout, registration.landing, registered))
+        self._landed_blocks = LandedBlocks(landing_caches(layout, registered))
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
