@@ -317,6 +317,8 @@ OPAQUE = ("latent with an indexer", SLOTS, *PACKED)
         (("LBNHC", "LBHNC"), 1, 1, 64),
         (("LBHNC", "LBNHC"), 1, 2, 32),
         (("LBHNC", "LBNHC"), 4, 2, 128),
+        (("LBHNC", "LBHNC"), 1, 1, 32),
+        (("LBHNC", "LBHNC"), 2, 1, 32),
     ],
 )
 @pytest.mark.parametrize(
