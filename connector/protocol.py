@@ -139,10 +139,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Blocks whose heads and tokens are in the peer's order, and must be permuted before they are used."""
+    """Blocks that READs have left in the peer's order, and that must be permuted before they are used."""
 
     kernel_blocks: tuple[npt.NDArray[np.int64], ...]
     """By cache group, shape [n] each."""
+    chunks: tuple[int, ...]
+    """By cache group: of how many blocks of the peer, one after another, each consists."""
+    heads_first: bool
+    """Heads before tokens in each of these."""
 
 
 class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,5 +13,6 @@ compatibility  what a peer must have in common with us
 sources        which ranks read from which
 copies         which bytes go where
 blocks         how the block tables of the two sides are paired
+landing        another order inside of our blocks, for longer stretches
 plan           descriptors made of all that
 """

@@ -60,6 +60,24 @@ def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Sour
     `cuts`: one for each cache group. Raises LayoutMismatch when they would be more than STRETCHES_MAX, or
     a chunk is not whole entries.
     """
+    merged = _merged_copies(local, remote, sources, cuts)
+    stretches = _count(merged)
+    if stretches > STRETCHES_MAX:
+        advice = f"that cuts a block into {stretches} stretches; use the same layout on both engines"
+        raise LayoutMismatch("order of axes", local.layout_name, remote.layout_name, advice)
+    return _unroll(merged)
+
+
+def stretches_between(local: RankLayout, remote: RankLayout, sources: Iterable[Source], cuts: Sequence[Cut]) -> int:
+    """How many copies `copies_between` makes, or refuses to make."""
+    return _count(_merged_copies(local, remote, sources, cuts))
+
+
+def _count(copies: Iterable[Copy]) -> int:
+    return sum(math.prod(count for count, _, _ in copy.loops) for copy in copies)
+
+
+def _merged_copies(local: RankLayout, remote: RankLayout, sources: Iterable[Source], cuts: Sequence[Cut]) -> list[Copy]:
     copies: list[Copy] = []
     for source in sources:
         ours, theirs = local.regions[source.local_region], remote.regions[source.remote_region]
@@ -88,12 +106,7 @@ def copies_between(local: RankLayout, remote: RankLayout, sources: Iterable[Sour
                 regions=(source.local_region, source.remote_region),
             )
         )
-    merged = merge(copies)
-    stretches = sum(math.prod(count for count, _, _ in copy.loops) for copy in merged)
-    if stretches > STRETCHES_MAX:
-        advice = f"that cuts a block into {stretches} stretches; use the same layout on both engines"
-        raise LayoutMismatch("order of axes", local.layout_name, remote.layout_name, advice)
-    return _unroll(merged)
+    return merge(copies)
 
 
 def merge(copies: Sequence[Copy]) -> list[Copy]:
@@ -115,7 +128,7 @@ def _place(region: Region, piece: Piece, chunks: int, entries: int) -> Place:
         blocks=region.num_blocks,
         block_stride_bytes=region.block_stride_bytes,
         chunks=chunks,
-        chunk_stride_bytes=entries * piece.token_stride_bytes if chunks > 1 else 0,
+        chunk_stride_bytes=(piece.chunk_stride_bytes or entries * piece.token_stride_bytes) if chunks > 1 else 0,
     )
 
 

@@ -50,6 +50,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int = 1
     lane_stride_bytes: int = 0
     tokens_per_entry: int = 1
+    chunk_stride_bytes: int = 0
+    """Not 0 only in a landing layout (`landing`), where tokens of different chunks of a block (`blocks`) are not as far
+    apart as those of one: from one chunk to the next."""
 
     @property
     def bytes_per_lane(self) -> int:

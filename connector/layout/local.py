@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from connector.layout.geometry import RankLayout
+from connector.layout.landing import Permute
 from connector.layout.shapes import LayerShape
 
 
@@ -17,5 +18,5 @@ class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Mapping[str, LayerShape]
     """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
-    landing: RankLayout | None = None
-    """Our memory with heads and tokens in the other order, for READs from a peer that has that; None: not wanted."""
+    permute: Permute = Permute.NEVER
+    """From which peers READs may land in the peer's order, for the engine thread to permute."""

@@ -17,19 +17,23 @@ docs/performance.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
-from connector.layout.copies import Copy, Place, copies_between
+from connector.layout.blocks import ChunkPairs, Cut, GroupBlocks, GroupPair, Indices
+from connector.layout.copies import Copy, Place, copies_between, stretches_between
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankId, RankLayout
-from connector.layout.sources import consumers, find_sources, partners
+from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
+from connector.layout.sources import Source, consumers, find_sources, partners
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
 """Descriptor ids travel as int32."""
+
+_WORTH_PERMUTING = 2
+"""READs must be in so many times fewer stretches for their blocks to be permuted afterwards."""
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -88,8 +92,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
     own: tuple[Copy, ...]
     """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
-    lands: bool
-    """READs leave this rank's blocks in a landing layout: they have to be put in order before `unfilled` is zeroed."""
+    lands: LandingOrder | None
+    """READs leave this rank's blocks in this order: they have to be permuted before `unfilled` is zeroed."""
 
     @property
     def groups(self) -> tuple[GroupPair, ...]:
@@ -120,21 +124,21 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return np.concatenate(addresses), np.concatenate(lengths)
 
 
-def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], landing: RankLayout | None = None) -> EnginePlan:
+def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER) -> EnginePlan:
     """How `local` reads the KV of an engine; `remotes` are its ranks that `partners` names, in any order.
 
-    `landing`: the same memory with another order inside blocks, which READs are to leave there. Raises LayoutMismatch.
+    `permute`: for which layouts of theirs READs may leave blocks in another order than ours. Raises LayoutMismatch.
     """
-    target = landing or local
     by_rank = _require_partners(local, remotes)
     _require_same_layers(local, remotes)
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
+    target, lands = _target(local, by_rank, cuts, permute)
     sources = find_sources(target, by_rank)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_rank.items()):
-        taken = [source for source in sources if source.remote_rank == rank]
+        taken = _of_rank(sources, rank)
         if taken:
             copies = copies_between(target, remote, taken, cuts)
             reads.append(_read_plan(local, remote, copies, groups))
@@ -142,7 +146,37 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], landing: RankL
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
     own = copies_between(local, local, find_sources(local, {local.rank: local}), own_cuts)
-    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=landing is not None)
+    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=lands)
+
+
+def _target(
+    local: RankLayout, by_rank: Mapping[RankId, RankLayout], cuts: Sequence[Cut], permute: Permute
+) -> tuple[RankLayout, LandingOrder | None]:
+    """Where READs are to leave KV: where it is to stay, or in a landing layout if that makes them long enough."""
+    order = landing_order(local, by_rank.values(), cuts, permute)
+    if order is None:
+        return local, None
+    landing = landing_layout(local, order)
+    # Latents and states, which land where they stay, have no say.
+    layers = {
+        piece.layer
+        for ours, landed in zip(local.regions, landing.regions, strict=True)
+        for piece in set(ours.pieces) - set(landed.pieces)
+    }
+    scattered, long = (_stretches(layout, by_rank, cuts, layers) for layout in (local, landing))
+    return (landing, order) if 0 < long * _WORTH_PERMUTING <= scattered else (local, None)
+
+
+def _stretches(
+    layout: RankLayout, by_rank: Mapping[RankId, RankLayout], cuts: Sequence[Cut], layers: Collection[str]
+) -> int:
+    """Of the given layers."""
+    sources = [source for source in find_sources(layout, by_rank) if source.local_piece.layer in layers]
+    return sum(stretches_between(layout, remote, _of_rank(sources, rank), cuts) for rank, remote in by_rank.items())
+
+
+def _of_rank(sources: Sequence[Source], rank: RankId) -> list[Source]:
+    return [source for source in sources if source.remote_rank == rank]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

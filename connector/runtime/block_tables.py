@@ -32,7 +32,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     reads: tuple[Read, ...]
     landed: Landed | None
-    """Its blocks, where READs leave them in the peer's order."""
+    """Its blocks, if READs leave them in the peer's order."""
     unfilled: Memory | None
     """Parts of its blocks that no READ writes, and that have to be zeroed: their old content is another request's."""
 
@@ -58,13 +58,13 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
 
 
 def _landed(plan: EnginePlan, groups: Sequence[GroupPull]) -> Landed | None:
-    if not plan.lands:
+    if plan.lands is None:
         return None
     tables = []
     for pair, group in zip(plan.groups, groups, strict=True):
         ratio = pair.local.kernel_blocks_per_block
         tables.append((np.array(group.local_block_ids, np.int64)[:, None] * ratio + np.arange(ratio)).ravel())
-    return Landed(kernel_blocks=tuple(tables))
+    return Landed(kernel_blocks=tuple(tables), chunks=plan.lands.chunks, heads_first=plan.lands.heads_first)
 
 
 def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlocks:

@@ -23,7 +23,6 @@ import msgspec
 import trio
 
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
-from connector.layout.local import LocalRank
 from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
@@ -207,17 +206,9 @@ def _plan(
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
                 raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
             remotes.append(remote)
-        return plan_engine(context.local.layout, remotes, _landing(context.local, remotes))
+        return plan_engine(context.local.layout, remotes, context.local.permute)
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
-
-
-def _landing(local: LocalRank, remotes: Sequence[RankLayout]) -> RankLayout | None:
-    """Where READs are to land, if it is not where the KV is to stay: what lies innermost is as the peer has it."""
-    landing = local.landing
-    if landing is not None and all(remote.layout_name[-2:] == landing.layout_name[-2:] for remote in remotes):
-        return landing
-    return None
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------

@@ -3,16 +3,35 @@
 On the engine thread, before vLLM is told that the request is loaded, so that the forward pass that uses the blocks
 comes after it on the same stream. Where KV is staged on the host, it is the host's memory that is zeroed, before the
 blocks are copied to the device.
+
+There may be thousands of stretches: one for each head of each layer of a block that is filled in part. All of one
+allocation are zeroed with one operation, whose index is the only memory that it takes. Figures: docs/performance.md.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from connector.protocol import Memory
+
+Numbers = npt.NDArray[np.int64]
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes. Integers, because not every operation knows the types of quantised caches."""
+
+_UNITS_AT_ONCE = 1 << 20
+"""Of an index, which takes eight bytes of the device for each unit, and vLLM leaves little."""
+
+
+def word_of(sizes: Iterable[int]) -> torch.dtype:
+    """The longest word that divides all sizes in bytes, for few and wide accesses."""
+    return WORDS[math.gcd(max(WORDS), *sizes)]
 
 
 class CacheMemory:
@@ -20,15 +39,33 @@ class CacheMemory:
 
     def __init__(self, caches: Iterable[torch.Tensor]) -> None:
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
-        self._starts = sorted(storages)
+        self._starts = np.array(sorted(storages), np.int64)
         self._bytes = [
             torch.empty(0, dtype=torch.uint8, device=storages[start].device).set_(storages[start])
-            for start in self._starts
+            for start in sorted(storages)
         ]
 
-    def zero(self, memory: Memory) -> None:
-        """Zero all stretches; each lies within one allocation."""
-        for address, length in zip(memory.addresses.tolist(), memory.lengths.tolist(), strict=True):
-            index = bisect.bisect_right(self._starts, address) - 1
-            offset = address - self._starts[index]
-            self._bytes[index][offset : offset + length].zero_()
+    def zero(self, memories: Sequence[Memory]) -> None:
+        """Zero all stretches of all `memories`; each stretch lies within one allocation. Waits for no stream."""
+        if not memories:
+            return
+        addresses = np.concatenate([memory.addresses for memory in memories])
+        lengths = np.concatenate([memory.lengths for memory in memories])
+        owners = np.searchsorted(self._starts, addresses, side="right") - 1
+        for owner in np.unique(owners).tolist():
+            of_owner = owners == owner
+            _zero(self._bytes[owner], addresses[of_owner] - self._starts[owner], lengths[of_owner])
+
+
+def _zero(memory: torch.Tensor, offsets: Numbers, lengths: Numbers) -> None:
+    """`memory`: all bytes of an allocation."""
+    # Stretches are parts of blocks that are alike, so that mostly each of them is one unit.
+    unit_bytes = int(np.gcd.reduce(np.concatenate((offsets, lengths))))
+    units = memory[: memory.numel() // unit_bytes * unit_bytes].view(word_of([unit_bytes]))
+    units = units.view(memory.numel() // unit_bytes, -1)
+    counts = lengths // unit_bytes
+    before = np.cumsum(counts) - counts
+    index = np.repeat(offsets // unit_bytes - before, counts) + np.arange(counts.sum())
+    for start in range(0, index.size, _UNITS_AT_ONCE):
+        some = async_tensor_h2d(index[start : start + _UNITS_AT_ONCE], memory.device)
+        units.index_fill_(0, some, 0)

@@ -91,7 +91,7 @@ class ConnectorWorker:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         layout = registration.layout
         self._cache_memory = CacheMemory(registered.values())
-        self._landed_blocks = LandedBlocks(landing_caches(layout, registration.landing, registered))
+        self._landed_blocks = LandedBlocks(landing_caches(layout, registered))
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
@@ -216,10 +216,9 @@ class ConnectorWorker:
         results = self.ledger.take_results()
         loaded = self.ledger.take_loaded()
         self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
-        for each in loaded:
-            if each.unfilled is not None:
-                self._cache_memory.zero(each.unfilled)
-            if self._staging is not None:
+        self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
+        if self._staging is not None:
+            for each in loaded:
                 self._staging.load(each.block_ids)
         self._switch_interval.shorten(self.ledger.is_open)
         return results

@@ -34,6 +34,7 @@ from vllm.v1.worker.utils import select_common_block_size
 from connector.families import Holds, family_of, layer_shapes, layer_specs, require_known_spec
 from connector.layout.advertised import describe
 from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
+from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
@@ -44,7 +45,6 @@ from connector.wire.metadata import AgentMetadata
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored
-from connector.worker.landing import landing_layout
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 
 
@@ -139,17 +139,24 @@ def derive_registration(
         device_id=device_id(first),
         groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, shapes, place, ratio),
     )
-    permutes = vllm_config.kv_transfer_config.enable_permute_local_kv
     registration = Registration(
         layout=layout,
         shapes=shapes,
         ranges=_ranges([kv_caches[layer] for layer in layers]),
         memory_kind=memory_kind(first),
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
-        landing=landing_layout(layout) if permutes else None,
+        permute=_permute(vllm_config, memory_kind(first)),
     )
     _require_complete_metadata(registration)
     return registration
+
+
+def _permute(vllm_config: VllmConfig, kind: MemoryKind) -> Permute:
+    if vllm_config.kv_transfer_config.enable_permute_local_kv:
+        return Permute.ORDERS
+    # A device permutes while the engine thread goes on; a processor does it on the engine thread, which takes as long
+    # as reading smaller blocks head by head (docs/performance.md).
+    return Permute.BLOCK_SIZES if kind == "VRAM" else Permute.NEVER
 
 
 def _require_complete_metadata(registration: Registration) -> None:

@@ -22,6 +22,7 @@ from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankId
+from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
@@ -45,7 +46,6 @@ from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.handshake import ActorExtension, encode_payload
 from connector.wire.metadata import encode_agent_metadata
-from connector.worker.landing import landing_layout
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
@@ -302,14 +302,13 @@ async def parallel_engine(
     tokens: int = TOKENS,
     stages: int = 1,
     layout_name: str = "LBHNC",
-    permutes: bool = False,
+    permute: Permute = Permute.NEVER,
     clock: Clock | None = None,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
     The first rank has the listener, which answers for all of them. With several pipeline `stages`, each of which has a
-    part of the layers, the ranks of the first one come first. With `permutes` READs land in the peer's order of heads
-    and tokens.
+    part of the layers, the ranks of the first one come first.
     """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
     ranks = [
@@ -322,7 +321,7 @@ async def parallel_engine(
             compatibility_hash,
             tokens,
             layout_name,
-            permutes=permutes,
+            permute=permute,
             clock=clock or BootClock(),
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
@@ -368,7 +367,7 @@ def _rank(
     tokens: int,
     layout_name: str,
     *,
-    permutes: bool,
+    permute: Permute,
     clock: Clock,
 ) -> Engine:
     shape = next(iter(shapes.values()))
@@ -385,8 +384,7 @@ def _rank(
         tp_size=tp_size,
         layout_name=layout_name,
     )
-    landing = landing_layout(layout) if permutes else None
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, landing=landing)
+    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, permute=permute)
     port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
     assert isinstance(port, HeardPort)
     port.clock = clock

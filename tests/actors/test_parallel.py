@@ -12,6 +12,7 @@ import torch
 import trio
 
 from connector.config import ConnectorOptions
+from connector.layout.landing import Permute
 from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
 from connector.worker.landing import LandedBlocks, landing_caches
 from statemachine.failures import BadParams
@@ -253,10 +254,24 @@ def test_blocks_of_different_sizes(prefill_tokens: int, decode_tokens: int, num_
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize(("tokens", "theirs"), [(32, [20, 7, 9]), (16, [20, 7, 9, 3, 30])])
-@pytest.mark.parametrize("layouts", [("LBHNC", "LBNHC"), ("LBNHC", "LBHNC")])
+@pytest.mark.parametrize(
+    ("tokens", "theirs", "layouts", "permute", "order"),
+    [
+        (32, [20, 7, 9], ("LBHNC", "LBNHC"), Permute.ORDERS, (1, True)),
+        (32, [20, 7, 9], ("LBNHC", "LBHNC"), Permute.ORDERS, (1, False)),
+        (16, [20, 7, 9, 3, 30], ("LBHNC", "LBNHC"), Permute.ORDERS, (2, True)),
+        (16, [20, 7, 9, 3, 30], ("LBNHC", "LBHNC"), Permute.ORDERS, (1, False)),
+        (16, [20, 7, 9, 3, 30], ("LBHNC", "LBHNC"), Permute.BLOCK_SIZES, (2, True)),
+    ],
+)
 def test_blocks_that_land_in_the_peers_order(
-    prefill: int, decode: int, tokens: int, theirs: list[int], layouts: tuple[str, str]
+    prefill: int,
+    decode: int,
+    tokens: int,
+    theirs: list[int],
+    layouts: tuple[str, str],
+    permute: Permute,
+    order: tuple[int, bool],
 ) -> None:
     """The engine thread is told which blocks to put in order and what to zero then; fewer descriptors do for that.
 
@@ -266,7 +281,7 @@ def test_blocks_that_land_in_the_peers_order(
     async def test() -> None:
         async with (
             parallel_engine("p", prefill, serves=True, tokens=tokens, layout_name=layouts[0]) as ps,
-            parallel_engine("d", decode, layout_name=layouts[1], permutes=True) as ds,
+            parallel_engine("d", decode, layout_name=layouts[1], permute=permute) as ds,
             parallel_engine("plain", decode, layout_name=layouts[1]) as plain,
         ):
             whole = fill(ps)
@@ -287,7 +302,9 @@ def test_blocks_that_land_in_the_peers_order(
                 assert not got[:, :, count:].any()
                 assert (np.delete(each.memory, ours, axis=1) == 255).all()
             assert ended["plain"].landed is None
-            assert [blocks.tolist() for blocks in ended["d"].landed.kernel_blocks] == [ours]
+            landed = ended["d"].landed
+            assert [blocks.tolist() for blocks in landed.kernel_blocks] == [ours]
+            assert (landed.chunks, landed.heads_first) == ((order[0],), order[1])
             assert descriptors(ds) < descriptors(plain)
 
     run(test)
@@ -300,7 +317,7 @@ def finish(rank: Engine, ended: ReceiveEnded) -> None:
         caches = dict(
             zip((region.name for region in layout.regions), map(torch.from_numpy, rank.by_head()), strict=True)
         )
-        LandedBlocks(landing_caches(layout, rank.local.landing, caches)).put_in_order([ended.landed])
+        LandedBlocks(landing_caches(layout, caches)).put_in_order([ended.landed])
     if ended.unfilled is not None:
         offsets = ended.unfilled.addresses - rank.memory.ctypes.data
         for offset, length in zip(offsets, ended.unfilled.lengths, strict=True):
@@ -315,7 +332,7 @@ def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:
     async def test() -> None:
         async with (
             parallel_engine("p", 1, serves=True) as (p,),
-            parallel_engine("d", 1, permutes=True) as (d,),
+            parallel_engine("d", 1, permute=Permute.ORDERS) as (d,),
         ):
             whole = fill([p])
             lend([p], "remote-a")

@@ -1,10 +1,11 @@
-"""Two orders of heads and tokens: READs of one head of one token each, or long READs and then a permutation.
+"""Blocks of another order or size: READs of what is contiguous on both sides, or long READs and then a permutation.
 
-`python -m tests.bench.bench_landing` prints a table in markdown. P has the heads of a block before its tokens, D the
-tokens before the heads. One request is read in two ways, through real NIXL between two processes:
+`python -m tests.bench.bench_landing` prints a table in markdown. P has the heads of a block before its tokens (LBHNC),
+D the same or the tokens before the heads (LBNHC). One request is read in two ways, through real NIXL between two
+processes:
 
-  scattered   to where the KV is to stay: a descriptor for each head of each token
-  landing     with `enable_permute_local_kv`: to a landing layout, and then the blocks are put in order
+  scattered   to where the KV is to stay: a descriptor for each head of each token, or of each of P's smaller blocks
+  landing     to a landing layout, one descriptor for each block of P; then the blocks are put in order
 
 "ids" is the time to number the descriptors, "READ" from there to its end (over CMA: the copy itself, made by the
 processor), "order" the permutation, with one thread. Medians; the two ways alternate. The last column is the time of
@@ -22,6 +23,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,13 +32,14 @@ import trio
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import RankLayout
+from connector.layout.landing import Permute
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Landed
-from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
+from connector.worker.landing import LandedBlocks, landing_caches
 from tests.bench.source import other_process, tell, wait_for_end
 from tests.rig.layouts import attention_rank, attention_shapes
 
@@ -49,13 +52,19 @@ POOL = 2
 """So many times the request."""
 REPEATS = 5
 CASES = (
-    # Tensor parallel size and tokens of a block: of D, of P.
-    (1, 16, 1, 16),
-    (1, 64, 1, 64),
-    (2, 16, 1, 16),
-    (1, 16, 2, 16),
-    (1, 64, 1, 16),
+    # D's order of axes; tensor parallel size and tokens of a block: of D, of P.
+    ("LBNHC", 1, 16, 1, 16),
+    ("LBNHC", 1, 64, 1, 64),
+    ("LBNHC", 2, 16, 1, 16),
+    ("LBNHC", 1, 16, 2, 16),
+    ("LBNHC", 1, 64, 1, 16),
+    ("LBHNC", 1, 64, 1, 16),
+    ("LBHNC", 1, 128, 1, 16),
+    ("LBHNC", 2, 64, 1, 16),
+    ("LBHNC", 1, 64, 2, 16),
 )
+
+Case: TypeAlias = tuple[str, int, int, int, int]
 
 
 class Said(msgspec.Struct):
@@ -132,16 +141,17 @@ class Times(msgspec.Struct):
 class Reader:
     """Decode rank 0: its memory, its agent and the prepared lists of both ways."""
 
-    def __init__(self, case: tuple[int, int, int, int]) -> None:
-        self.decode_tp, self.tokens, self.prefill_tp, self.prefill_tokens = case
+    def __init__(self, case: Case) -> None:
+        layout_name, self.decode_tp, self.tokens, self.prefill_tp, self.prefill_tokens = case
         blocks = POOL * REQUEST_TOKENS // self.tokens
-        self.memory = torch.zeros(
-            LAYERS, blocks, self.tokens, HEADS // self.decode_tp, HEAD_BYTES // 8, dtype=torch.int64
-        )
-        self.layout = _rank("decode", self.memory.data_ptr(), "LBNHC", self.tokens, 0, self.decode_tp)
-        self.landing = landing_layout(self.layout)
-        by_layer = dict(zip(_shapes(), self.memory.transpose(2, 3), strict=True))
-        self.landed_blocks = LandedBlocks(landing_caches(self.layout, self.landing, by_layer))
+        sizes = {"H": HEADS // self.decode_tp, "N": self.tokens}
+        outer, inner = layout_name[2:4]
+        memory = torch.zeros(LAYERS, blocks, sizes[outer], sizes[inner], HEAD_BYTES // 8, dtype=torch.int64)
+        self.by_head = memory if outer == "H" else memory.transpose(2, 3)
+        self.range = MemoryRange(memory.data_ptr(), memory.nbytes)
+        self.layout = _rank("decode", memory.data_ptr(), layout_name, self.tokens, 0, self.decode_tp)
+        by_layer = dict(zip(_shapes(), self.by_head, strict=True))
+        self.landed_blocks = LandedBlocks(landing_caches(self.layout, by_layer))
         chance = np.random.default_rng(1)
         self.ours = chance.permutation(blocks)[: REQUEST_TOKENS // self.tokens]
         self.theirs = chance.permutation(POOL * REQUEST_TOKENS // self.prefill_tokens)[
@@ -157,12 +167,10 @@ class Reader:
         ]
         plans = {
             "scattered": plan_engine(self.layout, remotes),
-            "landing": plan_engine(self.layout, remotes, self.landing),
+            "landing": plan_engine(self.layout, remotes, Permute.ORDERS),
         }
         send, events = trio.open_memory_channel[NixlEvent](math.inf)
-        port = RealNixlPort.open(
-            f"decode-{uuid.uuid4()}", [MemoryRange(self.memory.data_ptr(), self.memory.nbytes)], "DRAM"
-        )
+        port = RealNixlPort.open(f"decode-{uuid.uuid4()}", [self.range], "DRAM")
         port.set_event_callback(send.send_nowait)
         agents = {
             number: await port.add_remote_agent(base64.b64decode(said[number].agent_metadata)) for number in numbers
@@ -180,7 +188,7 @@ class Reader:
         }
         for turn in range(REPEATS + 1):
             for way, plan in plans.items():
-                self.memory.zero_()
+                self.by_head.zero_()
                 times = await self._request(plan, port, lists[way], events)
                 if not turn:
                     self._require_arrived()
@@ -205,8 +213,9 @@ class Reader:
                 assert event.error is None, event
                 posted.remove(event.handle)
         read = time.perf_counter()
-        if plan.lands:
-            self.landed_blocks.put_in_order([Landed(kernel_blocks=(self.ours,))])
+        if plan.lands is not None:
+            order = {"chunks": plan.lands.chunks, "heads_first": plan.lands.heads_first}
+            self.landed_blocks.put_in_order([Landed(kernel_blocks=(self.ours,), **order)])
         ordered = time.perf_counter()
         return Times(
             ids=numbered - started,
@@ -218,16 +227,16 @@ class Reader:
     def _require_arrived(self) -> None:
         heads = HEADS // self.decode_tp
         sent = _pattern(self.prefill_tp, self.prefill_tokens)[:, self.theirs, :heads]
-        got = self.memory[:, self.ours]
-        assert torch.equal(got.flatten(1, 2), sent.transpose(2, 3).flatten(1, 2))
+        got = self.by_head[:, self.ours]
+        assert torch.equal(got.transpose(2, 3).flatten(1, 2), sent.transpose(2, 3).flatten(1, 2))
 
 
 def _line(cells: Sequence[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def _row(case: tuple[int, int, int, int]) -> str:
-    _, _, prefill_tp, prefill_tokens = case
+def _row(case: Case) -> str:
+    *_, prefill_tp, prefill_tokens = case
     with other_process("tests.bench.bench_landing", "--serve", prefill_tp, prefill_tokens) as (_, said):
         reader = Reader(case)
         found = trio.run(reader.measure, msgspec.convert(said, list[Said]))
@@ -247,7 +256,7 @@ def main() -> None:
         serve(*options.serve)
         return
     torch.set_num_threads(1)
-    names = ["D_TP", "D's block", "P_TP", "P's block"]
+    names = ["D's order", "D_TP", "D's block", "P_TP", "P's block"]
     names += [f"{way}: {what}" for way in ("scattered", "landing") for what in ("descriptors", "ids ms", "READ ms")]
     names += ["landing: order ms", "scattered / landing"]
     print(_line(names))

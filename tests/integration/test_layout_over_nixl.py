@@ -21,10 +21,10 @@ import pytest
 import trio
 
 from connector.layout.geometry import RankId
+from connector.layout.landing import Permute
 from connector.layout.plan import ReadPlan, plan_engine
 from connector.layout.sources import partners
 from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
-from connector.worker.landing import landing_layout
 from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
     FAMILIES,
@@ -185,6 +185,22 @@ ROWS: dict[str, tuple[str, Condition]] = {
         "groups",
         _all(_has_layouts("LBNHC", "LBHNC"), _has("window")),
     ),
+    "heads before tokens on both sides, P's blocks smaller": (
+        "chunks",
+        _all(_has_layouts("LBHNC", "LBHNC"), _has("P's kernel block smaller"), _has_ratio(1, 1)),
+    ),
+    "heads before tokens on both sides, P's blocks smaller, D_TP twice P_TP": (
+        "chunks",
+        _all(_has_layouts("LBHNC", "LBHNC"), _has("P's kernel block smaller"), _has_ratio(2, 1)),
+    ),
+    "heads before tokens on both sides, P's blocks smaller, P_TP twice D_TP": (
+        "chunks",
+        _all(_has_layouts("LBHNC", "LBHNC"), _has("P's kernel block smaller"), _has_ratio(1, 2)),
+    ),
+    "heads before tokens on both sides, P's blocks smaller, sliding windows": (
+        "chunks",
+        _all(_has_layouts("LBHNC", "LBHNC"), _has("P's kernel block smaller", "window")),
+    ),
     "heads outside of blocks": ("attention", _has_layouts("LHBNC", "LHBNC")),
     "blocks outermost": ("attention", _all(_has("attention", "block outermost on both sides"), _has_heads)),
     "blocks outermost on one side": ("attention", _all(_has("attention"), _has_heads, _blocks_outermost_on_one_side)),
@@ -258,10 +274,12 @@ def _as_planned(
     return local_ids, remote_ids
 
 
-def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned, *, permutes: bool = False) -> int:
+def _carry_out(
+    case: Case, prefill: PrefillProcess, change: Change = _as_planned, *, permute: Permute = Permute.NEVER
+) -> int:
     """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong.
 
-    `permutes`: READs go to a landing layout, and the blocks are put in order then.
+    `permute`: for which peers READs go to a landing layout, and the blocks are put in order then.
     """
     content = make_content(case, np.random.default_rng(case.noise))
     ranks = [
@@ -273,7 +291,7 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
 
     async def read(rank: Rank) -> None:
         nonlocal descriptors
-        descriptors += await _read(case, rank, prefill_ranks, change, permutes=permutes)
+        descriptors += await _read(case, rank, prefill_ranks, change, permute=permute)
 
     async def read_all() -> None:
         with trio.fail_after(READ_SECONDS):
@@ -289,13 +307,13 @@ def _carry_out(case: Case, prefill: PrefillProcess, change: Change = _as_planned
 
 
 async def _read(
-    case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change, *, permutes: bool
+    case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change, *, permute: Permute
 ) -> int:
     """One decode rank's part; returns the number of descriptors."""
     sizes = (case.decode.tp_size, case.prefill.tp_size, case.decode.dcp_size, case.prefill.dcp_size)
     in_stage = partners(rank.tp_rank, *sizes)
     remotes = [each.layout for number, each in prefill_ranks.items() if number.tp_rank in in_stage]
-    engine_plan = plan_engine(rank.layout, remotes, landing_layout(rank.layout) if permutes else None)
+    engine_plan = plan_engine(rank.layout, remotes, permute)
     pairs = engine_plan.pair(case.tables)
     descriptors, posted = 0, set()
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
@@ -319,8 +337,8 @@ async def _read(
     finally:
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
-    if engine_plan.lands:
-        put_in_order(case, rank)
+    if engine_plan.lands is not None:
+        put_in_order(case, rank, engine_plan.lands)
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
         rank.bytes_at(address, length_bytes)[:] = 0
     return descriptors
@@ -344,7 +362,8 @@ def test_blocks_that_land_in_the_peers_order_are_put_in_ours(row: str, prefill: 
     """The same bytes with fewer descriptors."""
     family, seed = _cases()[row]
     case = case_of(seed, family)
-    assert _carry_out(case, prefill, permutes=True) < _carry_out(case, prefill)
+    permute = Permute.BLOCK_SIZES if "both" in row else Permute.ORDERS
+    assert _carry_out(case, prefill, permute=permute) < _carry_out(case, prefill)
 
 
 def _neighbour(runs: Sequence[MemoryRun], number: int) -> int:

@@ -399,7 +399,7 @@ def seen(local: Registration, remote: Rank) -> RankLayout:
 def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
     """The plan as plain copies between the tensors, inside of what each rank registered, and all that follows them."""
     local_side = decode.registration
-    plan = plan_engine(local_side.layout, [seen(local_side, rank) for rank in prefill], local_side.landing)
+    plan = plan_engine(local_side.layout, [seen(local_side, rank) for rank in prefill], local_side.permute)
     pairs = plan.pair(tables)
     by_rank = {RankId(rank.pp_rank, rank.tp_rank): rank for rank in prefill}
     for read, of_read in zip(plan.reads, pairs, strict=True):
@@ -410,14 +410,18 @@ def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> N
             assert _is_registered(decode, to, length_bytes)
             assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
             ctypes.memmove(to, source, length_bytes)
-    if plan.lands:
+    if plan.lands is not None:
         ratios = (group.kernel_blocks_per_block for group in local_side.layout.cache_groups)
         kernel_blocks = [
             [block * ratio + part for block in table.local for part in range(ratio)]
             for table, ratio in zip(tables, ratios, strict=True)
         ]
-        landed = Landed(kernel_blocks=tuple(np.array(numbers) for numbers in kernel_blocks))
-        LandedBlocks(landing_caches(local_side.layout, local_side.landing, decode.tensors)).put_in_order([landed])
+        landed = Landed(
+            kernel_blocks=tuple(np.array(numbers) for numbers in kernel_blocks),
+            chunks=plan.lands.chunks,
+            heads_first=plan.lands.heads_first,
+        )
+        LandedBlocks(landing_caches(local_side.layout, decode.tensors)).put_in_order([landed])
     for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs[0])), strict=True):
         assert _is_registered(decode, address, length_bytes)
         ctypes.memset(address, 0, length_bytes)

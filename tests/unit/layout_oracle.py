@@ -26,25 +26,29 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from connector.layout import plan
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankId, RankLayout, Region
+from connector.layout.landing import LandingOrder, Permute, landing_layout
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
 from connector.protocol import Landed
-from connector.worker.landing import LandedBlocks, landing_caches, landing_layout
+from connector.worker.landing import LandedBlocks, landing_caches
 
 Bytes = npt.NDArray[np.uint8]
 
-FAMILIES = ("attention", "groups", "states", "context")
-"""One cache group of attention; several groups with windows; attention with states; ranks with tokens of their own."""
+FAMILIES = ("attention", "groups", "states", "context", "chunks")
+"""One cache group of attention; several groups with windows; attention with states; ranks with tokens of their own;
+attention in one or two groups, with smaller blocks on P, and heads before tokens in them."""
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -130,10 +134,11 @@ def draw_case(chance: random.Random, family: str) -> Case:
         if max(decode_dcp, prefill_dcp) % min(decode_dcp, prefill_dcp):
             prefill_dcp = 1
     states = family == "states"
-    token_groups = 1 if family in ("attention", "context") else chance.randint(1 if states else 2, 3)
+    fewest, most = {"groups": (2, 3), "states": (1, 3), "chunks": (1, 2)}.get(family, (1, 1))
+    token_groups = chance.randint(fewest, most) if most > 1 else 1
     num_groups = token_groups + states
     shared = num_groups > 1 and chance.random() < 0.6
-    in_lanes = chance.random() < 0.3
+    in_lanes = family != "chunks" and chance.random() < 0.3
     tensors = _draw_tensors(
         chance,
         (prefill_tp, decode_tp),
@@ -141,11 +146,17 @@ def draw_case(chance: random.Random, family: str) -> Case:
         states=states,
         shared=shared,
         in_lanes=in_lanes and family != "context",
-        is_latent=family == "context" or (not in_lanes and chance.random() < 0.3),
+        is_latent=family == "context" or (family != "chunks" and not in_lanes and chance.random() < 0.3),
     )
     unit = math.lcm(*(shape.tokens_per_entry for shape in shapes_in(tensors)))
     sizes = _draw_group_sizes(
-        chance, token_groups, states=states, shared=shared, unit=unit, dcp_sizes=(decode_dcp, prefill_dcp)
+        chance,
+        token_groups,
+        states=states,
+        shared=shared,
+        unit=unit,
+        dcp_sizes=(decode_dcp, prefill_dcp),
+        is_smaller_on_prefill=family == "chunks",
     )
     counts, tables = [], []
     num_tokens = chance.randint(1, 24 * unit)
@@ -163,6 +174,8 @@ def draw_case(chance: random.Random, family: str) -> Case:
     layouts = LAYOUTS[:2] if states and shared else LAYOUTS
     if in_lanes:
         layouts = tuple(name for name in layouts if name.endswith("NC"))
+    if family == "chunks":
+        layouts = tuple(name for name in layouts if name.endswith("HNC"))
     layout_name = chance.choice(layouts)
     slices = sum(len(tensor.layers) for tensor in tensors)
     prefill_pp = chance.choice([pp for pp in (1, 1, 1, 2, 3) if pp <= slices])
@@ -272,7 +285,14 @@ def _draw_tensors(
 
 
 def _draw_group_sizes(
-    chance: random.Random, token_groups: int, *, states: bool, shared: bool, unit: int, dcp_sizes: tuple[int, int]
+    chance: random.Random,
+    token_groups: int,
+    *,
+    states: bool,
+    shared: bool,
+    unit: int,
+    dcp_sizes: tuple[int, int],
+    is_smaller_on_prefill: bool,
 ) -> list[tuple[CacheGroup, CacheGroup]]:
     """Block sizes of each group on (decode, prefill), multiples of `unit`. Groups that share memory have pages of one
     size.
@@ -286,6 +306,9 @@ def _draw_group_sizes(
         prefill_ratio = ratio if chance.random() < 0.5 else chance.choice((1, 2, 3))
         if min(dcp_sizes) > 1:
             prefill_tokens, prefill_ratio = decode_tokens, ratio
+        if is_smaller_on_prefill:
+            prefill_tokens, times = unit * chance.choice((1, 2, 3)), chance.choice((1, 2, 2, 3, 4))
+            decode_tokens = prefill_tokens * times
         return (
             CacheGroup(tokens_per_kernel_block=decode_tokens, kernel_blocks_per_block=ratio, dcp_size=decode_dcp),
             CacheGroup(
@@ -763,9 +786,10 @@ class Expectation:
 
 
 def check(case: Case) -> int:
-    """Judge the product's plans of a case: READs to where the KV is to stay, and to a landing layout if there is one.
+    """Judge the product's plans of a case: READs to where the KV is to stay, and to landing layouts.
 
-    Returns the number of descriptors of the first. Raises OracleError.
+    Of the latter those that the product chooses, and one that it might choose for another peer. Returns the number of
+    descriptors of the first. Raises OracleError.
     """
     noise = np.random.default_rng(case.noise)
     content = make_content(case, noise)
@@ -783,12 +807,26 @@ def check(case: Case) -> int:
     _check_notified(case, engine_plan, wanted)
     descriptors = carry_out(engine_plan, case, decode, prefill)
     expectation.require()
-    landing = landing_layout(decode.layout)
-    if landing is not None:
-        expectation.start_again()
-        carry_out(plan_engine(decode.layout, remotes, landing), case, decode, prefill)
-        expectation.require()
+    landings = [plan_engine(decode.layout, remotes, permute) for permute in (Permute.BLOCK_SIZES, Permute.ORDERS)]
+    landings.append(_plan_of_any_order(case, decode.layout, remotes))
+    for number, landing in enumerate(landings):
+        if landing.lands is not None and landing.lands not in [other.lands for other in landings[:number]]:
+            expectation.start_again()
+            if carry_out(landing, case, decode, prefill) > descriptors and landing is not landings[-1]:
+                raise OracleError(f"{landing.lands} takes more descriptors than {descriptors}")
+            expectation.require()
     return descriptors
+
+
+def _plan_of_any_order(case: Case, local: RankLayout, remotes: Sequence[RankLayout]) -> EnginePlan:
+    """READs into a random landing layout, whether or not the peer has that order."""
+    chance = random.Random(case.noise)
+    whole_blocks, heads_first = chance.random() < 0.3, chance.random() < 0.7
+    sizes = [[group.positions_per_kernel_block for group in side.groups] for side in (case.decode, case.prefill)]
+    chunks = tuple(1 if whole_blocks else ours // math.gcd(ours, theirs) for ours, theirs in zip(*sizes, strict=True))
+    order = LandingOrder(heads_first=heads_first, chunks=chunks)
+    with patch.object(plan, "_target", lambda *_: (landing_layout(local, order), order)):
+        return plan_engine(local, remotes)
 
 
 def _deal_with_each_other(case: Case, decode_rank: int, prefill_rank: int) -> bool:
@@ -827,8 +865,8 @@ def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[R
             index, part = decode.locate(to, length_bytes)
             decode.memory[index][part] = remote_rank.bytes_at(source, length_bytes)
             _mark(written[index][part], to)
-    if engine_plan.lands:
-        put_in_order(case, decode)
+    if engine_plan.lands is not None:
+        put_in_order(case, decode, engine_plan.lands)
         for marks in written:
             marks[:] = False
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
@@ -838,15 +876,18 @@ def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[R
     return descriptors
 
 
-def put_in_order(case: Case, decode: Rank) -> None:
+def put_in_order(case: Case, decode: Rank, order: LandingOrder) -> None:
     """What the product does with the request's blocks after READs to the landing layout."""
     kernel_blocks = [
         [number for number, token, _ in _positions(table.local, 0, group) if token == 0]
         for table, group in zip(case.tables, case.decode.groups, strict=True)
     ]
-    landed = Landed(kernel_blocks=tuple(np.array(numbers, np.int64) for numbers in kernel_blocks))
-    caches = landing_caches(decode.layout, landing_layout(decode.layout), decode.caches)
-    LandedBlocks(caches).put_in_order([landed])
+    landed = Landed(
+        kernel_blocks=tuple(np.array(numbers, np.int64) for numbers in kernel_blocks),
+        chunks=order.chunks,
+        heads_first=order.heads_first,
+    )
+    LandedBlocks(landing_caches(decode.layout, decode.caches)).put_in_order([landed])
 
 
 def expand_runs(runs: Sequence[MemoryRun]) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from connector.worker import landing
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.landing import LandedBlocks
 from statemachine.failures import AbortedByClient
+from tests.rig.kernels import DEVICE, counted, never_waiting
 from tests.rig.pulls import pull
 from tests.unit.vllm_setup import (
     LAYERS,
@@ -38,37 +39,61 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
         yield config
 
 
-def landed(*tables: list[int]) -> Landed:
-    return Landed(kernel_blocks=tuple(np.array(table, np.int64) for table in tables))
+def landed(*tables: list[int], chunks: int = 1, heads_first: bool = True) -> Landed:
+    return Landed(
+        kernel_blocks=tuple(np.array(table, np.int64) for table in tables),
+        chunks=(chunks,) * len(tables),
+        heads_first=heads_first,
+    )
 
 
-def make_cache(blocks: int, heads: int, tokens: int, content: int, *, padding: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens before heads, with padding after each block: [blocks, heads, tokens, content]."""
+def make_cache(
+    blocks: int, heads: int, tokens: int, content: int, *, padding: int, dtype: torch.dtype, heads_first: bool = False
+) -> torch.Tensor:
+    """With padding after each block: [blocks, heads, tokens, content]."""
     page = heads * tokens * content
     words = torch.arange(blocks * (page + padding)).remainder(251).to(dtype)
     rows = words.view(blocks, page + padding)[:, :page]
+    if heads_first:
+        return rows.view(blocks, heads, tokens, content)
     return rows.view(blocks, tokens, heads, content).transpose(1, 2)
 
 
+def as_landed(page: torch.Tensor, heads: int, tokens: int, *, chunks: int, heads_first: bool) -> torch.Tensor:
+    """What the bytes of a block mean: [heads, tokens, bytes]."""
+    if heads_first:
+        return page.view(chunks, heads, tokens // chunks, -1).transpose(0, 1).reshape(heads, tokens, -1)
+    return page.view(tokens, heads, -1).transpose(0, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("content", [1, 3, 4, 6, 16])
+@pytest.mark.parametrize("content", [1, 3, 16])
 @pytest.mark.parametrize("padding", [0, 5])
-def test_only_the_named_blocks_change_places_of_heads_and_tokens(
-    dtype: torch.dtype, content: int, padding: int
+@pytest.mark.parametrize("ours", ["heads first", "tokens first"])
+@pytest.mark.parametrize(
+    ("chunks", "heads_first"), [(1, True), (1, False), (2, True), (2, False), (4, True), (8, True)]
+)
+def test_only_the_named_blocks_change(
+    dtype: torch.dtype, content: int, padding: int, ours: str, chunks: int, heads_first: bool
 ) -> None:
     """Of any type and alignment, several requests at once, and in groups whose blocks are not the same."""
-    heads, tokens = 3, 4
-    caches = {group: make_cache(8, heads, tokens, content, padding=padding, dtype=dtype) for group in (0, 1)}
+    heads, tokens = 3, 8
+    caches = {
+        group: make_cache(8, heads, tokens, content, padding=padding, dtype=dtype, heads_first=ours == "heads first")
+        for group in (0, 1)
+    }
     before = {group: cache.untyped_storage().tolist() for group, cache in caches.items()}
     tables = {0: [6, 1, 3], 1: [0, 7]}
     expected = {}
     for group, cache in caches.items():
-        pages = cache.transpose(1, 2)
+        pages = cache if ours == "heads first" else cache.transpose(1, 2)
         right = cache.clone().view(torch.uint8)
         for block in tables[group]:
-            right[block] = pages[block].reshape(heads, tokens, content).view(torch.uint8)
+            page = pages[block].clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten()
+            right[block] = as_landed(page, heads, tokens, chunks=chunks, heads_first=heads_first)
         expected[group] = right
-    request, other = landed([6], [0]), landed([1, 3], [7])
+    order = {"chunks": chunks, "heads_first": heads_first}
+    request, other = landed([6], [0], **order), landed([1, 3], [7], **order)
     LandedBlocks({group: [cache] for group, cache in caches.items()}).put_in_order([request, other])
     for group, cache in caches.items():
         assert torch.equal(cache.view(torch.uint8), expected[group])
@@ -79,12 +104,43 @@ def test_only_the_named_blocks_change_places_of_heads_and_tokens(
             assert torch.equal(storage[:, page_bytes:], old[:, page_bytes:])
 
 
+def test_requests_of_one_step_may_have_landed_in_different_orders() -> None:
+    """From several peers."""
+    cache = make_cache(8, 2, 8, 4, padding=0, dtype=torch.int16, heads_first=True)
+    before = cache.clone()
+    LandedBlocks({0: [cache]}).put_in_order(
+        [landed([5], chunks=2), landed([1], heads_first=False), landed([6, 2], chunks=4), landed([3])]
+    )
+    for block, chunks, heads_first in ((5, 2, True), (1, 1, False), (6, 4, True), (2, 4, True)):
+        page = before[block].view(torch.uint8).flatten()
+        right = as_landed(page, 2, 8, chunks=chunks, heads_first=heads_first)
+        assert torch.equal(cache[block].view(torch.uint8), right)
+    assert torch.equal(cache[[0, 3, 4, 7]], before[[0, 3, 4, 7]])
+
+
+def test_what_lands_where_it_stays_costs_nothing() -> None:
+    layers = [make_cache(8, 2, 8, 4, padding=0, dtype=torch.int16, heads_first=True)]
+    blocks = LandedBlocks({0: layers})
+    with counted() as operations:
+        blocks.put_in_order([landed([5, 1])])
+    assert not operations
+
+
 def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
     LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1])])
     monkeypatch.setattr(landing, "_MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
     LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1])])
     assert torch.equal(cache, other)
+
+
+def test_the_engine_thread_does_not_wait_for_the_device() -> None:
+    """One copy of the numbers for all layers, from pinned memory; two kernels for each layer."""
+    layers = [torch.empty(9, 16, 8, 64, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2) for _ in range(5)]
+    with never_waiting(), counted() as operations:
+        LandedBlocks({0: layers}).put_in_order([landed([8, 0, 3]), landed([5, 1])])
+    pinning = {"empty": 1, "copy_": 1}
+    assert operations == {**pinning, "_to_copy": 1, "index_select": 5, "index_copy_": 5}
 
 
 def test_blocks_are_in_order_when_vllm_is_told(

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.layout import blocks, copies, plan, shapes, sources
+from connector.layout import blocks, copies, landing, plan, shapes, sources
 from connector.layout.blocks import GroupBlocks, GroupPair
 from connector.layout.geometry import LayoutMismatch
 from tests.unit import layout_oracle
@@ -56,6 +56,12 @@ def test_groups(chance: random.Random) -> None:
 @given(st.randoms(use_true_random=False))
 def test_states(chance: random.Random) -> None:
     check(draw_case(chance, "states"))
+
+
+@settings(on_any_machine, max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_chunks(chance: random.Random) -> None:
+    check(draw_case(chance, "chunks"))
 
 
 @settings(on_any_machine, max_examples=400)
@@ -100,6 +106,29 @@ def test_every_feature_occurs() -> None:
         "entries of several kinds in a group",
     ):
         assert counts[feature] >= 10, feature
+
+
+@pytest.mark.parametrize("permute", [landing.Permute.BLOCK_SIZES, landing.Permute.ORDERS])
+def test_landing_layouts_are_chosen(permute: landing.Permute) -> None:
+    """Guards the tests above: of the cases that they judge, enough have one, and blocks that are filled in part."""
+    found = collections.Counter[str]()
+    right = plan.plan_engine
+
+    def engine_plan(local: Any, remotes: Any, given: Any = landing.Permute.NEVER) -> plan.EnginePlan:
+        made = right(local, remotes, given)
+        if given is permute and made.lands is not None:
+            (pairs, *_) = made.pair(case.tables)
+            found["blocks in part"] += any(pair.unfilled_block.size for pair in pairs)
+            found["blocks of several chunks"] += max(made.lands.chunks) > 1
+            found["all"] += 1
+        return made
+
+    with patch.object(layout_oracle, "plan_engine", engine_plan):
+        for seed in range(300):
+            for family in ("attention", "chunks"):
+                case = case_of(seed, family)
+                check(case)
+    assert min(found[kind] for kind in ("blocks in part", "blocks of several chunks", "all")) >= 15, found
 
 
 def test_a_seed_is_the_same_case_again() -> None:
@@ -406,10 +435,34 @@ def _zeroed_where_it_would_have_landed() -> AbstractContextManager[Any]:
     """What stays unfilled is computed for the landing layout, and zeroed after the blocks were put in order."""
     right = layout_oracle.plan_engine
 
-    def engine_plan(local: Any, remotes: Any, landing: Any = None) -> plan.EnginePlan:
-        return msgspec.structs.replace(right(landing or local, remotes), lands=landing is not None)
+    def engine_plan(local: Any, remotes: Any, permute: Any = landing.Permute.NEVER) -> plan.EnginePlan:
+        found = right(local, remotes, permute)
+        if found.lands is None:
+            return found
+        own = right(landing.landing_layout(local, found.lands), remotes).own
+        return msgspec.structs.replace(found, own=own)
 
     return patch.object(layout_oracle, "plan_engine", engine_plan)
+
+
+def _chunks_land_side_by_side() -> AbstractContextManager[Any]:
+    """All heads of a smaller block lie together at the other side, and each of ours is read as if they did here."""
+    right = copies._place
+
+    def place(region: Any, piece: Any, chunks: int, positions: int) -> copies.Place:
+        return right(region, msgspec.structs.replace(piece, chunk_stride_bytes=0), chunks, positions)
+
+    return patch.object(copies, "_place", place)
+
+
+def _one_chunk_put_in_order() -> AbstractContextManager[Any]:
+    """A block of several of the other side's is permuted as if it were one of them."""
+    right = layout_oracle.put_in_order
+
+    def put_in_order(case: Any, decode: Any, order: landing.LandingOrder) -> None:
+        right(case, decode, msgspec.structs.replace(order, chunks=(1,) * len(order.chunks)))
+
+    return patch.object(layout_oracle, "put_in_order", put_in_order)
 
 
 BROKEN = (
@@ -442,6 +495,8 @@ BROKEN = (
     _runs_by_address_only,
     _order_of_the_peer_stays,
     _zeroed_where_it_would_have_landed,
+    _chunks_land_side_by_side,
+    _one_chunk_put_in_order,
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 from connector.layout.blocks import GroupBlocks
 from connector.layout.copies import STRETCHES_MAX
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, Piece, RankId, RankLayout, Region
+from connector.layout.landing import LandingOrder, Permute
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import (
     ImpossibleShard,
@@ -25,7 +26,6 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.layout.sources import partners
-from connector.worker.landing import landing_layout
 
 HEADS = 8
 TP_SIZES = (1, 2, 4, 8)
@@ -146,8 +146,9 @@ def test_what_lands_in_the_peers_order_is_read_in_long_stretches(
 ) -> None:
     ours = rank("d", tp_size=decode_tp, layout_name=decode)
     theirs = [rank("p", tp_rank=number, tp_size=prefill_tp, layout_name=prefill) for number in range(prefill_tp)]
-    assert rows_of(plan_engine(ours, theirs, landing_layout(ours))) == rows
-    assert rows_of(plan_engine(ours, theirs)) == 2 * HEADS // decode_tp * 16  # a head of a token
+    assert rows_of(plan_engine(ours, theirs, Permute.ORDERS)) == rows
+    for permute in (Permute.NEVER, Permute.BLOCK_SIZES):
+        assert rows_of(plan_engine(ours, theirs, permute)) == 2 * HEADS // decode_tp * 16  # a head of a token
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,105 @@ def test_smaller_blocks_of_the_other_side(layout_name: str, rows: int) -> None:
     if layout_name == "LBNHC":
         assert (np.diff(local_ids.reshape(2, 4)) == 1).all()
         assert (np.diff(remote_ids.reshape(2, 4)) == 1).all()
+
+
+def engines(
+    decode: dict[str, Any], prefill: dict[str, Any], *shapes: LayerShape
+) -> tuple[RankLayout, list[RankLayout]]:
+    """Rank 0 of a decode engine, and the ranks of the prefill engine that it deals with."""
+    ours = rank("d", *shapes, **decode)
+    numbers = partners(0, ours.tp_size, prefill.get("tp_size", 1))
+    return ours, [rank("p", *shapes, tp_rank=number, **prefill) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "rows"),
+    [
+        ({"layout_name": "LBHNC"}, {"layout_name": "LBHNC"}, 2),  # a block of each layer
+        ({"layout_name": "BLHNC"}, {"layout_name": "LBHNC"}, 2),
+        ({"layout_name": "LBHNC"}, {"layout_name": "BLHNC"}, 2),
+        ({"layout_name": "BLHNC"}, {"layout_name": "BLHNC"}, 2),
+        ({"layout_name": "LBHNC", "tp_size": 2}, {"layout_name": "LBHNC"}, 2),  # half of the heads of it
+        ({"layout_name": "LBHNC"}, {"layout_name": "LBHNC", "tp_size": 2}, 4),
+        ({"layout_name": "LBNHC"}, {"layout_name": "LBHNC"}, 2),
+        ({"layout_name": "BLNHC", "tp_size": 2}, {"layout_name": "LBHNC"}, 2),
+    ],
+)
+def test_smaller_blocks_land_as_they_are(decode: dict[str, Any], prefill: dict[str, Any], rows: int) -> None:
+    """One stretch for each, whether or not heads and tokens have to change places too."""
+    ours, theirs = engines(decode | {"tokens": 16}, prefill | {"tokens": 4})
+    same_order = ours.layout_name.endswith("HNC")
+    plan = plan_engine(ours, theirs, Permute.BLOCK_SIZES if same_order else Permute.ORDERS)
+    assert plan.lands == LandingOrder(heads_first=True, chunks=(4,))
+    assert rows_of(plan) == rows
+    heads_of_a_layer = HEADS // ours.tp_size
+    assert rows_of(plan_engine(ours, theirs)) == 2 * heads_of_a_layer * (1 if same_order else 4)
+    pairs = plan.pair([GroupBlocks(local=[1], remote=[4, 5, 6, 7])])
+    for read, of_read in zip(plan.reads, pairs, strict=True):
+        local_ids, remote_ids = (ids.reshape(2, 4) for ids in read.descriptor_ids(of_read))
+        assert (np.diff(remote_ids) == 1).all()
+        # Chunks of a block are numbered one after another where that gives a single run.
+        assert (np.diff(local_ids) == (1 if ours.layout_name.startswith("L") else ours.regions[0].num_blocks)).all()
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "permute"),
+    [
+        ({}, {"tokens": 4}, Permute.NEVER),
+        ({}, {}, Permute.ORDERS),
+        ({}, {"tokens": 64}, Permute.ORDERS),  # each of ours is a stretch of each head there
+        ({}, {"tokens": 12}, Permute.ORDERS),
+        ({"tp_size": 8}, {"tokens": 4}, Permute.ORDERS),  # one head
+        ({}, {"tokens": 4, "tp_size": 8}, Permute.ORDERS),  # one head at a time
+        ({}, {"tokens": 4, "layout_name": "LHBNC"}, Permute.ORDERS),  # heads that lie apart
+        ({"layout_name": "LHBNC"}, {"tokens": 4}, Permute.ORDERS),
+        ({"layout_name": "LBNHC"}, {"tokens": 4, "layout_name": "LBNHC"}, Permute.ORDERS),
+        ({"layout_name": "LBNHC"}, {"tokens": 4, "layout_name": "LBHNC"}, Permute.BLOCK_SIZES),
+        ({}, {"layout_name": "LBNHC", "tp_size": 8}, Permute.ORDERS),  # of one head, the order is the same
+    ],
+)
+def test_nothing_is_permuted_for_nothing(decode: dict[str, Any], prefill: dict[str, Any], permute: Permute) -> None:
+    ours, theirs = engines({"tokens": 16} | decode, {"tokens": 16} | prefill)
+    plan = plan_engine(ours, theirs, permute)
+    assert plan.lands is None
+    assert rows_of(plan) == rows_of(plan_engine(ours, theirs))
+
+
+def test_layers_that_stay_where_they_land_do_not_decide() -> None:
+    """Here most stretches are those of latents, and it is attention that has many fewer."""
+    shapes = [latent(f"indexers.{number}", bytes_per_token=3) for number in range(9)]
+    ours, theirs = engines({"tokens": 16}, {"tokens": 4}, attention("layers.0", heads=4, k_bytes=4, v_bytes=4))
+    extra, others = engines({"tokens": 16}, {"tokens": 4}, *shapes)
+    moved = [[_moved(region) for region in side.regions] for side in (extra, others[0])]
+    ours = msgspec.structs.replace(ours, regions=(*ours.regions, *moved[0]))
+    theirs = [msgspec.structs.replace(theirs[0], regions=(*theirs[0].regions, *moved[1]))]
+    plan = plan_engine(ours, theirs, Permute.BLOCK_SIZES)
+    assert plan.lands == LandingOrder(heads_first=True, chunks=(4,))
+    assert rows_of(plan) == 9 + 1
+    assert rows_of(plan_engine(ours, theirs)) == 9 + 4
+
+
+def _moved(region: Region) -> Region:
+    return msgspec.structs.replace(region, base_address=region.base_address + (1 << 40))
+
+
+def test_each_cache_group_lands_in_chunks_of_its_own() -> None:
+    shapes = [attention(f"layers.{group}", heads=4, k_bytes=4, v_bytes=4, group=group) for group in (0, 1)]
+    groups = {
+        name: tuple(CacheGroup(tokens_per_kernel_block=size) for size in sizes)
+        for name, sizes in (("d", (16, 8)), ("p", (4, 8)))
+    }
+    sides = []
+    for name in ("d", "p"):
+        parts = [
+            rank(name, shape, tokens=group.tokens_per_kernel_block)
+            for shape, group in zip(shapes, groups[name], strict=True)
+        ]
+        regions = (parts[0].regions[0], _moved(parts[1].regions[0]))
+        sides.append(msgspec.structs.replace(parts[0], regions=regions, groups=groups[name]))
+    plan = plan_engine(sides[0], [sides[1]], Permute.BLOCK_SIZES)
+    assert plan.lands == LandingOrder(heads_first=True, chunks=(4, 1))
+    assert rows_of(plan) == 2
 
 
 def test_states_of_equal_ranks_are_one_stretch() -> None:

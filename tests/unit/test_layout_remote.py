@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
+from connector.layout.landing import Permute, landing_layers
 from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
@@ -182,7 +183,7 @@ def _check_transfer(
         tables = [GroupBlocks(local=ours, remote=theirs) for ours, theirs in zip(local, remote, strict=True)]
         carry_out(decode, prefill, tables)
         assert torch.equal(decode.memory, expected)
-        assert (decode.registration.landing is not None) == permutes
+        assert decode.registration.permute is (Permute.ORDERS if permutes else Permute.NEVER)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -316,6 +317,8 @@ OPAQUE = ("latent with an indexer", SLOTS, *PACKED)
         (("LBNHC", "LBHNC"), 1, 1, 64),
         (("LBHNC", "LBNHC"), 1, 2, 32),
         (("LBHNC", "LBNHC"), 4, 2, 128),
+        (("LBHNC", "LBHNC"), 1, 1, 32),
+        (("LBHNC", "LBHNC"), 2, 1, 32),
     ],
 )
 @pytest.mark.parametrize(
@@ -349,7 +352,8 @@ def test_caches_without_heads_have_nothing_to_put_in_order(
 ) -> None:
     monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", True)
     rank = make_rank(config, monkeypatch, FAMILIES[family](1, 64), engine_id="decode", tp_rank=0, tp_size=1)
-    assert rank.registration.landing is None
+    assert rank.registration.permute is Permute.ORDERS
+    assert landing_layers(rank.registration.layout) == {}
 
 
 @pytest.mark.parametrize("prefill_block", [32, 128])

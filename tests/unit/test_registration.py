@@ -18,12 +18,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.layout.geometry import RankId
+from connector.layout.landing import Permute
 from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.staging import advertised_layout_name
 from connector.unsupported import UnsupportedCache
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
+from connector.worker import registration
 from connector.worker.host_staging import make_host_buffers
 from connector.worker.registration import Registration, derive_registration, require_supported
 from tests.rig.facts import facts
@@ -251,6 +253,25 @@ def test_layers_that_share_anothers_cache_have_no_host_buffer(
     tensors["model.layers.2.self_attn.attn"] = tensors[layer_name(1)]
     monkeypatch.setattr(current_platform, "device_type", "cuda")
     assert len(_staged(config, caches, tensors).ranges) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "expected"),
+    [
+        ("DRAM", False, Permute.NEVER),
+        ("VRAM", False, Permute.BLOCK_SIZES),
+        ("DRAM", True, Permute.ORDERS),
+        ("VRAM", True, Permute.ORDERS),
+    ],
+)
+def test_when_blocks_are_permuted(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, option: bool, expected: Permute
+) -> None:
+    """On a processor the engine thread would wait for it, so there it has to be asked for."""
+    monkeypatch.setattr(registration, "memory_kind", lambda cache: kind)
+    monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", option)
+    caches = cache_config(attention_spec())
+    assert derive_registration(config, caches, allocate(caches)).permute is expected
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
