@@ -14,4 +14,5 @@ sources        which ranks read from which
 copies         which bytes go where
 blocks         how the block tables of the two sides are paired
 plan           descriptors made of all that
+steps          computing that can be interrupted
 """

@@ -25,7 +25,8 @@ import numpy as np
 from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair, Indices
 from connector.layout.copies import Copy, Place, copies_between
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankId, RankLayout
-from connector.layout.sources import consumers, find_sources, partners
+from connector.layout.sources import Source, consumers, find_sources, partners
+from connector.layout.steps import Steps, finish
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -125,23 +126,38 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], landing: RankL
 
     `landing`: the same memory with another order inside blocks, which READs are to leave there. Raises LayoutMismatch.
     """
+    return finish(plan_in_steps(local, remotes, landing))
+
+
+def plan_in_steps(
+    local: RankLayout, remotes: Sequence[RankLayout], landing: RankLayout | None = None
+) -> Steps[EnginePlan]:
+    """`plan_engine`, with a pause wherever one is possible."""
     target = landing or local
     by_rank = _require_partners(local, remotes)
+    yield
     _require_same_layers(local, remotes)
+    yield
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
-    sources = find_sources(target, by_rank)
+    sources = yield from find_sources(target, by_rank)
+    of_rank: dict[RankId, list[Source]] = {}
+    for source in sources:
+        of_rank.setdefault(source.remote_rank, []).append(source)
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_rank.items()):
-        taken = [source for source in sources if source.remote_rank == rank]
+        taken = of_rank.get(rank)
+        yield
         if taken:
             copies = copies_between(target, remote, taken, cuts)
+            yield
             reads.append(_read_plan(local, remote, copies, groups))
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
-    own = copies_between(local, local, find_sources(local, {local.rank: local}), own_cuts)
+    own_sources = yield from find_sources(local, {local.rank: local})
+    own = copies_between(local, local, own_sources, own_cuts)
     return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=landing is not None)
 
 

@@ -24,9 +24,10 @@ import trio
 
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.local import LocalRank
-from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
-from connector.layout.remote import layout_from_metadata
+from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
+from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
+from connector.layout.steps import Steps
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import ConnectionRefused, Link, Requester, SideChannelError
 from connector.protocol import PeerAddress
@@ -96,7 +97,7 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> 
     await _for_each(ask, [rank for rank in ranks if rank != FIRST_RANK])
     _require_one_life(peer, list(answers.values()))
     replies = [answers[rank] for rank in ranks]
-    plan = _plan(context, peer, ranks, replies)
+    plan = await context.pace.run(_plan(context, peer, ranks, replies))
     try:
         return await _load(context, peer, owner, ranks, replies, plan)
     except (NixlCallFailed, PortClosed) as error:
@@ -197,19 +198,22 @@ def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
 
 def _plan(
     context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], replies: Sequence[HandshakeReply]
-) -> EnginePlan:
+) -> Steps[EnginePlan]:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
+    local = context.local
     try:
+        ours = own_regions(local.layout)
         remotes: list[RankLayout] = []
         for rank, reply in zip(ranks, replies, strict=True):
-            remote = layout_from_metadata(reply.metadata, rank=rank, tp_size=peer.tp_size, local=context.local)
+            remote = yield from layout_in_steps(reply.metadata, rank=rank, tp_size=peer.tp_size, local=local, ours=ours)
             if remote.dcp_size != peer.dcp_size:
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
-                raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
+                raise LayoutMismatch("dcp_size", local.layout.dcp_size, peer.dcp_size, advice)
             remotes.append(remote)
-        return plan_engine(context.local.layout, remotes, _landing(context.local, remotes))
+        plan = yield from plan_in_steps(local.layout, remotes, _landing(local, remotes))
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
+    return plan
 
 
 def _landing(local: LocalRank, remotes: Sequence[RankLayout]) -> RankLayout | None:

@@ -42,6 +42,7 @@ from connector.protocol import (
 )
 from connector.runtime.context import ActorContext
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
+from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
@@ -120,6 +121,7 @@ class Supervisor:
             side_channel=side_channel,
             clock=clock,
             recorder=recorder,
+            pace=Pace(clock),
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,
