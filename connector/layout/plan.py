@@ -2,7 +2,8 @@
 
 `plan_engine` pairs a rank with its partners (`sources.partners`) in a remote engine, for any two layouts of the same
 model. What cannot be read is refused before any memory is touched: the refusal names the first field that differs, and
-both values. A plan is made once per handshake and checked then; during a step only block ids are checked.
+both values. That is checked when a plan is made (once for engines that differ in addresses only, see `plan_cache`);
+during a step only block ids are checked.
 
 Descriptors. For each remote rank both sides prepare one list of runs. A row of the plan is one contiguous stretch of
 each chunk: the descriptor of chunk c of kernel block b is start + b * block_step + c * chunk_step, with a start for

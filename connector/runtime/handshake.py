@@ -25,6 +25,7 @@ import trio
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.local import LocalRank
 from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
+from connector.layout.plan_cache import geometry_in_steps
 from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
@@ -201,6 +202,15 @@ def _plan(
 ) -> Steps[EnginePlan]:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
     local = context.local
+    geometry = yield from geometry_in_steps(
+        [(rank, reply.metadata) for rank, reply in zip(ranks, replies, strict=True)],
+        own_engine_id=local.layout.engine_id,
+        tp_size=peer.tp_size,
+        dcp_size=peer.dcp_size,
+    )
+    plan = context.plans.find(geometry)
+    if plan is not None:
+        return plan
     try:
         ours = own_regions(local.layout)
         remotes: list[RankLayout] = []
@@ -213,6 +223,7 @@ def _plan(
         plan = yield from plan_in_steps(local.layout, remotes, _landing(local, remotes))
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
+    context.plans.keep(geometry, plan)
     return plan
 
 

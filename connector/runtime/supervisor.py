@@ -24,6 +24,7 @@ import trio
 from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.layout.plan_cache import PlanCache
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import Listener, SideChannel
 from connector.protocol import (
@@ -121,6 +122,7 @@ class Supervisor:
             side_channel=side_channel,
             clock=clock,
             recorder=recorder,
+            plans=PlanCache(),
             pace=Pace(clock),
             emit=emit,
             log_failure=log_failure,
