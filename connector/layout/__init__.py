@@ -1,8 +1,8 @@
 """KV geometry: what memory a rank's KV cache occupies, and which of another rank's bytes go where.
 
 Pure arithmetic over frozen values: no NIXL, no vLLM, no I/O. One algorithm serves every model and parallel size; what
-tells models apart is data. Everything is checked when the plan is made, at handshake time; during a step only block ids
-are checked.
+tells models apart is data. Everything is checked at handshake time, when the plan is made or one that was made for the
+same geometry is found; during a step only block ids are checked.
 
 geometry       one rank: regions of blocks, pieces of layers in them
 shapes         what a model caches per layer, and which part of it a rank holds
@@ -15,4 +15,6 @@ copies         which bytes go where
 blocks         how the block tables of the two sides are paired
 landing        another order inside of our blocks, for longer stretches
 plan           descriptors made of all that
+plan_cache     one plan for all engines that differ in addresses only
+steps          computing that can be interrupted
 """

@@ -50,7 +50,7 @@ class LandingOrder(msgspec.Struct, frozen=True, kw_only=True):
     """By cache group: how many chunks a kernel block is."""
 
 
-class Steps(NamedTuple):
+class Strides(NamedTuple):
     """From one head, chunk, and token of a chunk to the next, in a block. 0 along an axis of one."""
 
     head: int
@@ -104,7 +104,7 @@ def landing_layers(local: RankLayout) -> dict[int, list[str]]:
 
 def landed_steps(
     *, heads: int, tokens: int, head_step: int, token_step: int, heads_first: bool, chunks: int
-) -> tuple[Steps, Steps] | None:
+) -> tuple[Strides, Strides] | None:
     """Where the tokens of a block are to stay, and where they land, in the unit of the given steps.
 
     None: they land where they stay, or the block is not dense.
@@ -123,9 +123,9 @@ def landed_steps(
     return None if stays == lands else (stays, lands)
 
 
-def _steps(head: int, chunk: int, token: int, chunks: int, of_chunk: int) -> Steps:
+def _steps(head: int, chunk: int, token: int, chunks: int, of_chunk: int) -> Strides:
     # Where there is one of something, its step means nothing and must not tell two orders apart.
-    return Steps(head=head, chunk=chunk if chunks > 1 else 0, token=token if of_chunk > 1 else 0)
+    return Strides(head=head, chunk=chunk if chunks > 1 else 0, token=token if of_chunk > 1 else 0)
 
 
 def _landed(piece: Piece, tokens: int, heads_first: bool, chunks: int) -> Piece:

@@ -2,7 +2,8 @@
 
 `plan_engine` pairs a rank with its partners (`sources.partners`) in a remote engine, for any two layouts of the same
 model. What cannot be read is refused before any memory is touched: the refusal names the first field that differs, and
-both values. A plan is made once per handshake and checked then; during a step only block ids are checked.
+both values. That is checked when a plan is made (once for engines that differ in addresses only, see `plan_cache`);
+during a step only block ids are checked.
 
 Descriptors. For each remote rank both sides prepare one list of runs. A row of the plan is one contiguous stretch of
 each chunk: the descriptor of chunk c of kernel block b is start + b * block_step + c * chunk_step, with a start for
@@ -17,7 +18,7 @@ docs/performance.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from connector.layout.copies import Copy, Place, copies_between, stretches_betwe
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankId, RankLayout
 from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
 from connector.layout.sources import Source, consumers, find_sources, partners
+from connector.layout.steps import Steps, finish
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -129,29 +131,41 @@ def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], permute: Permu
 
     `permute`: for which layouts of theirs READs may leave blocks in another order than ours. Raises LayoutMismatch.
     """
+    return finish(plan_in_steps(local, remotes, permute))
+
+
+def plan_in_steps(
+    local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER
+) -> Steps[EnginePlan]:
+    """`plan_engine`, with a pause wherever one is possible."""
     by_rank = _require_partners(local, remotes)
+    yield
     _require_same_layers(local, remotes)
+    yield
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
-    target, lands = _target(local, by_rank, cuts, permute)
-    sources = find_sources(target, by_rank)
+    target, lands = yield from _target(local, by_rank, cuts, permute)
+    sources = _of_each_rank((yield from find_sources(target, by_rank)))
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
     for rank, remote in sorted(by_rank.items()):
-        taken = _of_rank(sources, rank)
+        taken = sources.get(rank)
+        yield
         if taken:
             copies = copies_between(target, remote, taken, cuts)
+            yield
             reads.append(_read_plan(local, remote, copies, groups))
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
-    own = copies_between(local, local, find_sources(local, {local.rank: local}), own_cuts)
+    own_sources = yield from find_sources(local, {local.rank: local})
+    own = copies_between(local, local, own_sources, own_cuts)
     return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=lands)
 
 
 def _target(
     local: RankLayout, by_rank: Mapping[RankId, RankLayout], cuts: Sequence[Cut], permute: Permute
-) -> tuple[RankLayout, LandingOrder | None]:
+) -> Steps[tuple[RankLayout, LandingOrder | None]]:
     """Where READs are to leave KV: where it is to stay, or in a landing layout if that makes them long enough."""
     order = landing_order(local, by_rank.values(), cuts, permute)
     if order is None:
@@ -163,20 +177,28 @@ def _target(
         for ours, landed in zip(local.regions, landing.regions, strict=True)
         for piece in set(ours.pieces) - set(landed.pieces)
     }
-    scattered, long = (_stretches(layout, by_rank, cuts, layers) for layout in (local, landing))
+    scattered = yield from _stretches(local, by_rank, cuts, layers)
+    long = yield from _stretches(landing, by_rank, cuts, layers)
     return (landing, order) if 0 < long * _WORTH_PERMUTING <= scattered else (local, None)
 
 
 def _stretches(
     layout: RankLayout, by_rank: Mapping[RankId, RankLayout], cuts: Sequence[Cut], layers: Collection[str]
-) -> int:
+) -> Steps[int]:
     """Of the given layers."""
-    sources = [source for source in find_sources(layout, by_rank) if source.local_piece.layer in layers]
-    return sum(stretches_between(layout, remote, _of_rank(sources, rank), cuts) for rank, remote in by_rank.items())
+    sources = yield from find_sources(layout, by_rank)
+    stretches = 0
+    for rank, taken in _of_each_rank(source for source in sources if source.local_piece.layer in layers).items():
+        stretches += stretches_between(layout, by_rank[rank], taken, cuts)
+        yield
+    return stretches
 
 
-def _of_rank(sources: Sequence[Source], rank: RankId) -> list[Source]:
-    return [source for source in sources if source.remote_rank == rank]
+def _of_each_rank(sources: Iterable[Source]) -> dict[RankId, list[Source]]:
+    of_rank: dict[RankId, list[Source]] = {}
+    for source in sources:
+        of_rank.setdefault(source.remote_rank, []).append(source)
+    return of_rank
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

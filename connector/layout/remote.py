@@ -53,6 +53,7 @@ from connector.layout.shapes import (
     shard,
     state_pieces,
 )
+from connector.layout.steps import Steps, finish
 from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 
 
@@ -61,9 +62,17 @@ def layout_from_metadata(metadata: AgentMetadata, *, rank: RankId, tp_size: int,
 
     Raises LayoutMismatch when it describes something other than what that rank of our model would have.
     """
-    ours, shapes = local.layout, local.shapes.values()
-    groups = _groups(ours, metadata, rank, shapes)
-    require_same_form(ours, metadata, groups, shapes, tp_size)
+    return finish(layout_in_steps(metadata, rank=rank, tp_size=tp_size, local=local, ours=own_regions(local.layout)))
+
+
+def layout_in_steps(
+    metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank, ours: OwnRegions
+) -> Steps[RankLayout]:
+    """`layout_from_metadata`, with a pause wherever one is possible; `ours` are the regions of `local`."""
+    layout, shapes = local.layout, local.shapes.values()
+    groups = _groups(layout, metadata, rank, shapes)
+    require_same_form(layout, metadata, groups, shapes, tp_size)
+    yield
     peer = _Peer(
         metadata=metadata,
         tp_rank=rank.tp_rank,
@@ -73,9 +82,9 @@ def layout_from_metadata(metadata: AgentMetadata, *, rank: RankId, tp_size: int,
         has_rings=has_ring_buffers(shapes),
     )
     try:
-        regions = _regions(ours, peer)
+        regions = yield from _regions(ours, peer)
     except ImpossibleShard as error:
-        raise LayoutMismatch("tp_size", ours.tp_size, tp_size, str(error)) from error
+        raise LayoutMismatch("tp_size", layout.tp_size, tp_size, str(error)) from error
     theirs = RankLayout(
         engine_id=metadata.engine_id,
         pp_rank=rank.pp_rank,
@@ -144,7 +153,7 @@ def _groups(
     return tuple(groups)
 
 
-class _Ours(msgspec.Struct, frozen=True, kw_only=True):
+class OwnRegions(msgspec.Struct, frozen=True, kw_only=True):
     """Our own layout, indexed by what a peer's is compared with."""
 
     layout: RankLayout
@@ -154,12 +163,16 @@ class _Ours(msgspec.Struct, frozen=True, kw_only=True):
     """By address."""
 
 
-def _regions(layout: RankLayout, peer: _Peer) -> tuple[Region, ...]:
-    ours = _Ours(
+def own_regions(layout: RankLayout) -> OwnRegions:
+    """The same for all peers."""
+    return OwnRegions(
         layout=layout,
         held={piece.layer: region for region in layout.regions for piece in region.pieces},
         advertised={region.members[0].base_address: region for region in advertised_regions(layout)},
     )
+
+
+def _regions(ours: OwnRegions, peer: _Peer) -> Steps[tuple[Region, ...]]:
     names = [cast(str, name) for name in peer.stated("region_names")]
     in_region = {region.name: region for region in ours.advertised.values()}
     total = Counter(names)
@@ -179,10 +192,11 @@ def _regions(layout: RankLayout, peer: _Peer) -> tuple[Region, ...]:
                 raise LayoutMismatch(f"KV cache region of {layer}", owners[layer], name, SAME_LAYOUT)
         regions.extend(_region(ours, peer, index, members, parts[name], total[name]))
         parts[name] += 1
+        yield
     return tuple(regions)
 
 
-def _region(ours: _Ours, peer: _Peer, index: int, members: Sequence[str], part: int, parts: int) -> list[Region]:
+def _region(ours: OwnRegions, peer: _Peer, index: int, members: Sequence[str], part: int, parts: int) -> list[Region]:
     """Region `index` of the peer, once for each cache group in it; it is number `part` of the `parts` of its name."""
     metadata = peer.metadata
     by_group: dict[int, list[str]] = {}
@@ -234,7 +248,7 @@ def _is_held_alike(shape: LayerShape) -> bool:
     return [component.units for component in shape.components] == [1]
 
 
-def _like_ours(ours: _Ours, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
+def _like_ours(ours: OwnRegions, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
     """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
     metadata = peer.metadata
     advertised = ours.advertised[known.base_address]

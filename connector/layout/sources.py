@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from connector.layout.geometry import LayoutMismatch, Piece, RankId, RankLayout, Region
+from connector.layout.steps import Steps
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,13 +50,17 @@ def consumers(remote: RankLayout, local: RankLayout) -> int:
     return sum(remote.tp_rank in partners(tp_rank, *sizes) for tp_rank in range(local.tp_size))
 
 
-def find_sources(local: RankLayout, remotes: Mapping[RankId, RankLayout]) -> list[Source]:
+def find_sources(local: RankLayout, remotes: Mapping[RankId, RankLayout]) -> Steps[list[Source]]:
     """Where every piece of `local` comes from. `remotes`: layouts by rank.
 
     Where several ranks hold the same, one is taken, a different one for different engines and ranks, so that many
     readers spread over the replicas. Raises LayoutMismatch when a piece is not held, not wholly, or not in that form.
     """
-    holders = _holders(_by_preference(local, remotes))
+    holders: dict[tuple[str, str], list[_Holder]] = {}
+    for remote in _by_preference(local, remotes):
+        for key, of_rank in _holders([remote]).items():
+            holders.setdefault(key, []).extend(of_rank)
+        yield
     sources: list[Source] = []
     for index, region in enumerate(local.regions):
         for piece in region.pieces:
@@ -64,6 +69,7 @@ def find_sources(local: RankLayout, remotes: Mapping[RankId, RankLayout]) -> lis
             for part in sorted({holder.dcp_rank for holder in of_piece}) or (0,):
                 of_part = [holder for holder in of_piece if holder.dcp_rank == part]
                 sources.extend(_cover(index, region, piece, of_part))
+        yield
     return sources
 
 

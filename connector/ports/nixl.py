@@ -45,7 +45,7 @@ DescriptorIds: TypeAlias = npt.NDArray[np.int32]
 """Indices into a prepared descriptor list, shape [n], region-major."""
 
 
-class MemoryRun(msgspec.Struct, frozen=True):
+class MemoryRun(msgspec.Struct, frozen=True, gc=False):
     """`count` blocks of `length_bytes`, the first at `address`, one every `stride_bytes` (>= length_bytes)."""
 
     address: int

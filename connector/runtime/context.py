@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.layout.plan_cache import PlanCache
 from connector.ports.side_channel import SideChannel
 from connector.protocol import Outcome
+from connector.runtime.pace import Pace
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
 from statemachine.failures import Failure
@@ -24,6 +26,8 @@ class ActorContext:
     """Shared by the supervisor's actors.
 
     Attributes:
+        plans: of READs from the engines that were met.
+        pace: of long computations.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure.
         log_crash: writes a line with a traceback: what raised it, what it raised.
@@ -35,6 +39,8 @@ class ActorContext:
     side_channel: SideChannel
     clock: Clock
     recorder: Recorder
+    plans: PlanCache
+    pace: Pace
     emit: Callable[[Outcome], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]

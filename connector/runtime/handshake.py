@@ -23,9 +23,11 @@ import msgspec
 import trio
 
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
-from connector.layout.plan import EnginePlan, ReadPlan, plan_engine
-from connector.layout.remote import layout_from_metadata
+from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
+from connector.layout.plan_cache import geometry_in_steps
+from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
+from connector.layout.steps import Steps
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import ConnectionRefused, Link, Requester, SideChannelError
 from connector.protocol import PeerAddress
@@ -95,7 +97,7 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> 
     await _for_each(ask, [rank for rank in ranks if rank != FIRST_RANK])
     _require_one_life(peer, list(answers.values()))
     replies = [answers[rank] for rank in ranks]
-    plan = _plan(context, peer, ranks, replies)
+    plan = await context.pace.run(_plan(context, peer, ranks, replies))
     try:
         return await _load(context, peer, owner, ranks, replies, plan)
     except (NixlCallFailed, PortClosed) as error:
@@ -196,19 +198,32 @@ def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
 
 def _plan(
     context: ActorContext, peer: PeerAddress, ranks: Sequence[RankId], replies: Sequence[HandshakeReply]
-) -> EnginePlan:
+) -> Steps[EnginePlan]:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
+    local = context.local
+    geometry = yield from geometry_in_steps(
+        [(rank, reply.metadata) for rank, reply in zip(ranks, replies, strict=True)],
+        own_engine_id=local.layout.engine_id,
+        tp_size=peer.tp_size,
+        dcp_size=peer.dcp_size,
+    )
+    plan = context.plans.find(geometry)
+    if plan is not None:
+        return plan
     try:
+        ours = own_regions(local.layout)
         remotes: list[RankLayout] = []
         for rank, reply in zip(ranks, replies, strict=True):
-            remote = layout_from_metadata(reply.metadata, rank=rank, tp_size=peer.tp_size, local=context.local)
+            remote = yield from layout_in_steps(reply.metadata, rank=rank, tp_size=peer.tp_size, local=local, ours=ours)
             if remote.dcp_size != peer.dcp_size:
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
-                raise LayoutMismatch("dcp_size", context.local.layout.dcp_size, peer.dcp_size, advice)
+                raise LayoutMismatch("dcp_size", local.layout.dcp_size, peer.dcp_size, advice)
             remotes.append(remote)
-        return plan_engine(context.local.layout, remotes, context.local.permute)
+        plan = yield from plan_in_steps(local.layout, remotes, local.permute)
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
+    context.plans.keep(geometry, plan)
+    return plan
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import trio
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.layout.plan_cache import PlanCache
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import Listener, SideChannel
 from connector.protocol import (
@@ -41,6 +42,7 @@ from connector.protocol import (
 )
 from connector.runtime.context import ActorContext
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
+from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
@@ -110,6 +112,8 @@ class Supervisor:
             side_channel=side_channel,
             clock=clock,
             recorder=recorder,
+            plans=PlanCache(),
+            pace=Pace(clock),
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,

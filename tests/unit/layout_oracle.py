@@ -40,6 +40,7 @@ from connector.layout.landing import LandingOrder, Permute, landing_layout
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
+from connector.layout.steps import Steps
 from connector.ports.nixl import MemoryRun
 from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches
@@ -825,7 +826,12 @@ def _plan_of_any_order(case: Case, local: RankLayout, remotes: Sequence[RankLayo
     sizes = [[group.positions_per_kernel_block for group in side.groups] for side in (case.decode, case.prefill)]
     chunks = tuple(1 if whole_blocks else ours // math.gcd(ours, theirs) for ours, theirs in zip(*sizes, strict=True))
     order = LandingOrder(heads_first=heads_first, chunks=chunks)
-    with patch.object(plan, "_target", lambda *_: (landing_layout(local, order), order)):
+
+    def this_one(*_arguments: object) -> Steps[tuple[RankLayout, LandingOrder | None]]:
+        yield
+        return landing_layout(local, order), order
+
+    with patch.object(plan, "_target", this_one):
         return plan_engine(local, remotes)
 
 
