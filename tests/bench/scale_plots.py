@@ -40,12 +40,12 @@ def plot(curves: Mapping[tuple[str, str, str], Sequence[tuple[int, float]]], dir
                 place.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=level)
             place.set_xscale("log")
             place.minorticks_off()
-            place.set_ylim(bottom=0)
             place.grid(visible=True, alpha=0.3)
+        row[0].set_ylim(bottom=0)  # of the whole row, once all is in it
     for place, axis_about in zip(grid[-1], AXES.values(), strict=True):
         place.set_xlabel(axis_about)
-    grid[0][0].legend()
-    drawing.tight_layout()
+    drawing.legend(*grid[0][0].get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
+    drawing.tight_layout(rect=(0, 0, 1, 0.96))
     directory.mkdir(parents=True, exist_ok=True)
     drawing.savefig(directory / "scale.png", dpi=100)
     drawing.savefig(directory / "scale.svg", metadata={"Date": None})
