@@ -152,8 +152,8 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for KV has ended: loaded (`failure` None) or not.
 
-    `quarantined`: READs may still write into `local_block_ids`. Before the blocks are used, `landed` must be permuted,
-    and then `unfilled` zeroed, the parts of them that no READ has written.
+    `quarantined`: READs may still write into `local_block_ids`, which are named for no other reason. Before the blocks
+    are used, `landed` must be permuted, and then `unfilled` zeroed, the parts of them that no READ has written.
     """
 
     request_id: str

@@ -448,6 +448,8 @@ class RemoteEngine:
         self._proving: dict[str, None] = {}
         # By lease; dropped when it has no users and nothing is owed.
         self._claims: dict[LeaseName, _Claim] = {}
+        # Those of them that have users.
+        self._wanted: set[LeaseName] = set()
         # Leases that were released here, oldest first, at most CONSUMED_MAX. None of them gets a user again.
         self._consumed: dict[LeaseName, None] = {}
         # The one that is ready, draining or disconnecting; None in every other state of the peer.
@@ -459,8 +461,11 @@ class RemoteEngine:
         # Requests that ended in quarantine, with their READs that may still write; never empty sets.
         self._quarantined: dict[str, set[int]] = {}
         self._timers: Deadlines[TimerKey] = Deadlines()
-        # By rank of P: when a lease is to be asked for, or its release said, again. Empty unless the peer is ready.
-        self._dues: list[Deadlines[LeaseName]] = []
+        # How many ranks of P are spoken to; 0 unless the peer is ready.
+        self._ranks = 0
+        # When a lease is to be asked for, or its release said, again; by lease and rank of P. One heap for all ranks:
+        # the next deadline costs the same however many there are. Empty unless the peer is ready.
+        self._dues: Deadlines[tuple[LeaseName, int]] = Deadlines()
         self._backoff_until_ns = 0
         self._effects: list[Effect] = []
         # Steps that the observer has not been told of.
@@ -471,12 +476,10 @@ class RemoteEngine:
     # --- driving ----------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> int | None:
-        earliest_ns = self._timers.next_ns()
-        for due in self._dues:
-            at_ns = due.next_ns()
-            if at_ns is not None and (earliest_ns is None or at_ns < earliest_ns):
-                earliest_ns = at_ns
-        return earliest_ns
+        timer_ns, due_ns = self._timers.next_ns(), self._dues.next_ns()
+        if timer_ns is None or due_ns is None:
+            return timer_ns if due_ns is None else due_ns
+        return min(timer_ns, due_ns)
 
     def advance(self, now_ns: int) -> list[Effect]:
         """Do what is due. One deadline at a time: if one raises, the others stay due."""
@@ -543,10 +546,8 @@ class RemoteEngine:
     @property
     def is_unused(self) -> bool:
         """Nobody waits for this engine or reads from it. Releases may be owed: their leases end by themselves too."""
-        return (
-            not (self._requests or self._quarantined)
-            and not self._is_claimed
-            and all(each is self._current and not each.open_reads for each in self._connections.values())
+        return not (self._requests or self._quarantined or self._wanted) and all(
+            each is self._current and not each.open_reads for each in self._connections.values()
         )
 
     @property
@@ -777,7 +778,7 @@ class RemoteEngine:
                 case peer.StartBackoff():
                     self._back_off(effect, now_ns)
                 case peer.DrainReads():
-                    self._dues = []
+                    self._speak_to(0)
                     self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)
                 case peer.TearDown():
                     assert self._current is not None
@@ -813,12 +814,17 @@ class RemoteEngine:
         if self._current is not None and number == self._current.number:
             self._step_peer(peer.ConnectionSuspect(failure=failure), now_ns)
 
+    def _speak_to(self, ranks: int) -> None:
+        """From now on say what is to be said of leases to so many ranks; nothing is due yet."""
+        self._ranks = ranks
+        self._dues.clear()
+
     def _announce_ready(self, now_ns: int) -> None:
         """Ask for every lease that somebody wants, say every release that is owed, and offer the connection."""
         connection = self._current
         assert connection is not None
-        if len(self._dues) != connection.ranks:
-            self._dues = [Deadlines() for _ in range(connection.ranks)]
+        if self._ranks != connection.ranks:
+            self._speak_to(connection.ranks)
             for claim in list(self._claims.values()):
                 self._meet(claim, connection, now_ns)
             self._send_due(now_ns)
@@ -881,6 +887,7 @@ class RemoteEngine:
 
     def _claim(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int) -> _Claim:
         """`request_id` wants the lease: it is held from now on, and not released before the request has ended."""
+        self._wanted.add(lease)
         claim = self._claims.get(lease)
         if claim is not None:
             self._timers.cancel(("over", lease))
@@ -912,7 +919,7 @@ class RemoteEngine:
             self._timers.set(("assumed", claim.lease), until_ns)
         for rank, each in enumerate(claim.holds):
             if not hold.MACHINE.is_terminal(each):
-                self._dues[rank].set(claim.lease, now_ns)
+                self._dues.set((claim.lease, rank), now_ns)
 
     def _begin_holds(self, claim: _Claim, ranks: int) -> None:
         for rank in range(ranks):
@@ -929,8 +936,8 @@ class RemoteEngine:
         for effect in effects:
             match effect:
                 case hold.SayReleased():
-                    if rank < len(self._dues):  # there are fewer where P is not connected, or has come back smaller
-                        self._dues[rank].set(claim.lease, 0)
+                    if rank < self._ranks:  # there are fewer where P is not connected, or has come back smaller
+                        self._dues.set((claim.lease, rank), 0)
 
     def _leave(self, lease: LeaseName, request_id: str, now_ns: int) -> None:
         """One request less wants this lease; the last one lets go of it."""
@@ -940,6 +947,7 @@ class RemoteEngine:
         del claim.users[request_id]
         if claim.users:
             return
+        self._wanted.discard(lease)
         if claim.holds:
             self._let_go(claim)
         # Else P was never met: it may be named again, and P is told when it is met in time.
@@ -963,10 +971,11 @@ class RemoteEngine:
 
     def _drop(self, claim: _Claim) -> None:
         self._claims.pop(claim.lease, None)
+        self._wanted.discard(claim.lease)
         self._timers.cancel(("assumed", claim.lease))
         self._timers.cancel(("over", claim.lease))
-        for due in self._dues:
-            due.cancel(claim.lease)
+        for rank in range(self._ranks):
+            self._dues.cancel((claim.lease, rank))
 
     def _drop_claims(self) -> None:
         """Nothing is asked for or said any more: the leases end by themselves."""
@@ -976,9 +985,9 @@ class RemoteEngine:
     def _ask_for_proof(self, proving: request.Request, now_ns: int) -> None:
         self._timers.set(("proof", proving.request_id), now_ns + self._limits.lease_ns)
         claim = self._claims[proving.lease]
-        for rank, due in enumerate(self._dues):
+        for rank in range(self._ranks):
             if claim.holds[rank].proven_until_ns < proving.last_completed_ns:
-                due.set(proving.lease, now_ns)
+                self._dues.set((proving.lease, rank), now_ns)
 
     def _take_hold_answer(self, event: HoldAnswered, now_ns: int) -> None:
         if self._current is None or event.connection != self._current.number or event.sent_ns > now_ns:
@@ -997,9 +1006,9 @@ class RemoteEngine:
             return
         reach_ns = remaining_ns - remaining_ns // DRIFT_DIVISOR - self._limits.margin_ns
         self._step_hold(claim, rank, hold.HeldByPeer(proven_until_ns=sent_ns + max(0, reach_ns)))
-        if claim.holds[rank].state is hold.State.HELD and self._dues:
+        if claim.holds[rank].state is hold.State.HELD and self._ranks:
             # Before half of what was granted is gone.
-            self._dues[rank].set(claim.lease, max(now_ns + self._resend_ns, sent_ns + reach_ns // 2))
+            self._dues.set((claim.lease, rank), max(now_ns + self._resend_ns, sent_ns + reach_ns // 2))
         if self._proving:
             proven = request.LeaseProven(proven_until_ns=claim.proven_until_ns)
             for user in [each for each in claim.users if each in self._proving]:
@@ -1035,15 +1044,14 @@ class RemoteEngine:
         connection = self._current
         if connection is None:
             return
-        for rank, due in enumerate(self._dues):
-            by_state: dict[hold.State, list[LeaseName]] = {}
-            while (lease := due.take_due(now_ns)) is not None:
-                state = self._claims[lease].holds[rank].state
-                by_state.setdefault(state, []).append(lease)
-            for state, leases in by_state.items():
-                for first in range(0, len(leases), LEASES_PER_MESSAGE_MAX):
-                    batch = tuple(leases[first : first + LEASES_PER_MESSAGE_MAX])
-                    self._say(connection, rank, state, batch, now_ns)
+        alike: dict[tuple[int, hold.State], list[LeaseName]] = {}
+        while (due := self._dues.take_due(now_ns)) is not None:
+            lease, rank = due
+            alike.setdefault((rank, self._claims[lease].holds[rank].state), []).append(lease)
+        for (rank, state), leases in alike.items():
+            for first in range(0, len(leases), LEASES_PER_MESSAGE_MAX):
+                batch = tuple(leases[first : first + LEASES_PER_MESSAGE_MAX])
+                self._say(connection, rank, state, batch, now_ns)
 
     def _say(
         self, connection: _Connection, rank: int, state: hold.State, leases: tuple[LeaseName, ...], now_ns: int
@@ -1066,7 +1074,7 @@ class RemoteEngine:
         else:
             self._effects.append(SendHold(connection=number, rank=rank, sent_ns=now_ns, leases=leases))
         for lease in leases:
-            self._dues[rank].set(lease, again_ns)
+            self._dues.set((lease, rank), again_ns)
 
     @property
     def _resend_ns(self) -> int:
@@ -1125,15 +1133,11 @@ class RemoteEngine:
     def _has_something_to_say(self) -> bool:
         """Whether leases alone are worth a handshake: somebody wants one, or is owed its release and the last attempt
         to say so was a while ago."""
-        return bool(self._claims) and (("again", None) not in self._timers or self._is_claimed)
+        return bool(self._claims) and (("again", None) not in self._timers or bool(self._wanted))
 
     @property
     def _is_awaited(self) -> bool:
-        return bool(self._waiting or self._proving) or self._is_claimed
-
-    @property
-    def _is_claimed(self) -> bool:
-        return any(claim.users for claim in self._claims.values())
+        return bool(self._waiting or self._proving or self._wanted)
 
     def _address_from(self, address: Address) -> None:
         """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept
@@ -1166,13 +1170,15 @@ class RemoteEngine:
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
         other._claims = {lease: claim.copy() for lease, claim in self._claims.items()}
+        other._wanted = set(self._wanted)
         other._consumed = dict(self._consumed)
         other._connections = {number: connection.copy() for number, connection in self._connections.items()}
         other._life = self._life
         other._current = other._connections[self._current.number] if self._current is not None else None
         other._quarantined = {request_id: set(reads) for request_id, reads in self._quarantined.items()}
         other._timers = self._timers.copy()
-        other._dues = [due.copy() for due in self._dues]
+        other._ranks = self._ranks
+        other._dues = self._dues.copy()
         other._backoff_until_ns = self._backoff_until_ns
         return other
 
@@ -1188,7 +1194,8 @@ class RemoteEngine:
             self._life,
             frozenset((request_id, frozenset(reads)) for request_id, reads in self._quarantined.items()),
             self._timers.freeze(now_ns),
-            tuple(due.freeze(now_ns) for due in self._dues),
+            self._ranks,
+            self._dues.freeze(now_ns),
         )
 
     def _freeze_request(self, value: request.Request, now_ns: int) -> request.Request:

@@ -347,7 +347,7 @@ class PeerActor:
             ReceiveEnded(
                 request_id=request_id,
                 failure=failure,
-                local_block_ids=pull.command.local_block_ids,
+                local_block_ids=pull.command.local_block_ids if effect.is_quarantined else [],
                 quarantined=effect.is_quarantined,
                 landed=resolved.landed if resolved is not None else None,
                 unfilled=resolved.unfilled if resolved is not None else None,
@@ -368,4 +368,4 @@ class PeerActor:
         pull = self._pulls.get(request_id)
         if pull is None:
             return None, None, None
-        return len(pull.command.local_block_ids), pull.bytes, pull.descriptors
+        return sum(len(group.local_block_ids) for group in pull.command.groups), pull.bytes, pull.descriptors

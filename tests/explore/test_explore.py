@@ -343,7 +343,7 @@ def never_renew(patch: Patch) -> None:
 
     def once(self: RemoteEngine, claim: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> None:
         prove(self, claim, rank, sent_ns, remaining_ns, now_ns)
-        self._dues[rank].cancel(claim.lease)
+        self._dues.cancel((claim.lease, rank))
 
     patch.attribute(RemoteEngine, "_prove", once)
 

@@ -428,8 +428,8 @@ class NeverRenews(RemoteEngine):
 
     def _prove(self, claim: Any, rank: int, *arguments: Any) -> None:
         super()._prove(claim, rank, *arguments)
-        if self._dues:
-            self._dues[rank].cancel(claim.lease)
+        if self._ranks:
+            self._dues.cancel((claim.lease, rank))
 
 
 class QuarantinesOnPaper(RemoteEngine):

@@ -226,8 +226,8 @@ KEEPING = (
         changes=(
             Edit(
                 RemoteEngine._prove,
-                "self._dues[rank].set(claim.lease, max(now_ns + self._resend_ns, sent_ns + reach_ns // 2))",
-                "self._dues[rank].cancel(claim.lease)",
+                "self._dues.set((claim.lease, rank), max(now_ns + self._resend_ns, sent_ns + reach_ns // 2))",
+                "self._dues.cancel((claim.lease, rank))",
             ),
         ),
         place=Explored(within(ONE, 1), "invariant 9"),
@@ -248,9 +248,9 @@ KEEPING = (
         changes=(
             Edit(
                 RemoteEngine._say,
-                "for lease in leases:\n        self._dues[rank].set(lease, again_ns)",
+                "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is hold.State.RELEASING or is_builtin:\n"
-                "            self._dues[rank].set(lease, again_ns)",
+                "            self._dues.set((lease, rank), again_ns)",
             ),
         ),
         place=ByTest(CORE + "::test_a_hold_is_asked_until_it_is_answered_and_renewed_before_half_of_it_is_gone"),
@@ -297,9 +297,9 @@ KEEPING = (
         changes=(
             Edit(
                 RemoteEngine._say,
-                "for lease in leases:\n        self._dues[rank].set(lease, again_ns)",
+                "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is not hold.State.RELEASING:\n"
-                "            self._dues[rank].set(lease, again_ns)",
+                "            self._dues.set((lease, rank), again_ns)",
             ),
         ),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),

@@ -1,0 +1,196 @@
+"""What the connector costs the engine thread, in counts: the same on any machine, whatever else runs on it.
+
+The production connector in vLLM's configuration, with the thread of the actors but nobody in it. What the thread of the
+actors does is counted in `tests/simulation/test_counts.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import trio
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connector.nixl_connector import NixlConnector
+from connector.protocol import Command, ReceiveEnded
+from connector.runtime.thread import ActorThread
+from connector.step_metadata import StepMetadata
+from tests.rig.pulls import pull
+from tests.rig.work import Counted
+from tests.unit.hybrid_engine import HybridEngine, full
+
+FEW, MANY = 10, 1000
+"""Blocks of a request."""
+CALLS_OF_AN_IDLE_STEP = 22
+CALLS_OF_A_REQUEST = 65
+"""From the command to vLLM's being told, with what the steps cost anyway."""
+CALLS_OF_A_FURTHER_REQUEST = 18
+"""In the same steps."""
+HEARD_SECONDS_MAX = 30.0
+
+
+class Nobody:
+    """In place of the supervisor: it does nothing but hear. `heard` is released for each command."""
+
+    def __init__(self, heard: threading.Semaphore) -> None:
+        self._heard = heard
+        self._stopped = trio.Event()
+
+    def deliver(self, command: Command) -> None:
+        self._heard.release()
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+@dataclass
+class CountingToken:
+    """Wakes the loop, and counts how often."""
+
+    token: trio.lowlevel.TrioToken
+    wake_ups: list[Callable[[], object]] = field(default_factory=list)
+
+    def run_sync_soon(self, callback: Callable[[], object]) -> None:
+        self.wake_ups.append(callback)
+        self.token.run_sync_soon(callback)
+
+
+@dataclass
+class Engine:
+    """Both roles of a connector, and the work of its steps."""
+
+    scheduler: NixlConnector
+    worker: NixlConnector
+    vllm: HybridEngine
+    token: CountingToken
+    heard: threading.Semaphore
+
+    def build(self, commands: Sequence[Command] = ()) -> Counted:
+        """The scheduler's part of a step in which so much was decided."""
+        self.scheduler._scheduler_side._commands.extend(commands)
+        with Counted() as work:
+            metadata = self.scheduler.build_connector_meta(None)
+        assert isinstance(metadata, StepMetadata)
+        assert metadata.commands == list(commands)
+        return work
+
+    def load(self, commands: Sequence[Command] = ()) -> Counted:
+        self.worker.bind_connector_metadata(StepMetadata(list(commands)))
+        with Counted() as work:
+            self.worker.start_load_kv(None)
+        self.worker.clear_connector_metadata()
+        for _ in commands:  # or the next step would find the actors awake
+            assert self.heard.acquire(timeout=HEARD_SECONDS_MAX)
+        return work
+
+    def finish(self, ended: Sequence[str] = ()) -> Counted:
+        """The actors have reported these since the last step."""
+        for request_id in ended:
+            outcome = ReceiveEnded(request_id=request_id, failure=None, local_block_ids=[], quarantined=False)
+            self.worker._worker_side.ledger.record(outcome)
+        with Counted() as work:
+            _, received = self.worker.get_finished(set())
+        assert received == set(ended)
+        return work
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+    vllm = HybridEngine([full()])
+    worker = NixlConnector(vllm.config, KVConnectorRole.WORKER, vllm.cache_config)
+    errors: list[BaseException] = []
+
+    heard = threading.Semaphore(0)
+
+    async def nobody() -> Nobody:
+        return Nobody(heard)
+
+    thread: ActorThread[Any] = ActorThread("nobody", nobody, errors.append)
+    thread.start()
+    assert thread._token is not None
+    token = CountingToken(thread._token)
+    thread._token = token  # type: ignore[assignment]
+    worker._worker_side._thread = thread
+    scheduler = vllm.scheduler.connector
+    assert isinstance(scheduler, NixlConnector)
+    found = Engine(scheduler, worker, vllm, token, heard)
+    # What is done once: imports, caches.
+    found.build([pull("warm", [1])])
+    found.load([pull("warm", [1])])
+    found.finish(["warm"])
+    token.wake_ups.clear()
+    yield found
+    worker.shutdown()
+    assert errors == []
+
+
+def counts(works: Sequence[Counted]) -> list[tuple[int, int]]:
+    return [(work.calls, work.lines) for work in works]
+
+
+def whole_life(engine: Engine, request_id: str, blocks: int) -> list[Counted]:
+    commands = [pull(request_id, list(range(blocks)))]
+    return [engine.build(commands), engine.load(commands), engine.finish([request_id])]
+
+
+def test_no_python_runs_for_each_block(engine: Engine) -> None:
+    few, many = [whole_life(engine, f"r{blocks}", blocks) for blocks in (FEW, MANY)]
+    assert counts(many) == counts(few)
+    assert sum(work.calls for work in many) <= CALLS_OF_A_REQUEST
+
+
+def test_an_idle_step_costs_the_same_whatever_is_open(engine: Engine) -> None:
+    def idle_step() -> list[Counted]:
+        return [engine.build(), engine.load(), engine.finish()]
+
+    alone = []
+    for number in range(64):
+        # One that loads and one that waits in the queue.
+        engine.load([pull(f"r{number}", [number])])
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "p",
+            "remote_request_id": f"remote-w{number}",
+            "remote_host": "h",
+            "remote_port": 1,
+            "remote_block_ids": [[1]],
+            "tp_size": 1,
+        }
+        engine.vllm.submit(f"w{number}", range(16), params)
+        engine.scheduler.build_connector_meta(None)
+        if number == 0:
+            alone = idle_step()
+    among_many = idle_step()
+    assert len(engine.scheduler._scheduler_side._waiting) == engine.worker._worker_side.ledger.open_receives == 64
+    assert counts(among_many) == counts(alone)
+    assert sum(work.calls for work in among_many) <= CALLS_OF_AN_IDLE_STEP
+
+
+def test_each_further_request_of_a_step_costs_the_same(engine: Engine) -> None:
+    def step(first: int, stop: int) -> int:
+        commands = [pull(f"r{number}", [number]) for number in range(first, stop)]
+        works = [engine.build(commands), engine.load(commands), engine.finish([each.request_id for each in commands])]
+        return sum(work.calls for work in works)
+
+    of_one, of_two, of_many = step(0, 1), step(1, 3), step(3, 67)
+    assert of_two - of_one <= CALLS_OF_A_FURTHER_REQUEST
+    assert of_many - of_one == 63 * (of_two - of_one)
+
+
+def test_the_actors_are_woken_once_for_each_step_that_has_commands(engine: Engine) -> None:
+    engine.load([pull(f"r{number}", [number]) for number in range(64)])
+    assert len(engine.token.wake_ups) == 1
+    for _ in range(3):
+        engine.load()
+        engine.finish()
+    assert len(engine.token.wake_ups) == 1
