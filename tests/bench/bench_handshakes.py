@@ -371,6 +371,8 @@ def meet(
         gc.collect()
         gc.freeze()  # as vLLM does when its engine is up
         quiet = _steps(step, lambda done: done >= QUIET_STEPS)
+        if decode.turns is not None:
+            decode.turns.found.clear()  # those of its start
         interval = SwitchInterval(ConnectorOptions().switch_interval_seconds)
         interval.shorten(True)
         began = time.perf_counter()
@@ -394,13 +396,14 @@ def meet(
         if decode.connected.failures or decode.connected.count < len(ports):
             raise RuntimeError(f"{decode.connected.count} engines met, failures {decode.connected.failures[:3]}")
         lost = sum(during) - len(during) * statistics.median(quiet)
+        turn, call = _longest(decode.turns.found if decode.turns is not None else []), _longest(decode.calls)
     return [
         f"{(met_at[0] - began) * 1e3:,.0f}",
         _spread(quiet),
         _spread(during),
         f"{lost:,.0f}",
-        _longest(decode.turns.found if decode.turns is not None else []),
-        _longest(decode.calls),
+        turn,
+        call,
     ]
 
 
