@@ -23,7 +23,7 @@ PIECE_NS = 400_000
 PIECE_COUNTED_NS_MAX = 4 * PIECE_NS
 """A step that seems to last longer did something else: others had the processor, or the machine was suspended."""
 
-SHARE = 6
+SHARE = 3
 """A pause is so long that the piece before it is this part of both together."""
 
 
