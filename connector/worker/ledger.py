@@ -35,6 +35,7 @@ from connector.protocol import (
     RejectPull,
     SendEnded,
     StartPull,
+    TrackLease,
     WorkerStopped,
 )
 from connector.step_metadata import WorkerReport
@@ -76,6 +77,8 @@ class TransferLedger:
         # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
+        # Requests in the scheduler's queue whose leases the actors keep alive.
+        self._tracked: set[str] = set()
         self._dead_since_ns: int | None = None
 
     @property
@@ -90,16 +93,20 @@ class TransferLedger:
 
     @property
     def is_open(self) -> bool:
-        """Whether vLLM waits for anything."""
-        return bool(self._open_receives or self._open_sends)
+        """Whether vLLM waits for anything, or soon will: the peers of requests in its queue are met meanwhile."""
+        return bool(self._open_receives or self._open_sends or self._tracked)
 
     # --- on the way to the actors -------------------------------------------------------------------------------
 
     def enter(self, command: Command) -> None:
         """Remember what vLLM will wait for because of this command."""
         match command:
-            case StartPull(awaited=True, groups=groups):
-                self._open_receives[command.request_id] = tuple(group.local_block_ids for group in groups)
+            case TrackLease(request_id=request_id):
+                self._tracked.add(request_id)
+            case StartPull(request_id=request_id, awaited=is_awaited, groups=groups):
+                self._tracked.discard(request_id)
+                if is_awaited:
+                    self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
             case LeaseGranted(lease=lease, lease_seconds=lease_seconds):

@@ -14,6 +14,7 @@ from connector.protocol import (
     ReceiveEnded,
     RejectPull,
     SendEnded,
+    TrackLease,
     WorkerStopped,
 )
 from connector.step_metadata import WorkerReport
@@ -67,6 +68,22 @@ def test_a_request_that_is_done_is_told_once() -> None:
     assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
     assert book.open_receives == 0
     assert book.take_results().finished_recving == set()
+
+
+def test_transfers_are_open_from_the_first_word_of_a_request_on() -> None:
+    """Its peer is met while it waits in the scheduler's queue."""
+    book, _ = ledger()
+    assert not book.is_open
+    for request_id, awaited in (("a", True), ("b", False)):
+        start = pull(request_id, [1], awaited=awaited)
+        book.enter(TrackLease(request_id=request_id, lease=start.lease, peer=start.peer, age_seconds=0.0))
+        assert (book.is_open, book.open_receives) == (True, 0)
+        book.enter(start)
+        assert book.is_open == awaited
+        if awaited:
+            book.record(ended(request_id, [1]))
+            book.take_results()
+    assert not book.is_open
 
 
 def test_a_failed_request_is_told_once() -> None:
