@@ -36,7 +36,7 @@ from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
-from connector.worker.ledger import TransferLedger
+from connector.worker.ledger import Loaded, TransferLedger
 from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
@@ -214,14 +214,18 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
         results = self.ledger.take_results()
-        loaded = self.ledger.take_loaded()
+        if loaded := self.ledger.take_loaded():
+            self._make_usable(loaded)
+        self._switch_interval.shorten(self.ledger.is_open)
+        return results
+
+    def _make_usable(self, loaded: Sequence[Loaded]) -> None:
+        """What is left to do when all READs of requests have ended, before vLLM may use their blocks."""
         self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
         self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
-        self._switch_interval.shorten(self.ledger.is_open)
-        return results
 
 
 def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:

@@ -25,7 +25,7 @@ from tests.unit.hybrid_engine import HybridEngine, full
 
 FEW, MANY = 10, 1000
 """Blocks of a request."""
-CALLS_OF_AN_IDLE_STEP = 22
+CALLS_OF_AN_IDLE_STEP = 19
 CALLS_OF_A_REQUEST = 65
 """From the command to vLLM's being told, with what the steps cost anyway."""
 CALLS_OF_A_FURTHER_REQUEST = 18
