@@ -67,9 +67,10 @@ def trace_in_a_process_of_its_own(simulation_arguments: list[str], hash_seed: st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.divergence")
-    parser.add_argument("simulation_arguments", nargs=argparse.REMAINDER, help="as for python -m tests.simulation")
-    arguments: list[str] = parser.parse_args().simulation_arguments
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation.divergence", description="Takes the arguments of python -m tests.simulation."
+    )
+    _, arguments = parser.parse_known_args()
     one, other = (trace_in_a_process_of_its_own(arguments, hash_seed) for hash_seed in HASH_SEEDS)
     found = first_divergence(one, other)
     sys.stdout.write(f"{found}\n" if found else f"the same {one.count(chr(10).encode())} records in both runs\n")
