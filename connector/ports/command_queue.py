@@ -37,6 +37,11 @@ class CommandQueue(Generic[T]):
         """The oldest item; None when there is none."""
         return self._items.popleft() if self._items else None
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be taken now."""
+        return not self._items
+
     def wait(self, seconds: float) -> None:
         """Until somebody rings, at most so long. May end early; what was put before it ended can be taken."""
         self._bell.acquire(timeout=seconds)

@@ -84,6 +84,9 @@ POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
 """A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ), so the next
 one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
 
+LOOK_SECONDS = 0.0002
+"""Commands that wait are run for so long before there is another look at the READs in flight."""
+
 EXIT_SECONDS_MAX = 2.0
 """How long the end of the process waits for a port that nobody closed."""
 
@@ -647,13 +650,16 @@ class AgentThread:
         return refused
 
     def _serve(self, core: AgentCore) -> None:
-        """One command at a time, and a look at the READs after each: a burst of posts hides no completion."""
-        active_at = time.monotonic()
+        """One command at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
+        by looks at all READs after each."""
+        active_at = looked_at = time.monotonic()
         notifications_at = 0.0
         pause_seconds = 0.0
         while True:
             if self._execute_next(core, pause_seconds):
                 active_at = time.monotonic()
+                if active_at - looked_at < LOOK_SECONDS and not self._commands.is_empty:
+                    continue
             started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
                 return
@@ -665,6 +671,7 @@ class AgentThread:
                 events += core.poll_notifications()
                 notifications_at = started + min(ceiling_seconds, PAUSE_EXPECTING_SECONDS_MAX)
             now, cpu_seconds = time.monotonic(), time.thread_time() - started_cpu
+            looked_at = now
             if events:
                 self._deliver(events)
                 self._tidy(core)

@@ -3,7 +3,7 @@
 Every `ReadOrder` is answered by exactly one `ReadEnded` event: when the port reported its end, when it was refused, or
 when nobody wanted it any more by the time its turn came. What an end means is for the core to say.
 
-Requests take turns of DESCRIPTORS_PER_TURN, first come, first served, and a few orders are posted at a time: posting
+Requests take turns of DESCRIPTORS_PER_TURN, first come, first served, and little is ordered ahead of the port: posting
 may copy a whole READ (CMA), so a large request or a burst from one peer must not fill the agent's queue in front of
 everything else, and an order that is given up early costs nothing. There is no task in between: whoever orders posts,
 and so does the event that ends somebody's turn.
@@ -40,12 +40,15 @@ from connector.protocol import Outcome, TransferFailureNoted, TransferMeasured
 from statemachine.failures import TransferError
 from statemachine.remote_engine import ReadEnded
 
-POSTS_AT_ONCE = 4
-"""Orders handed to the port at the same time."""
-
 DESCRIPTORS_PER_TURN = 8192
 """Of one request, while others wait. NIXL takes 1 to 3 us for each descriptor that it cannot merge, and the agent does
 nothing else meanwhile."""
+
+DESCRIPTORS_AHEAD_MAX = 8192
+"""Of all orders that the port was given and has not come to. Whoever orders next has to wait for them."""
+
+ORDERS_AHEAD_MIN = 2
+"""However large they are: one is posted while the next one is on its way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,9 @@ class Reads:
         # The orders of each request, in the order of their turns; never empty.
         self._waiting: deque[deque[ReadOrder]] = deque()
         self._left_of_turn = DESCRIPTORS_PER_TURN
-        # Given to the port, whose thread may not have come to it.
-        self._in_turn: set[ReadHandle] = set()
+        # Given to the port, whose thread may not have come to it, with its descriptors.
+        self._ahead: dict[ReadHandle, int] = {}
+        self._descriptors_ahead = 0
         self._posted: dict[ReadHandle, ReadOrder] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
         # Who stands on each loaded agent; never empty.
@@ -167,13 +171,18 @@ class Reads:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _post_next(self) -> None:
-        while self._waiting and len(self._in_turn) < POSTS_AT_ONCE:
+        while self._waiting and self._has_room_for(self._waiting[0][0]):
             order = self._take_next()
             try:
                 self._post(order)
             except Exception as error:
                 # A mistake here costs this one READ, whose request ends in quarantine.
                 self._log_crash("posting of a READ", error)
+
+    def _has_room_for(self, order: ReadOrder) -> bool:
+        if len(self._ahead) < ORDERS_AHEAD_MIN:
+            return True
+        return self._descriptors_ahead + order.local_ids.size <= DESCRIPTORS_AHEAD_MAX
 
     def _take_next(self) -> ReadOrder:
         """The next order of the request whose turn it is. When the turn is over, or all was ordered, the next one's
@@ -197,17 +206,18 @@ class Reads:
         except PortClosed as closed:
             self._end(order, None, "post_read", str(closed))
             return
-        self._in_turn.add(handle)
+        self._ahead[handle] = order.local_ids.size
+        self._descriptors_ahead += order.local_ids.size
         self._posted[handle] = order
 
     def _receive(self, event: NixlEvent) -> None:
         try:
             match event:
                 case ReadPosted(handle=handle):
-                    self._in_turn.discard(handle)
+                    self._note_turn(handle)
                     self._post_next()
                 case nixl.ReadEnded(handle=handle):
-                    self._in_turn.discard(handle)
+                    self._note_turn(handle)
                     order = self._posted.pop(handle)
                     try:
                         operation = "READ" if event.was_posted else "post_read"
@@ -229,6 +239,10 @@ class Reads:
                     self._on_broken(event.error)
         except Exception as error:
             self._log_crash("NIXL events", error)
+
+    def _note_turn(self, handle: ReadHandle) -> None:
+        """The port has come to this order."""
+        self._descriptors_ahead -= self._ahead.pop(handle, 0)
 
     def _end(
         self,

@@ -6,12 +6,12 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.protocol import PeerAddress, ReceiveEnded, RejectPull, TrackLease
+from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
-from tests.actors.engines import Engine, engine, lease_of, until
+from tests.actors.engines import HOST, Engine, engine, lease_of, until
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole
 
@@ -468,13 +468,15 @@ def test_one_place_in_a_full_table_is_given_away_once() -> None:
         two = ConnectorOptions(peer_limit=2)
         async with engine("d", options=two) as d, engine("new", serves=True) as new, engine("old", serves=True) as old:
             await reads(d, old, "before")
-            d.pull("dead", nobody("dead"), [9], [1])
-            for each in (new, old):
-                each.lend(f"remote-{each.engine_id}")
-                d.pull(each.engine_id, each, [2], [1])
-            d.pull("other", nobody("other"), [9], [1])
-            assert (await failure_of(d, "other")).kind == "TooManyPeers"
-            assert (await until(lambda: d.received("new"))).failure is None
-            assert (await until(lambda: d.received("old"))).failure is None
+            with BlackHole() as hole:
+                d.pull("silent", PeerAddress(engine_id="silent", host=HOST, port=hole.port, tp_size=1), [9], [1])
+                for each in (new, old):
+                    each.lend(f"remote-{each.engine_id}")
+                    d.pull(each.engine_id, each, [2], [1])
+                d.pull("other", nobody("other"), [9], [1])
+                d.supervisor.deliver(AbortPull(request_id="silent"))  # makes room for the next connection to old
+                assert (await failure_of(d, "other")).kind == "TooManyPeers"
+                assert (await until(lambda: d.received("new"))).failure is None
+                assert (await until(lambda: d.received("old"))).failure is None
 
     run(test)

@@ -11,7 +11,7 @@ import trio
 from connector.clock import BootClock
 from connector.ports import nixl
 from connector.ports.nixl import DescriptorIds, NixlEvent, PortClosed, ReadPosted
-from connector.runtime.reads import DESCRIPTORS_PER_TURN, POSTS_AT_ONCE, ReadOrder, Reads
+from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, DESCRIPTORS_PER_TURN, ORDERS_AHEAD_MIN, ReadOrder, Reads
 from statemachine.remote_engine import ReadEnded
 
 
@@ -146,14 +146,14 @@ def test_a_read_that_is_ordered_of_a_closed_port_has_ended() -> None:
 
 def test_a_large_request_lets_others_in_between() -> None:
     orders = Orders()
-    orders.order(*range(POSTS_AT_ONCE + 3), descriptors=DESCRIPTORS_PER_TURN)
+    orders.order(*range(ORDERS_AHEAD_MIN + 3), descriptors=DESCRIPTORS_PER_TURN)
     orders.order(100, descriptors=2)
     orders.order(200, 201, descriptors=DESCRIPTORS_PER_TURN // 2)
-    for handle in range(POSTS_AT_ONCE + 6):
+    for handle in range(ORDERS_AHEAD_MIN + 6):
         orders.port.end(handle)
-    large = list(range(POSTS_AT_ONCE + 3))
-    turns = [*large[: POSTS_AT_ONCE + 1], 100, 200, 201, *large[POSTS_AT_ONCE + 1 :]]
-    assert orders.port.local_ids == turns, "the turn after the first four was given before there were others"
+    large = list(range(ORDERS_AHEAD_MIN + 3))
+    turns = [*large[: ORDERS_AHEAD_MIN + 1], 100, 200, 201, *large[ORDERS_AHEAD_MIN + 1 :]]
+    assert orders.port.local_ids == turns, "the turn after the first ones was given before there were others"
 
 
 def test_the_ranks_of_a_small_request_are_read_in_one_turn() -> None:
@@ -167,31 +167,46 @@ def test_the_ranks_of_a_small_request_are_read_in_one_turn() -> None:
     assert orders.port.local_ids == list(range(17))
 
 
-def test_a_few_reads_are_given_to_the_port_at_a_time() -> None:
+FIRST = 4
+SIZE = DESCRIPTORS_AHEAD_MAX // FIRST
+"""Of READs that the port is given four at a time."""
+
+
+def test_little_is_ordered_ahead_of_the_port() -> None:
     """The next one's turn comes when NIXL has one of them, or when one has ended."""
     orders = Orders()
-    orders.order(*range(POSTS_AT_ONCE + 3))
-    assert len(orders.port.ordered) == POSTS_AT_ONCE
+    orders.order(*range(FIRST + 3), descriptors=SIZE)
+    assert len(orders.port.ordered) == FIRST
     orders.port.tell(ReadPosted(0))
-    assert len(orders.port.ordered) == POSTS_AT_ONCE + 1
+    assert len(orders.port.ordered) == FIRST + 1
     orders.port.end(0)
-    assert len(orders.port.ordered) == POSTS_AT_ONCE + 1, "its turn was over already"
+    assert len(orders.port.ordered) == FIRST + 1, "its turn was over already"
     orders.port.end(1)
     orders.port.end(2, "NIXL_ERR_BACKEND")
-    assert len(orders.port.ordered) == POSTS_AT_ONCE + 3
-    assert orders.reads.in_flight == POSTS_AT_ONCE
+    assert len(orders.port.ordered) == FIRST + 3
+    assert orders.reads.in_flight == FIRST
     assert [end.failure is None for end in orders.ended.values()] == [True, True, False]
+
+
+def test_however_large_they_are_one_is_ordered_while_another_is_posted() -> None:
+    orders = Orders()
+    orders.order(*range(5), descriptors=DESCRIPTORS_AHEAD_MAX)
+    assert len(orders.port.ordered) == ORDERS_AHEAD_MIN
+
+
+def test_small_reads_are_ordered_together() -> None:
+    """A turn of the trio loop between any few of them would cost more than they do."""
+    orders = Orders()
+    for number in range(64):
+        orders.order(number, descriptors=32)
+    assert len(orders.port.ordered) == 64
 
 
 def test_a_read_that_is_given_up_before_its_turn_is_not_posted() -> None:
     orders = Orders()
-    orders.order(*range(POSTS_AT_ONCE + 2))
+    orders.order(*range(FIRST + 2), descriptors=SIZE)
     orders.wanted = False
     orders.port.end(0)
-    assert len(orders.port.ordered) == POSTS_AT_ONCE
-    assert {read: end.was_wanted for read, end in orders.ended.items()} == {
-        0: True,
-        POSTS_AT_ONCE: False,
-        POSTS_AT_ONCE + 1: False,
-    }
+    assert len(orders.port.ordered) == FIRST
+    assert {read: end.was_wanted for read, end in orders.ended.items()} == {0: True, FIRST: False, FIRST + 1: False}
     assert orders.crashes == []

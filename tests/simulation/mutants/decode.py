@@ -84,7 +84,7 @@ PROOF = (
         name="proof never asked for",
         rule="asked once more",
         broken="a request that lacks a proof waits for the next renewal instead of asking now",
-        changes=(Edit(RemoteEngine._ask_for_proof, "due.set(proving.lease, now_ns)", "pass"),),
+        changes=(Edit(RemoteEngine._ask_for_proof, "self._dues.set((proving.lease, rank), now_ns)", "pass"),),
         place=ByTest(CORE + "::test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever"),
     ),
     Mutant(

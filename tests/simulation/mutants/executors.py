@@ -191,7 +191,11 @@ ACTORS = (
         name="the end of a READ is lost in a crash",
         row=31,
         broken="an actor that crashes over the end of a READ never tells its core of it",
-        changes=(Edit(PeerActor.recover, "if isinstance(event, core.ReadEnded):", "if False:"),),
+        changes=(
+            Edit(
+                PeerActor.recover, "isinstance(event, core.ReadEnded | core.Retire)", "isinstance(event, core.Retire)"
+            ),
+        ),
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing"),
     ),
     Mutant(
