@@ -305,14 +305,12 @@ READS = (
     ),
     Mutant(
         name="a large request keeps its turn",
-        row=45,
         broken="all parts of a large request are read before anybody else's READ",
         changes=(Edit(Reads._take_next, "self._waiting.append(of_request)", "self._waiting.appendleft(of_request)"),),
         place=ByTest("tests/unit/test_reads.py::test_a_large_request_lets_others_in_between"),
     ),
     Mutant(
         name="a burst is ordered at once",
-        row=45,
         broken="all that waits is ordered ahead of the port, and posted even if it is given up meanwhile",
         changes=(Edit(Reads._has_room_for, "DESCRIPTORS_AHEAD_MAX", "10**9"),),
         place=ByTest("tests/unit/test_reads.py::test_a_read_that_is_given_up_before_its_turn_is_not_posted"),
