@@ -81,6 +81,7 @@ class Reads:
         on_notification: called with each notification (untrusted bytes).
         on_broken: called once when the port is gone for good.
         log_crash: writes a line with a traceback: what raised it, what it raised.
+        descriptors_ahead_max: of all orders that the port was given and has not come to.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Reads:
         on_notification: Callable[[NotificationReceived], None],
         on_broken: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],
+        descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     ) -> None:
         self.port = port
+        self._descriptors_ahead_max = descriptors_ahead_max
         self._clock = clock
         self._emit = emit
         self._on_notification = on_notification
@@ -182,7 +185,7 @@ class Reads:
     def _has_room_for(self, order: ReadOrder) -> bool:
         if len(self._ahead) < ORDERS_AHEAD_MIN:
             return True
-        return self._descriptors_ahead + order.local_ids.size <= DESCRIPTORS_AHEAD_MAX
+        return self._descriptors_ahead + order.local_ids.size <= self._descriptors_ahead_max
 
     def _take_next(self) -> ReadOrder:
         """The next order of the request whose turn it is. When the turn is over, or all was ordered, the next one's

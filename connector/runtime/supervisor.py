@@ -44,7 +44,7 @@ from connector.runtime.context import ActorContext
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
-from connector.runtime.reads import Reads
+from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
 from statemachine import roster
@@ -66,6 +66,7 @@ class Supervisor:
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
+        descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Supervisor:
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         hear_engine: Callable[[], None] = lambda: None,
+        descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     ) -> None:
         self._log_crash = log_crash
         self._nixl_port = nixl_port
@@ -93,6 +95,7 @@ class Supervisor:
             on_notification=self._route_notification,
             on_broken=self._stop_everything,
             log_crash=log_crash,
+            descriptors_ahead_max=descriptors_ahead_max,
         )
         self._lease_keeper = LeaseKeeper(
             limits=lending_limits(options),

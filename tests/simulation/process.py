@@ -38,6 +38,9 @@ from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import EngineShape, Model
 
 PORT = 5600
+DESCRIPTORS_AHEAD_MAX = 8
+"""Few, because requests are small here: READs shall have to wait for their turn."""
+
 RANK_LAG_SECONDS_MAX = 0.0005
 """How much later than the first one another rank may take up a step."""
 DRIFT_PPB_MAX = 500_000
@@ -171,6 +174,7 @@ class Rank:
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
+            descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,
         )
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
 

@@ -312,7 +312,7 @@ READS = (
     Mutant(
         name="a burst is ordered at once",
         broken="all that waits is ordered ahead of the port, and posted even if it is given up meanwhile",
-        changes=(Edit(Reads._has_room_for, "DESCRIPTORS_AHEAD_MAX", "10**9"),),
+        changes=(Edit(Reads._has_room_for, "self._descriptors_ahead_max", "10**9"),),
         place=ByTest("tests/unit/test_reads.py::test_a_read_that_is_given_up_before_its_turn_is_not_posted"),
     ),
     Mutant(
