@@ -248,6 +248,10 @@ class Stop(Event, frozen=True, kw_only=True):
     failure: Failure
 
 
+class Unwatched(Event, frozen=True, kw_only=True):
+    """After Stop: the executor ends, and nobody will be told of the end of a READ any more."""
+
+
 class Crashed(Event, frozen=True, kw_only=True):
     """The executor raised and starts again: its tasks are gone, and with them the handshake in flight."""
 
@@ -528,6 +532,8 @@ class RemoteEngine:
                 self._fail_requests(failure, now_ns)
                 self._drop_claims()
                 self._step_peer(peer.Retired(), now_ns)
+            case Unwatched():
+                self._give_up_on_reads(now_ns)
             case Crashed(failure=crash):
                 is_awaited = self._is_awaited
                 self._fail_requests(crash, now_ns)
@@ -695,6 +701,15 @@ class RemoteEngine:
     def _fail_requests(self, failure: Failure, now_ns: int) -> None:
         for request_id in list(self._requests):
             self._step_request(request_id, request.ShellFailed(failure=failure), now_ns)
+
+    def _give_up_on_reads(self, now_ns: int) -> None:
+        """Requests that wait for READs have waited long enough: they end in quarantine."""
+        for request_id in list(self._requests):
+            self._step_request(request_id, self._quiesce_timeout, now_ns)
+
+    @property
+    def _quiesce_timeout(self) -> request.QuiesceTimeout:
+        return request.QuiesceTimeout(waited_seconds=self._limits.quiesce_ns / NS_PER_SECOND)
 
     # --- reads ------------------------------------------------------------------------------------------------------
 
@@ -1090,8 +1105,7 @@ class RemoteEngine:
                 timeout = request.DeadlinePassed(timeout_seconds=limits.request_ns / NS_PER_SECOND)
                 self._step_request(subject, timeout, now_ns)
             case "quiesce":
-                waited = request.QuiesceTimeout(waited_seconds=limits.quiesce_ns / NS_PER_SECOND)
-                self._step_request(subject, waited, now_ns)
+                self._step_request(subject, self._quiesce_timeout, now_ns)
             case "proof":
                 unproven = request.ProofTimeout(waited_seconds=limits.lease_ns / NS_PER_SECOND)
                 self._step_request(subject, unproven, now_ns)

@@ -206,7 +206,7 @@ class PeerActor:
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
-        is heard, and whatever is open fails."""
+        is heard, and whatever is open fails. Blocks under READs in flight are quarantined for good."""
         self._is_running = False
         self._connections.detach()
         events = [
@@ -216,7 +216,7 @@ class PeerActor:
         self._unheard.clear()
         self._inbox.clear()
         self._commands_waiting = 0
-        for event in (*events, core.Stop(failure=failure)):
+        for event in (*events, core.Stop(failure=failure), core.Unwatched()):
             try:
                 self._feed(event)
             except Exception as error:

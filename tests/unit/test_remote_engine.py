@@ -71,6 +71,7 @@ from statemachine.remote_engine import (
     Stop,
     TearDown,
     TornDown,
+    Unwatched,
 )
 from tests.rig.work import Counted
 
@@ -862,6 +863,14 @@ def test_stop_fails_everything_and_says_nothing_more() -> None:
     assert drive.wait(600 * S) == []
 
 
+def test_an_executor_that_ends_leaves_no_request_behind() -> None:
+    """Nobody hears of the end of the READ any more, so its blocks stay quarantined."""
+    drive = reading("a")
+    assert not [effect for effect in drive.feed(Stop(failure=STOPPED)) if isinstance(effect, Report)]
+    [report] = [effect for effect in drive.feed(Unwatched()) if isinstance(effect, Report)]
+    assert (report.request_id, report.is_quarantined) == ("a", True)
+
+
 def test_a_crash_fails_what_is_in_hand_and_the_handshake_in_flight() -> None:
     drive = Driver()
     drive.start("a")
@@ -1178,6 +1187,7 @@ def test_two_cores_with_the_same_future_are_equal_whenever_that_is() -> None:
         LinkLost(connection=1, detail="reset"),
         Retire(),
         Stop(failure=STOPPED),
+        Unwatched(),
         Crashed(failure=CRASH),
     ],
     ids=lambda event: type(event).__name__,

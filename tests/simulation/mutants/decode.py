@@ -88,6 +88,12 @@ PROOF = (
         place=ByTest(CORE + "::test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever"),
     ),
     Mutant(
+        name="ends without a word",
+        broken="requests whose READs hang when their executor ends are never reported",
+        changes=(Edit(RemoteEngine.handle, "self._give_up_on_reads(now_ns)", "pass"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_an_executor_that_ends_leaves_no_request_behind"),
+    ),
+    Mutant(
         name="wait for a proof for ever",
         rule="asked once more",
         row=45,
