@@ -675,8 +675,13 @@ class AgentThread:
             if events:
                 self._deliver(events)
                 self._tidy(core)
-            if events or cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads):
+            worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads)
+            if events or (worked and pause_seconds < PAUSE_SECONDS_MIN):
                 active_at = notifications_at = now
+                pause_seconds = 0.0
+            elif worked:
+                # After a pause the caches are cold, and an empty poll takes as long: the next one will tell.
+                notifications_at = now
                 pause_seconds = 0.0
             else:
                 floor_seconds = 0.0 if core.reads else PAUSE_SECONDS_MIN
