@@ -20,7 +20,6 @@ import trio
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions
-from connector.layout.advertised import describe
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
@@ -44,11 +43,10 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
-from connector.wire.handshake import ActorExtension, encode_payload
-from connector.wire.metadata import encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 
@@ -183,19 +181,15 @@ class Engine:
 
     def payload(self) -> bytes:
         """What the listener answers for this rank."""
-        layout = self.local.layout
-        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
-        extension = ActorExtension(
+        return payload_of(
+            self.local.layout,
+            self.port.agent_metadata,
+            compatibility_hash=self.local.compatibility_hash,
             life=self.life,
-            tp_size=layout.tp_size,
-            dcp_size=layout.dcp_size,
-            pp_size=self.stages,
-            tp_rank=layout.tp_rank,
-            pp_rank=layout.pp_rank,
             control_host=HOST,
             control_port=self.control.port,
+            stages=self.stages,
         )
-        return encode_payload(self.local.compatibility_hash, metadata, extension)
 
     def blocks(self, ids: list[int]) -> npt.NDArray[np.uint8]:
         """Contents of blocks in all layers, shape [layers, blocks, bytes]."""

@@ -48,7 +48,6 @@ import trio
 
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
-from connector.layout.advertised import describe
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.local import LocalRank
 from connector.layout.plan import plan_engine
@@ -72,11 +71,11 @@ from connector.wire.control import (
     decode_request,
     encode_answer,
 )
-from connector.wire.handshake import ActorExtension, decode_reply, encode_payload, encode_reply
-from connector.wire.metadata import encode_agent_metadata
+from connector.wire.handshake import decode_reply, encode_reply
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes
 
 HOST = "127.0.0.1"
@@ -178,18 +177,15 @@ def payloads(
     life, found = uuid.uuid4().hex, {}
     for number, rank in enumerate(model.ranks):
         layout = model.layout(f"{model.name} {engine}", rank, model.tp_size, memory.turned(engine + 17 * number))
-        extension = ActorExtension(
+        found[rank] = payload_of(
+            layout,
+            agents[number],
+            compatibility_hash="hash",
             life=life,
-            tp_size=model.tp_size,
-            dcp_size=1,
-            pp_size=model.stages,
-            tp_rank=rank.tp_rank,
-            pp_rank=rank.pp_rank,
             control_host=HOST,
             control_port=control_port,
+            stages=model.stages,
         )
-        metadata = encode_agent_metadata(describe(layout, agents[number]))
-        found[rank] = encode_payload("hash", metadata, extension)
     return found
 
 

@@ -1,8 +1,11 @@
-"""What a rank of ours adds to its handshake, for tests without a scheduler process."""
+"""What a rank of ours says in a handshake, for tests without a scheduler process."""
 
 from __future__ import annotations
 
-from connector.wire.handshake import ActorExtension
+from connector.layout.advertised import describe
+from connector.layout.geometry import RankLayout
+from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.metadata import encode_agent_metadata
 
 
 def facts(
@@ -27,3 +30,27 @@ def facts(
         control_host=control_host,
         control_port=control_port,
     )
+
+
+def payload_of(
+    layout: RankLayout,
+    agent_metadata: bytes,
+    *,
+    compatibility_hash: str,
+    life: str,
+    control_host: str,
+    control_port: int,
+    stages: int = 1,
+) -> bytes:
+    """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
+    extension = facts(
+        life=life,
+        tp_size=layout.tp_size,
+        dcp_size=layout.dcp_size,
+        pp_size=stages,
+        tp_rank=layout.tp_rank,
+        pp_rank=layout.pp_rank,
+        control_host=control_host,
+        control_port=control_port,
+    )
+    return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -20,7 +20,6 @@ from trio.testing import MockClock
 
 from connector.clock import BootClock, Clock
 from connector.config import ConnectorOptions
-from connector.layout.advertised import describe
 from connector.layout.local import LocalRank
 from connector.ports.nixl import MemoryRange
 from connector.ports.side_channel import Listener, SideChannel
@@ -40,10 +39,9 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
-from connector.wire.handshake import ActorExtension, encode_payload
-from connector.wire.metadata import encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
+from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda
@@ -147,19 +145,14 @@ class Rank:
 
     def payload(self) -> bytes:
         """What the listener answers for this rank."""
-        layout = self._local.layout
-        extension = ActorExtension(
+        return payload_of(
+            self._local.layout,
+            self.port.agent_metadata,
+            compatibility_hash=self._local.compatibility_hash,
             life=LIFE,
-            tp_size=layout.tp_size,
-            dcp_size=1,
-            pp_size=1,
-            tp_rank=layout.tp_rank,
-            pp_rank=0,
             control_host=self._host,
             control_port=self._control.port,
         )
-        metadata = encode_agent_metadata(describe(layout, self.port.agent_metadata))
-        return encode_payload(self._local.compatibility_hash, metadata, extension)
 
 
 def _refuse_failure(subject: str, failure: Failure) -> None:

@@ -16,7 +16,6 @@ import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
-from connector.layout.advertised import describe
 from connector.layout.local import LocalRank
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
@@ -25,10 +24,9 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
 from connector.wire.bounded import BadFrame, DecodeFailed
-from connector.wire.handshake import ActorExtension, encode_payload
-from connector.wire.metadata import encode_agent_metadata
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.facts import payload_of
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -180,18 +178,14 @@ class Rank:
 
     def payload(self, life: str) -> bytes:
         """What the listener says of this rank."""
-        metadata = encode_agent_metadata(describe(self._local.layout, self.port.agent_metadata))
-        extension = ActorExtension(
+        return payload_of(
+            self._local.layout,
+            self.port.agent_metadata,
+            compatibility_hash=self._local.compatibility_hash,
             life=life,
-            tp_size=self._tp_size,
-            dcp_size=1,
-            pp_size=1,
-            tp_rank=self.tp_rank,
-            pp_rank=0,
             control_host=self.host,
             control_port=self.control.port,
         )
-        return encode_payload(self._local.compatibility_hash, metadata, extension)
 
     async def run(self) -> None:
         with self._scope:
