@@ -676,11 +676,10 @@ class AgentThread:
                 self._deliver(events)
                 self._tidy(core)
             worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads)
-            if events or (worked and pause_seconds < PAUSE_SECONDS_MIN):
-                active_at = notifications_at = now
-                pause_seconds = 0.0
-            elif worked:
+            if events or worked:
                 # After a pause the caches are cold, and an empty poll takes as long: the next one will tell.
+                if events or pause_seconds < PAUSE_SECONDS_MIN:
+                    active_at = now
                 notifications_at = now
                 pause_seconds = 0.0
             else:
