@@ -151,8 +151,11 @@ BRIEF_BACKOFF = ConnectorOptions(backoff_initial_seconds=0.02, backoff_max_secon
 
 
 async def rested(d: Engine, peer: str) -> None:
-    """The engine was gone for a moment, which D may have noticed: until it may be tried again."""
-    await until(lambda: d.trace.path("peer", peer)[-1:] != ["backoff"])
+    """The engine was gone for a moment, which D may have noticed: until an attempt begins that can find its successor.
+
+    An attempt that began meanwhile is refused, and so is a request that joins it.
+    """
+    await until(lambda: set(d.trace.path("peer", peer)[-1:]).isdisjoint(("handshaking", "backoff")))
 
 
 @pytest.mark.parametrize("known_before", [True, False])
