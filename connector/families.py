@@ -234,8 +234,9 @@ def _keeps_one_block(spec: KVCacheSpec) -> Keeps:
 def _heads(layer: Layer) -> LayerShape:
     """K and V of heads."""
     spec: AttentionSpec = layer.spec
-    if spec.num_heads != spec.num_kv_heads:
-        # K and V in slots of their own, in an order that only the attention backend knows.
+    if spec.num_head_slots is not None:
+        # Not one slot for each head, even where there are as many: K and V may have slots of their own, or all heads of
+        # K one. Only the attention backend knows.
         units = spec.num_heads * layer.tp_size
         slots = Component(name="kv_slots", units=units, bytes_per_unit=spec.state_content_size_bytes)
         return LayerShape(name=layer.name, components=(slots,), group=layer.group, whole_blocks=True, whole_ranks=True)

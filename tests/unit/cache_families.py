@@ -232,6 +232,16 @@ FAMILIES: Mapping[str, MakeSpecs] = {
             state_content_bytes=18,
         )
     ),
+    "K and V in planes": lambda tp, block: _layers(
+        _attention(
+            FullAttentionSpec,
+            tp,
+            block,
+            dtype=torch.bfloat16,
+            num_head_slots=2,
+            state_content_bytes=2 * 32 * max(1, KV_HEADS // tp),
+        )
+    ),
     "sinks": lambda tp, block: _layers(_attention(SinkFullAttentionSpec, tp, block, sink_len=block)),
     "gaps behind the prompt": lambda tp, block: _layers(_attention(RSWASpec, tp, block, rswa_window=64)),
     "several head sizes": lambda tp, block: _layers(
@@ -460,13 +470,13 @@ class Content:
                     self._write_tokens(rank, layer, table)
 
     def _write_tokens(self, rank: Rank, layer: str, table: Sequence[int]) -> None:
-        content, tensor = self._tokens[layer], rank.tensors[layer].view(torch.uint8)
-        heads = _held(content.shape[1], rank)
+        tensor = rank.tensors[layer].view(torch.uint8)
+        content = _of_rank(self._tokens[layer], rank, tensor.shape[3])
         kernel_tokens = tensor.shape[2]
         ratio = tensor.shape[0] // NUM_BLOCKS
         kernel_blocks = [block * ratio + part for block in table for part in range(ratio)]
         for index, position in enumerate(range(0, content.shape[0], kernel_tokens)):
-            page = content[position : position + kernel_tokens][:, heads]
+            page = content[position : position + kernel_tokens]
             tensor[kernel_blocks[index], :, : page.shape[0]] = page.transpose(0, 1)
 
     def _write_state(self, rank: Rank, layer: str, page: torch.Tensor) -> None:
@@ -490,6 +500,13 @@ def _state_parts(spec: MambaSpec | CircularBufferSpec) -> list[tuple[int, int]]:
     }[spec.mamba_type.name]
     assert sum(part for _, part in splits) == channels
     return [*((units, part * row_bytes) for units, part in splits), ssm]
+
+
+def _of_rank(content: torch.Tensor, rank: Rank, bytes_per_slot: int) -> torch.Tensor:
+    """What a rank holds of [positions, slots, bytes]: some slots, or some heads of each slot, which then has all."""
+    if content.shape[2] == bytes_per_slot:
+        return content[:, _held(content.shape[1], rank)]
+    return content.unflatten(2, (KV_HEADS, -1))[:, :, _held(KV_HEADS, rank)].flatten(2)
 
 
 def _held(units: int, rank: Rank) -> list[int]:

@@ -8,6 +8,7 @@ to be what it would be if it had computed the request itself.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -193,7 +194,7 @@ def test_every_family_in_pipeline_stages(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str, stages: int
 ) -> None:
     """A stage has some of the layers, and perhaps none of a cache group; what shares memory is another set in each."""
-    layouts, tp = (layout, layout), 1 if family == SLOTS else 2
+    layouts, tp = (layout, layout), 1 if family in SLOTS else 2
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=tp, decode_tp=1, stages=stages, layouts=layouts)
 
 
@@ -212,12 +213,12 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
 
 OWN_BLOCKS = "window with blocks of its own"
 MIXED_RINGS = "ring buffers and states"
-SLOTS = "K and V in slots of their own"
-"""Only its attention back end knows where in a block a head lies."""
+SLOTS = ("K and V in slots of their own", "K and V in planes")
+"""Only their attention back ends know where in a block a head lies. At some TP there are as many slots as heads."""
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != SLOTS])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SLOTS])
 def test_every_family_at_every_size(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
@@ -225,17 +226,22 @@ def test_every_family_at_every_size(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp, layouts=layouts)
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), list(itertools.product((1, 2, 4, 8), repeat=2)))
+@pytest.mark.parametrize("family", SLOTS)
 def test_heads_in_unknown_order_go_to_an_engine_of_the_same_size(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int, decode_tp: int
 ) -> None:
     """Whatever a block of a rank holds is what that of the same rank needs."""
+    if prefill_tp == decode_tp:
+        _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=decode_tp)
+        return
     decode, prefill = (
-        make_rank(config, monkeypatch, FAMILIES[SLOTS](tp, 64), engine_id=name, tp_rank=0, tp_size=tp)
-        for name, tp in (("decode", 2), ("prefill", 1))
+        make_rank(config, monkeypatch, FAMILIES[family](tp, 64), engine_id=name, tp_rank=0, tp_size=tp)
+        for name, tp in (("decode", decode_tp), ("prefill", prefill_tp))
     )
-    with pytest.raises(LayoutMismatch, match=r"tp_size is 2 here and 1 there; .* has its heads in unknown order"):
+    sizes = f"tp_size is {decode_tp} here and {prefill_tp} there"
+    with pytest.raises(LayoutMismatch, match=rf"{sizes}; .* has its heads in unknown order"):
         seen(decode.registration, prefill)
-    _check_transfer(config, monkeypatch, FAMILIES[SLOTS], prefill_tp=2, decode_tp=2)
 
 
 @pytest.mark.parametrize("name", ["n_groups", "mamba_n_groups", "mamba_ngroups"])
@@ -274,7 +280,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def test_every_family_in_every_layout(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
 ) -> None:
-    prefill_tp = 1 if family == SLOTS else 2
+    prefill_tp = 1 if family in SLOTS else 2
     layouts = (layout, layout)
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=prefill_tp, decode_tp=1, layouts=layouts)
 
@@ -307,7 +313,7 @@ def test_layouts_that_differ(
     _check_transfer(config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=2, layouts=layouts)
 
 
-OPAQUE = ("latent with an indexer", SLOTS, *PACKED)
+OPAQUE = ("latent with an indexer", *SLOTS, *PACKED)
 """Some blocks hold the scales of all tokens behind the tokens, or are of one size whatever the engine's is."""
 
 
@@ -688,10 +694,10 @@ def test_ranks_that_cannot_share_the_heads_are_refused(config: VllmConfig, monke
         _understood(config, monkeypatch, tp_size=3)
 
 
-def test_another_kind_of_memory_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kinds in (["VRAM"] * 3, ["DRAM", "DRAM", "VRAM"]):
-        with pytest.raises(LayoutMismatch, match=r"memory of .* is DRAM here and VRAM there"):
-            _understood(config, monkeypatch, region_mem_types=kinds)
+def test_two_kinds_of_memory_on_one_rank_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _understood(config, monkeypatch, region_mem_types=["VRAM"] * 3).memory_kind == "VRAM"
+    with pytest.raises(LayoutMismatch, match=r"memory of .* is DRAM here and VRAM there"):
+        _understood(config, monkeypatch, region_mem_types=["DRAM", "DRAM", "VRAM"])
 
 
 def test_an_unknown_layout_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
