@@ -14,12 +14,11 @@ The block ids of a region come from one cache group. Where groups share memory, 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
-MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
-"""NIXL's name for where memory lies."""
+from connector.ports.nixl import MemoryKind
 
 
 class RankId(NamedTuple):
@@ -125,6 +124,11 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank(self) -> RankId:
         return RankId(self.pp_rank, self.tp_rank)
+
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """Of all regions of a rank that can be served (`plan`)."""
+        return self.regions[0].memory_kind
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from connector.layout.blocks import ChunkPairs, Cut, GroupBlocks, GroupPair, Indices
 from connector.layout.copies import Copy, Place, copies_between, stretches_between
-from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, MemoryKind, RankId, RankLayout
+from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, RankId, RankLayout
 from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
 from connector.layout.sources import Source, consumers, find_sources, partners
 from connector.layout.steps import Steps, finish
@@ -59,7 +59,6 @@ class ReadPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     local_runs: tuple[MemoryRun, ...]
     remote_runs: tuple[MemoryRun, ...]
     """What to prepare, in the order of the descriptor ids."""
-    memory_kind: MemoryKind
     groups: tuple[GroupPair, ...]
     rows: tuple[Rows, ...]
 
@@ -242,18 +241,17 @@ def _require_context_parallel(local: RankLayout, remote: RankLayout) -> None:
 
 
 def _require_same_layers(local: RankLayout, remotes: Sequence[RankLayout]) -> None:
-    """Same memory kind everywhere, and no layer that only one side caches."""
+    """One kind of memory on each rank, and no layer that only one side caches."""
     sides = (local, *remotes)
     if not all(side.regions and all(region.pieces for region in side.regions) for side in sides):
         known = [sum(bool(region.pieces) for region in side.regions) for side in sides]
         advice = "there is no KV cache to read, or nothing is known about what is in it"
         raise LayoutMismatch("number of KV cache regions", known[0], min(known[1:]), advice)
-    kind = local.regions[0].memory_kind
     for side in sides:
         for region in side.regions:
-            if region.memory_kind != kind:
-                advice = "keep the KV cache of both engines in the same kind of memory"
-                raise LayoutMismatch(f"memory of {region.name}", kind, region.memory_kind, advice)
+            if region.memory_kind != side.memory_kind:
+                advice = "keep the whole KV cache of an engine in one kind of memory"
+                raise LayoutMismatch(f"memory of {region.name}", side.memory_kind, region.memory_kind, advice)
     ours, theirs = _layers(local), set[str]().union(*(_layers(remote) for remote in remotes))
     if ours != theirs:
         layer = min(ours ^ theirs)
@@ -309,10 +307,10 @@ def _ids(layout: RankLayout, group: int, sizes: CacheGroup) -> int:
 class _Runs:
     """The runs of one side's descriptor list, each stretch once, and the numbers of their descriptors."""
 
-    def __init__(self, device_id: int) -> None:
+    def __init__(self, side: RankLayout) -> None:
         self.runs: list[MemoryRun] = []
         self.count = 0
-        self._device_id = device_id
+        self._where = side.device_id, side.memory_kind
         self._starts: dict[tuple[int, int, Place], int] = {}
 
     def start(self, address: int, length_bytes: int, place: Place) -> int:
@@ -321,7 +319,7 @@ class _Runs:
         start = self._starts.setdefault(key, self.count)
         if start == self.count:
             for offset_bytes, stride_bytes, count in _run_shapes(place):
-                self.runs.append(MemoryRun(address + offset_bytes, length_bytes, stride_bytes, count, self._device_id))
+                self.runs.append(MemoryRun(address + offset_bytes, length_bytes, stride_bytes, count, *self._where))
                 self.count += count
         return start
 
@@ -347,7 +345,7 @@ def _is_even(place: Place) -> bool:
 
 
 def _read_plan(local: RankLayout, remote: RankLayout, copies: Sequence[Copy], groups: Sequence[GroupPair]) -> ReadPlan:
-    local_runs, remote_runs = _Runs(local.device_id), _Runs(remote.device_id)
+    local_runs, remote_runs = _Runs(local), _Runs(remote)
     alike: dict[tuple[int, tuple[int, int], tuple[int, int]], list[tuple[int, int]]] = {}
     for copy in copies:
         local_start = local_runs.start(copy.local_address, copy.length_bytes, copy.local)
@@ -362,7 +360,6 @@ def _read_plan(local: RankLayout, remote: RankLayout, copies: Sequence[Copy], gr
         consumers=consumers(remote, local),
         local_runs=tuple(local_runs.runs),
         remote_runs=tuple(remote_runs.runs),
-        memory_kind=local.regions[0].memory_kind,
         groups=tuple(
             msgspec.structs.replace(pair, remote=theirs)
             for pair, theirs in zip(groups, remote.cache_groups, strict=True)

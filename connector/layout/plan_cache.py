@@ -29,7 +29,7 @@ import msgspec
 from connector.layout.geometry import RankId
 from connector.layout.plan import EnginePlan
 from connector.layout.steps import Steps
-from connector.ports.nixl import MemoryRun
+from connector.ports.nixl import MemoryKind, MemoryRun
 from connector.wire.metadata import AgentMetadata
 
 ITEMS_MAX = 250_000
@@ -71,6 +71,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
     length_bytes: int
     stride_bytes: int
     count: int
+    memory_kind: MemoryKind
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +176,14 @@ class PlanCache:
 def _placed(runs: Sequence[_Run], place: RankGeometry) -> tuple[MemoryRun, ...]:
     starts, device_id = place.starts, place.device_id
     return tuple(
-        MemoryRun(starts[run.extent] + run.offset_bytes, run.length_bytes, run.stride_bytes, run.count, device_id)
+        MemoryRun(
+            starts[run.extent] + run.offset_bytes,
+            run.length_bytes,
+            run.stride_bytes,
+            run.count,
+            device_id,
+            run.memory_kind,
+        )
         for run in runs
     )
 
@@ -187,5 +195,6 @@ def _without_addresses(runs: Sequence[MemoryRun], place: RankGeometry) -> tuple[
         start, extent = by_address[bisect_right(by_address, (run.address, len(by_address))) - 1]
         end = run.address + (run.count - 1) * run.stride_bytes + run.length_bytes
         assert start <= run.address < end <= place.ends[extent], f"{run} is not in one extent"
-        found.append(_Run(extent, run.address - start, run.length_bytes, run.stride_bytes, run.count))
+        offset_bytes = run.address - start
+        found.append(_Run(extent, offset_bytes, run.length_bytes, run.stride_bytes, run.count, run.memory_kind))
     return tuple(found)

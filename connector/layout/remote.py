@@ -41,7 +41,7 @@ from connector.layout.compatibility import (
     require_same_form,
     require_same_sizes,
 )
-from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, Piece, RankId, RankLayout, Region
+from connector.layout.geometry import CacheGroup, LayoutMismatch, Piece, RankId, RankLayout, Region
 from connector.layout.local import LocalRank
 from connector.layout.shapes import (
     ImpossibleShard,
@@ -54,6 +54,7 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.layout.steps import Steps, finish
+from connector.ports.nixl import MemoryKind
 from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 
 

@@ -29,7 +29,7 @@ Contract (each line is a test of the suite)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -44,6 +44,9 @@ ReadHandle: TypeAlias = int
 DescriptorIds: TypeAlias = npt.NDArray[np.int32]
 """Indices into a prepared descriptor list, shape [n], region-major."""
 
+MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
+"""NIXL's name for where memory lies: the host's, or a device's."""
+
 
 class MemoryRun(msgspec.Struct, frozen=True, gc=False):
     """`count` blocks of `length_bytes`, the first at `address`, one every `stride_bytes` (>= length_bytes)."""
@@ -53,6 +56,7 @@ class MemoryRun(msgspec.Struct, frozen=True, gc=False):
     stride_bytes: int
     count: int
     device_id: int = 0
+    memory_kind: MemoryKind = "DRAM"
 
 
 class MemoryRange(msgspec.Struct, frozen=True):
@@ -61,6 +65,7 @@ class MemoryRange(msgspec.Struct, frozen=True):
     address: int
     length_bytes: int
     device_id: int = 0
+    memory_kind: MemoryKind = "DRAM"
 
 
 class ReadPosted(msgspec.Struct, frozen=True):
@@ -186,7 +191,7 @@ class NixlPort(Protocol):
         ...
 
     async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
-        """Prepare local descriptors; ids run through `runs` in order, `count` ids each."""
+        """Prepare local descriptors; ids run through `runs` in order, `count` ids each. One kind of memory."""
         ...
 
     async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:

@@ -52,7 +52,6 @@ from connector.ports.nixl_thread import (
     AgentThread,
     CallRefused,
     Command,
-    MemoryType,
     Outgoing,
     ReadOrdered,
     ThreadEnded,
@@ -94,7 +93,6 @@ class RealNixlPort:
         cls,
         agent_name: AgentName,
         ranges: Sequence[MemoryRange],
-        memory_type: MemoryType,
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         *,
@@ -112,7 +110,7 @@ class RealNixlPort:
         def make_core() -> AgentCore:
             if prepare_thread is not None:
                 prepare_thread()
-            return AgentCore(agent_name, ranges, memory_type, backends, num_threads)
+            return AgentCore(agent_name, ranges, backends, num_threads)
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:

@@ -38,7 +38,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,8 +60,6 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-
-MemoryType = Literal["DRAM", "VRAM"]
 
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
@@ -242,13 +240,11 @@ class AgentCore:
         self,
         agent_name: AgentName,
         ranges: Sequence[MemoryRange],
-        memory_type: MemoryType,
         backends: Sequence[str],
         num_threads: int,
     ) -> None:
         self._nixl = _import_nixl()
         self._name = agent_name
-        self._memory_type = memory_type
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,
@@ -261,10 +257,10 @@ class AgentCore:
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:
             raise CallRefused(f"NIXL has no usable backend {', '.join(missing)}")
-        self._registration: Any | None = None
-        if ranges:
-            described = [(r.address, r.length_bytes, r.device_id, "") for r in ranges]
-            self._registration = self._agent.register_memory(described, memory_type, list(backends))
+        self._registrations: list[Any] = []
+        for kind in dict.fromkeys(each.memory_kind for each in ranges):
+            described = [(r.address, r.length_bytes, r.device_id, "") for r in ranges if r.memory_kind == kind]
+            self._registrations.append(self._agent.register_memory(described, kind, list(backends)))
         self.registered_ranges = len(ranges)
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
         self.agents: set[AgentName] = set()
@@ -317,6 +313,9 @@ class AgentCore:
         """Prepare a list under the port's `handle`; `agent` is None for local memory."""
         if not runs:
             raise CallRefused("no memory runs given")
+        kind, *others = dict.fromkeys(run.memory_kind for run in runs)
+        if others:
+            raise CallRefused(f"one list has runs of {kind} and of {', '.join(others)}")
         if agent is not None and (agent not in self.agents or agent in self._leaving):
             raise CallRefused(f"remote agent {agent} is not loaded")
         rows = np.array(
@@ -324,10 +323,10 @@ class AgentCore:
             dtype=np.uint64,
         )
         side = "NIXL_INIT_AGENT" if agent is None else agent
-        whole = self._agent.prep_xfer_dlist(side, rows, self._memory_type)
+        whole = self._agent.prep_xfer_dlist(side, rows, kind)
         rows[:, 1] = np.minimum(rows[:, 1], PROBE_BYTES)
         try:
-            probe = self._agent.prep_xfer_dlist(side, rows, self._memory_type)
+            probe = self._agent.prep_xfer_dlist(side, rows, kind)
         except Exception:
             self._agent.release_dlist_handle(whole)
             raise
@@ -519,11 +518,11 @@ class AgentCore:
             self.release_list(handle)
         for name in list(self.agents):
             self._agent.remove_remote_agent(name)
-        if self._registration is not None:
-            self._agent.deregister_memory(self._registration)
+        for each in self._registrations:
+            self._agent.deregister_memory(each)
         self.agents.clear()
         self._unreleasable.clear()
-        self._registration = None
+        self._registrations = []
         self.registered_ranges = 0
         del self._agent
 

@@ -19,9 +19,11 @@ from itertools import chain
 
 import msgspec
 import torch
+from vllm.platforms import current_platform
 
-from connector.layout.geometry import MemoryKind, Piece, Region
+from connector.layout.geometry import Piece, Region
 from connector.layout.shapes import LayerShape, PageStrides, moved, of_unit, paged_pieces, shard, state_pieces
+from connector.ports.nixl import MemoryKind
 from connector.unsupported import UnsupportedCache
 
 
@@ -103,7 +105,16 @@ def merge(regions: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def memory_kind(cache: torch.Tensor) -> MemoryKind:
-    return "DRAM" if cache.device.type == "cpu" else "VRAM"
+    """Where a cache lies. A platform that is no part of vLLM may say so itself."""
+    if cache.device.type == "cpu":
+        return "DRAM"
+    match current_platform.get_nixl_memory_type():
+        case None | "VRAM":
+            return "VRAM"
+        case "DRAM":
+            return "DRAM"
+        case other:
+            raise UnsupportedCache("NIXL memory type of the platform", other, "DRAM or VRAM")
 
 
 def device_id(cache: torch.Tensor) -> int:

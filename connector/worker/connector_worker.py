@@ -99,12 +99,9 @@ class ConnectorWorker:
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
-            registration.memory_kind,
             backends=self._options.backends,
             num_threads=self._options.num_threads,
-            prepare_thread=(lambda: _make_device_current(layout.device_id))
-            if registration.memory_kind == "VRAM"
-            else None,
+            prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
         )
         thread = self._thread = ActorThread(
             "kv-transfer-actors",

@@ -33,12 +33,12 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from connector.families import Holds, family_of, layer_shapes, layer_specs, require_known_spec
 from connector.layout.advertised import describe
-from connector.layout.geometry import CacheGroup, LayoutMismatch, MemoryKind, RankLayout, Region
+from connector.layout.geometry import CacheGroup, LayoutMismatch, RankLayout, Region
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
-from connector.ports.nixl import MemoryRange
+from connector.ports.nixl import MemoryKind, MemoryRange
 from connector.staging import advertised_layout_name, is_staged
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import AgentMetadata
@@ -53,7 +53,6 @@ class Registration(LocalRank, frozen=True, kw_only=True):
 
     ranges: tuple[MemoryRange, ...]
     """Whole allocations that hold the regions, each once."""
-    memory_kind: MemoryKind
 
     def agent_metadata(self, nixl_metadata: bytes) -> AgentMetadata:
         """What peers are told; `nixl_metadata` is the agent's own part, made after registering `ranges`."""
@@ -143,9 +142,8 @@ def derive_registration(
         layout=layout,
         shapes=shapes,
         ranges=_ranges([kv_caches[layer] for layer in layers]),
-        memory_kind=memory_kind(first),
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
-        permute=_permute(vllm_config, memory_kind(first)),
+        permute=_permute(vllm_config, layout.memory_kind),
     )
     _require_complete_metadata(registration)
     return registration
@@ -243,6 +241,12 @@ def _ranges(caches: list[torch.Tensor]) -> tuple[MemoryRange, ...]:
         storage = cache.untyped_storage()
         address = storage.data_ptr()
         ranges.setdefault(
-            address, MemoryRange(address=address, length_bytes=storage.nbytes(), device_id=device_id(cache))
+            address,
+            MemoryRange(
+                address=address,
+                length_bytes=storage.nbytes(),
+                device_id=device_id(cache),
+                memory_kind=memory_kind(cache),
+            ),
         )
     return tuple(ranges.values())

@@ -379,7 +379,7 @@ def _rank(
         layout_name=layout_name,
     )
     local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, permute=permute)
-    port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
+    port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert isinstance(port, HeardPort)
     port.clock = clock
     side_channel = ZmqSideChannel()

@@ -76,7 +76,7 @@ def serve() -> None:
     """The other process: agents with memory to read, until standard input ends."""
     memory = Memory()
     ports = {
-        regions: [RealNixlPort.open(f"peer-{uuid.uuid4()}", memory.ranges(regions), "DRAM") for _ in range(PEERS)]
+        regions: [RealNixlPort.open(f"peer-{uuid.uuid4()}", memory.ranges(regions)) for _ in range(PEERS)]
         for regions in REGIONS
     }
     metadata = {

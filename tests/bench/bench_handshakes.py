@@ -192,7 +192,7 @@ def payloads(
 async def serve() -> None:
     """The other process: says where its engines listen, and goes on until it is killed."""
     memory = Memory()
-    agents = [RealNixlPort.open(f"prefill-{n}-{uuid.uuid4()}", memory.ranges, "DRAM") for n in range(AGENTS)]
+    agents = [RealNixlPort.open(f"prefill-{n}-{uuid.uuid4()}", memory.ranges) for n in range(AGENTS)]
     metadata = [agent.agent_metadata for agent in agents]
     side_channel = ZmqSideChannel()
     control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
@@ -296,7 +296,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
     """The actors of a worker that knows nobody yet, and waits for `wanted` engines."""
     layout = model.layout("decode", RankId(0, 0), model.decode_tp_size, memory.addresses)
     local = LocalRank(layout=layout, shapes=model.shapes, compatibility_hash="hash")
-    port = MeteredPort.open(f"decode-{uuid.uuid4()}", memory.ranges, "DRAM")
+    port = MeteredPort.open(f"decode-{uuid.uuid4()}", memory.ranges)
     assert isinstance(port, MeteredPort)
     port.calls = []
     connected, turns, clock = Connected(wanted), Turns() if is_metered else None, BootClock()

@@ -107,8 +107,7 @@ def serve(tp_size: int, tokens: int) -> None:
     whole = _pattern(tp_size, tokens)
     parts = [part.contiguous() for part in whole.chunk(tp_size, dim=2)]
     ports = [
-        RealNixlPort.open(f"prefill-{uuid.uuid4()}", [MemoryRange(part.data_ptr(), part.nbytes)], "DRAM")
-        for part in parts
+        RealNixlPort.open(f"prefill-{uuid.uuid4()}", [MemoryRange(part.data_ptr(), part.nbytes)]) for part in parts
     ]
     for port in ports:
         port.expect_notifications(True)  # a first READ needs this side's polls to connect
@@ -170,7 +169,7 @@ class Reader:
             "landing": plan_engine(self.layout, remotes, Permute.ORDERS),
         }
         send, events = trio.open_memory_channel[NixlEvent](math.inf)
-        port = RealNixlPort.open(f"decode-{uuid.uuid4()}", [self.range], "DRAM")
+        port = RealNixlPort.open(f"decode-{uuid.uuid4()}", [self.range])
         port.set_event_callback(send.send_nowait)
         agents = {
             number: await port.add_remote_agent(base64.b64decode(said[number].agent_metadata)) for number in numbers

@@ -134,7 +134,7 @@ async def direct(meter: Meter, metadata: bytes, address: int, memory: npt.NDArra
 
 async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.NDArray[np.uint8]) -> None:
     """The same READ through the port."""
-    port = RealNixlPort.open(f"port-{uuid.uuid4()}", [MemoryRange(memory.ctypes.data, memory.nbytes)], "DRAM")
+    port = RealNixlPort.open(f"port-{uuid.uuid4()}", [MemoryRange(memory.ctypes.data, memory.nbytes)])
     ended: dict[int, trio.Event] = {}
 
     def on_event(event: NixlEvent) -> None:

@@ -74,7 +74,7 @@ def pages(address: int, page_bytes: int, count: int) -> npt.NDArray[np.uint64]:
 def main() -> None:
     memory = np.ones(int(sys.argv[1]), dtype=np.uint8)
     ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
-    port = RealNixlPort.open(f"source-{uuid.uuid4()}", ranges, "DRAM")
+    port = RealNixlPort.open(f"source-{uuid.uuid4()}", ranges)
     tell({"metadata": base64.b64encode(port.agent_metadata).decode(), "address": memory.ctypes.data})
     wait_for_end()
     port.close_blocking(5)

@@ -64,7 +64,7 @@ def main() -> None:
     for block in range(BLOCKS):
         memory[block] = np.frombuffer(pattern(block), dtype=np.uint8)
     address = memory.ctypes.data
-    port = RealNixlPort.open(f"peer-{uuid.uuid4()}", [MemoryRange(address, memory.nbytes)], "DRAM")
+    port = RealNixlPort.open(f"peer-{uuid.uuid4()}", [MemoryRange(address, memory.nbytes)])
     trio.run(serve, port, address)
     os._exit(0)  # the memory may have holes by now: nothing may look at it again
 

@@ -639,7 +639,10 @@ class NixlPortSuite(ABC):
             over_the_end = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS + 1)
             negative = MemoryRun(-1, BLOCK_BYTES, BLOCK_BYTES, 1)
             empty = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 0)
-            for runs in ([beyond], [over_the_end], [negative], [empty], []):
+            of_another_kind = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 1, memory_kind="VRAM")
+            right = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 1)
+            wrong = ([beyond], [over_the_end], [negative], [empty], [], [of_another_kind], [right, of_another_kind])
+            for runs in wrong:
                 with pytest.raises(NixlCallFailed) as failed:
                     await reader.port.prepare_remote(source.agent_name, runs)
                 assert failed.value.operation == "prepare_remote"

@@ -134,7 +134,7 @@ class RealWorld(NixlWorld):
         self, ranges: Sequence[MemoryRange], *, stepwise: bool = False, agent_name: AgentName | None = None
     ) -> NixlPort:
         with transports(stepwise):
-            port = RealNixlPort.open(agent_name or f"port-{uuid.uuid4()}", ranges, "DRAM")
+            port = RealNixlPort.open(agent_name or f"port-{uuid.uuid4()}", ranges)
         self.ports.append(port)
         return port
 
@@ -467,25 +467,25 @@ class TestRealNixlPort(NixlPortSuite):
     def test_opening_fails_with_the_reason(self) -> None:
         memory, _ = new_memory()
         with pytest.raises(NixlCallFailed) as failed:
-            RealNixlPort.open("x", whole(memory), "DRAM", backends=("NO_SUCH_BACKEND",))
+            RealNixlPort.open("x", whole(memory), backends=("NO_SUCH_BACKEND",))
         assert failed.value.operation == "open"
         assert "NO_SUCH_BACKEND" in failed.value.error
         with pytest.raises(NixlCallFailed) as failed:
-            RealNixlPort.open("x", [MemoryRange(-1, 4096)], "DRAM")
+            RealNixlPort.open("x", [MemoryRange(-1, 4096)])
         assert failed.value.error
 
         def no_device() -> None:
             raise RuntimeError("no such device")
 
         with pytest.raises(NixlCallFailed, match="no such device"):
-            RealNixlPort.open("x", whole(memory), "DRAM", prepare_thread=no_device)
+            RealNixlPort.open("x", whole(memory), prepare_thread=no_device)
         assert not _threads_named("nixl-x")
 
     def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self) -> None:
         memory, _ = new_memory()
         release = threading.Event()
         with pytest.raises(NixlCallFailed, match=r"within 0\.2 s"):
-            RealNixlPort.open("late", whole(memory), "DRAM", prepare_thread=lambda: _wait(release), timeout_seconds=0.2)
+            RealNixlPort.open("late", whole(memory), prepare_thread=lambda: _wait(release), timeout_seconds=0.2)
         (thread,) = _threads_named("nixl-late")
         release.set()
         thread.join(30)
@@ -506,9 +506,9 @@ class TestRealNixlPort(NixlPortSuite):
         async def main() -> None:
             memory, run = new_memory()
             memory[:] = 7
-            source = RealNixlPort.open(f"s-{uuid.uuid4()}", whole(memory), "DRAM")
+            source = RealNixlPort.open(f"s-{uuid.uuid4()}", whole(memory))
             own, own_run = new_memory()
-            reader = Reader(RealNixlPort.open(f"r-{uuid.uuid4()}", whole(own), "DRAM", num_threads=2), own, own_run)
+            reader = Reader(RealNixlPort.open(f"r-{uuid.uuid4()}", whole(own), num_threads=2), own, own_run)
             try:
                 await reader.connect(source.agent_metadata, run)
                 await reader.recorder.done(await reader.post([1], [1]))
@@ -527,7 +527,7 @@ class TestRealNixlPort(NixlPortSuite):
 
         def open_pinned() -> None:
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-            port = RealNixlPort.open("pinned", [], "DRAM", prepare_thread=lambda: seen.append(os.sched_getaffinity(0)))
+            port = RealNixlPort.open("pinned", [], prepare_thread=lambda: seen.append(os.sched_getaffinity(0)))
             port.close_blocking(30)
 
         thread = threading.Thread(target=open_pinned)
@@ -537,10 +537,10 @@ class TestRealNixlPort(NixlPortSuite):
 
     def test_closing_without_a_trio_run(self) -> None:
         memory, _ = new_memory()
-        never_attached = RealNixlPort.open("never", whole(memory), "DRAM")
+        never_attached = RealNixlPort.open("never", whole(memory))
         assert never_attached.close_blocking(30) == []
         assert not _threads_named("nixl-never")
-        orphan = RealNixlPort.open("orphan", whole(memory), "DRAM")
+        orphan = RealNixlPort.open("orphan", whole(memory))
 
         async def main() -> None:
             Recorder(orphan)
@@ -614,7 +614,7 @@ def forgotten() -> None:
 
     atexit.register(look)  # runs after what is registered later
     memory, _ = new_memory()
-    port = RealNixlPort.open("forgotten", whole(memory), "DRAM")
+    port = RealNixlPort.open("forgotten", whole(memory))
     port.expect_notifications(True)
     globals()["kept"] = port, memory
 

@@ -38,7 +38,7 @@ class PrefillRank(msgspec.Struct, frozen=True):
 def open_port(engine: Engine, rank: Rank) -> RealNixlPort:
     """An agent that has registered a rank's memory, and nothing else."""
     ranges = [MemoryRange(address, array.size) for address, array in zip(rank.addresses, rank.memory, strict=True)]
-    return RealNixlPort.open(f"{engine.engine_id}-{rank.rank}-{uuid.uuid4()}", ranges, "DRAM")
+    return RealNixlPort.open(f"{engine.engine_id}-{rank.rank}-{uuid.uuid4()}", ranges)
 
 
 class PrefillProcess:
@@ -90,7 +90,7 @@ class PrefillProcess:
 
 def _main(connection: Connection) -> None:
     """Entry point of the process; it ends when the test's end of the pipe is closed."""
-    RealNixlPort.open("warm-up", [], "DRAM").close_blocking(CLOSE_SECONDS)  # loads NIXL, which brings torch
+    RealNixlPort.open("warm-up", []).close_blocking(CLOSE_SECONDS)  # loads NIXL, which brings torch
     connection.send("ready")
     with contextlib.suppress(EOFError):
         while True:

@@ -43,6 +43,7 @@ from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
     DescriptorListHandle,
+    MemoryKind,
     MemoryRange,
     MemoryRun,
     NixlCallFailed,
@@ -119,7 +120,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     magic: str
     name: str
     instance: int
-    ranges: list[tuple[int, int]]
+    ranges: list[tuple[int, int, MemoryKind]]
     end: str
 
 
@@ -394,7 +395,7 @@ class FakeNixlPort:
     ) -> None:
         self._world = world
         self._agent_name = agent_name
-        self._ranges = [(each.address, each.length_bytes) for each in ranges]
+        self._ranges = [(each.address, each.length_bytes, each.memory_kind) for each in ranges]
         self._now_ns = now_ns
         self._metadata = msgspec.msgpack.encode(
             _Metadata(_METADATA_MARK, agent_name, instance, self._ranges, _METADATA_MARK)
@@ -537,10 +538,10 @@ class FakeNixlPort:
         self,
         operation: str,
         connection: _Connection | None,
-        ranges: Sequence[tuple[int, int]],
+        ranges: Sequence[tuple[int, int, MemoryKind]],
         runs: Sequence[MemoryRun],
     ) -> DescriptorListHandle:
-        if not runs or not all(_is_within(run, ranges) for run in runs):
+        if len({run.memory_kind for run in runs}) != 1 or not all(_is_within(run, ranges) for run in runs):
             raise NixlCallFailed(operation, NOT_FOUND)
         addresses = [run.address + run.stride_bytes * np.arange(run.count, dtype=np.int64) for run in runs]
         lengths = [np.full(run.count, run.length_bytes, np.int64) for run in runs]
@@ -759,12 +760,15 @@ class FakeNixlPort:
             self._on_event(self._events.popleft())
 
 
-def _is_within(run: MemoryRun, ranges: Sequence[tuple[int, int]]) -> bool:
+def _is_within(run: MemoryRun, ranges: Sequence[tuple[int, int, MemoryKind]]) -> bool:
     """Whether all blocks of a run lie in one registered range."""
     if run.count < 1 or run.length_bytes < 1 or run.stride_bytes < run.length_bytes:
         return False
     end = run.address + (run.count - 1) * run.stride_bytes + run.length_bytes
-    return any(address <= run.address and end <= address + length for address, length in ranges)
+    return any(
+        address <= run.address and end <= address + length and run.memory_kind == kind
+        for address, length, kind in ranges
+    )
 
 
 def _fits(ids: DescriptorIds, prepared: _PreparedList) -> bool:

@@ -472,7 +472,16 @@ def test_group_of_a_layer_must_be_the_same() -> None:
     assert caught.value.field == "cache group of layers.0"
 
 
-def test_kinds_of_memory_must_be_the_same() -> None:
+def test_a_rank_has_one_kind_of_memory_and_its_peer_another() -> None:
+    """A device reads from the host and the other way round."""
+    prefill = rank("p")
+    on_a_device = tuple(msgspec.structs.replace(region, memory_kind="VRAM") for region in prefill.regions)
+    (read,) = plan_engine(rank("d"), [msgspec.structs.replace(prefill, regions=on_a_device)]).reads
+    assert {run.memory_kind for run in read.local_runs} == {"DRAM"}
+    assert {run.memory_kind for run in read.remote_runs} == {"VRAM"}
+
+
+def test_a_rank_with_two_kinds_of_memory_is_refused() -> None:
     prefill = rank("p")
     elsewhere = msgspec.structs.replace(prefill.regions[1], memory_kind="VRAM")
     with pytest.raises(LayoutMismatch) as caught:

@@ -25,7 +25,7 @@ from connector.staging import advertised_layout_name
 from connector.unsupported import UnsupportedCache
 from connector.wire.handshake import decode_reply, encode_payload, encode_reply
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
-from connector.worker import registration
+from connector.worker import cache_regions
 from connector.worker.host_staging import make_host_buffers
 from connector.worker.registration import Registration, derive_registration, require_supported
 from tests.rig.facts import facts
@@ -101,7 +101,7 @@ def test_equals_the_builtin_registration(
     assert differing_fields(advertised, as_read) == set()
     assert ours.compatibility_hash == builtin_hash
     assert [(r.address, r.length_bytes) for r in ours.ranges] == builtin_ranges
-    assert ours.memory_kind == "DRAM"
+    assert ours.layout.memory_kind == "DRAM"
 
 
 def test_regions_hold_the_bytes_of_their_blocks(config: VllmConfig) -> None:
@@ -241,7 +241,7 @@ def test_host_buffers_equal_the_builtin_ones(
     assert ours.compatibility_hash == builtin_hash
     assert [r.length_bytes for r in ours.ranges] == [length for _, length in builtin_ranges]
     assert [r.address for r in ours.ranges] == addresses
-    assert ours.memory_kind == "DRAM"
+    assert ours.layout.memory_kind == "DRAM"
     assert not set(addresses) & {cache.data_ptr() for cache in tensors.values()}
 
 
@@ -268,7 +268,7 @@ def test_when_blocks_are_permuted(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, option: bool, expected: Permute
 ) -> None:
     """On a processor the engine thread would wait for it, so there it has to be asked for."""
-    monkeypatch.setattr(registration, "memory_kind", lambda cache: kind)
+    monkeypatch.setattr(cache_regions, "memory_kind", lambda cache: kind)
     monkeypatch.setattr(config.kv_transfer_config, "enable_permute_local_kv", option)
     caches = cache_config(attention_spec())
     assert derive_registration(config, caches, allocate(caches)).permute is expected
