@@ -30,7 +30,7 @@ SECONDS_MAX = 110.0
 """Of one case, its engines' start included; if one more pair would make it longer, it has fewer, and says so."""
 LIMITS = "limits"
 """Named like a case."""
-ABOUT_LIMITS = "134 MB moved and a question asked without a connector"
+ABOUT_LIMITS = "134 MB moved, a question asked and a step made beside a copy, without a connector"
 BY_NAME = {case.name: case for case in CASES}
 
 

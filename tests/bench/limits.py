@@ -1,16 +1,22 @@
 """What no connector can beat on this machine: the same bytes without one, and a question without a connector behind it.
 
 `python -m tests.bench limits`; part of `make bench`. 134 MB, as the cases `pages-*` move them: copied within a process,
-read from another one with a system call, read with NIXL alone; and the round trip of a small message between two
-processes over TCP, of which a handshake or a hold needs at least one.
+read from another one with a system call, read with NIXL alone; the round trip of a small message between two processes
+over TCP, of which a handshake or a hold needs at least one; and what a step that computes pays for bytes that arrive
+beside it, as in the cases `busy-*`, whoever copies them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from tests.bench.case import percentile
+from tests.bench.case import BLOCK_BYTES, PAGE_BYTES, SMALL_BLOCKS, percentile
+from tests.bench.cases.steps import PACE_SECONDS, PIECES
 from tests.bench.source import Source, other_process, pages, source, tell
+from tests.rig import OURS, EngineOptions
+from tests.rig.forward import forward_pass
+from tests.rig.messages import Forward
 
 LENGTH_BYTES = 1 << 27
 PAGE_SIZES_BYTES = (4096, 16_384, 65_536, 1 << 20)
@@ -29,6 +39,8 @@ IOVECS_MAX = 1024
 """That Linux takes in one call."""
 BUILTIN_THREADS = 4
 """With which the built-in connector has its NIXL agent copy."""
+BUSY_SECONDS = 0.3
+PACED_BYTES = SMALL_BLOCKS * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -41,10 +53,10 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """All of them; a quarter of a minute."""
+    """All of them; half a minute."""
     memory = np.zeros(LENGTH_BYTES, dtype=np.uint8)
     with source(LENGTH_BYTES) as other:
-        found = [*_copies(memory), *_system_calls(memory, other), *_raw_reads(memory, other)]
+        found = [*_copies(memory), *_system_calls(memory, other), *_raw_reads(memory, other), *_busy_steps(other)]
     return [*found, *_round_trips()]
 
 
@@ -91,29 +103,42 @@ class _Iovec(ctypes.Structure):
 
 
 def _system_calls(memory: npt.NDArray[np.uint8], other: Source) -> Iterator[Limit]:
+    for page_bytes in PAGE_SIZES_BYTES:
+        ids = _shuffled(page_bytes)
+        move = _system_call(memory.ctypes.data, ids, other.pid, other.address, ids[::-1], page_bytes)
+        yield _rates(f"process_vm_readv, {_size(page_bytes)}, scattered", move)
+
+
+def _system_call(
+    address: int,
+    ids: npt.NDArray[np.int32],
+    pid: int,
+    remote_address: int,
+    remote_ids: npt.NDArray[np.int32],
+    page_bytes: int,
+) -> Callable[[], None]:
+    """What reads those pages of another process into pages of this one; the interpreter is free meanwhile."""
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype = ctypes.c_ssize_t
 
-    def iovecs(address: int, ids: npt.NDArray[np.int32], page_bytes: int) -> Any:
-        return (_Iovec * len(ids))(*((address + int(each) * page_bytes, page_bytes) for each in ids))
+    def iovecs(first: int, ids: npt.NDArray[np.int32]) -> Any:
+        return (_Iovec * len(ids))(*((first + int(each) * page_bytes, page_bytes) for each in ids))
 
-    for page_bytes in PAGE_SIZES_BYTES:
-        local, remote = _shuffled(page_bytes), _shuffled(page_bytes)[::-1]
-        calls = [
-            (
-                iovecs(memory.ctypes.data, local[start : start + IOVECS_MAX], page_bytes),
-                iovecs(other.address, remote[start : start + IOVECS_MAX], page_bytes),
-            )
-            for start in range(0, len(local), IOVECS_MAX)
-        ]
+    calls = [
+        (
+            iovecs(address, ids[start : start + IOVECS_MAX]),
+            iovecs(remote_address, remote_ids[start : start + IOVECS_MAX]),
+        )
+        for start in range(0, len(ids), IOVECS_MAX)
+    ]
 
-        def move(calls: list[tuple[Any, Any]] = calls) -> None:
-            for into, out_of in calls:
-                moved = read(other.pid, into, len(into), out_of, len(out_of), 0)
-                if moved != len(into) * into[0].length:
-                    raise OSError(ctypes.get_errno(), f"process_vm_readv moved {moved} bytes")
+    def move() -> None:
+        for into, out_of in calls:
+            moved = read(pid, into, len(into), out_of, len(out_of), 0)
+            if moved != len(into) * page_bytes:
+                raise OSError(ctypes.get_errno(), f"process_vm_readv moved {moved} bytes")
 
-        yield _rates(f"process_vm_readv, {_size(page_bytes)}, scattered", move)
+    return move
 
 
 def _raw_reads(memory: npt.NDArray[np.uint8], other: Source) -> Iterator[Limit]:
@@ -176,6 +201,85 @@ def _round_trips() -> Iterator[Limit]:
     yield Limit("ZMQ round trip, p99", "us", late)
 
 
+# --- a step beside it -------------------------------------------------------------------------------------------------
+
+
+def _busy_steps(other: Source) -> Iterator[Limit]:
+    """How much longer a step that computes takes while 17 MB arrive every 10 ms: by a thread of the same process, and
+    by a process of its own, which shares no more than the machine with the step."""
+    for forward, pieces in PIECES.items():
+        step = forward_pass(EngineOptions(OURS, "kv_consumer", 0, forward=forward, forward_pieces=pieces))
+        for who, copied in (("a process", _copied_by_a_process), ("a thread", _copied_by_a_thread)):
+            with copied(other) as copying:
+                ratios = []
+                for _ in range(REPEATS):
+                    alone = _step_seconds(step)
+                    with copying():
+                        ratios.append(_step_seconds(step) / alone)
+            what = "multiplies" if forward is Forward.MULTIPLIES else "holds the interpreter"
+            yield Limit(f"step that {what} beside {who} that copies", "of one alone", ratios)
+
+
+def _step_seconds(step: Callable[[], None]) -> float:
+    steps, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < BUSY_SECONDS:
+        step()
+        steps += 1
+    return passed / steps
+
+
+def _copy_at_pace(into: int, pid: int, address: int, is_over: Callable[[], bool]) -> None:
+    """17 MB every 10 ms, as long as the machine keeps up."""
+    ids = _shuffled(PAGE_BYTES)[: PACED_BYTES // PAGE_BYTES]
+    move = _system_call(into, ids, pid, address, ids[::-1], PAGE_BYTES)
+    move()  # into memory that nobody has touched
+    while not is_over():
+        began = time.monotonic()
+        move()
+        time.sleep(max(0.0, PACE_SECONDS - (time.monotonic() - began)))
+
+
+@contextmanager
+def _copied_by_a_process(other: Source) -> Iterator[Callable[[], Any]]:
+    with other_process("tests.bench.limits", other.pid, other.address) as (pid, _):
+        os.kill(pid, signal.SIGSTOP)
+
+        @contextmanager
+        def copying() -> Iterator[None]:
+            os.kill(pid, signal.SIGCONT)
+            yield
+            os.kill(pid, signal.SIGSTOP)
+
+        yield copying
+
+
+@contextmanager
+def _copied_by_a_thread(other: Source) -> Iterator[Callable[[], Any]]:
+    into = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+
+    @contextmanager
+    def copying() -> Iterator[None]:
+        enough = threading.Event()
+        arguments = (into.ctypes.data, other.pid, other.address, enough.is_set)
+        thread = threading.Thread(target=_copy_at_pace, args=arguments)
+        thread.start()
+        yield
+        enough.set()
+        thread.join()
+
+    yield copying
+
+
+def _copy(pid: int, address: int) -> None:
+    """The other process of `_copied_by_a_process`."""
+    into = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+    tell("ready")
+    _copy_at_pace(into.ctypes.data, pid, address, lambda: False)
+
+
+# --- as another process -----------------------------------------------------------------------------------------------
+
+
 def _answer() -> None:
     """The other process of `_round_trips`."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as answering:
@@ -185,4 +289,7 @@ def _answer() -> None:
 
 
 if __name__ == "__main__":
-    _answer()
+    if len(sys.argv) > 1:
+        _copy(int(sys.argv[1]), int(sys.argv[2]))
+    else:
+        _answer()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +21,17 @@ from tests.bench.case import (
     while_it,
 )
 from tests.bench.sides import CHOICES, Side, done_ms
-from tests.rig import BlackHole, ConnectorChoice, EngineOptions, EngineRig, RequestSpec, dead_params, free_port, prompt
+from tests.rig import (
+    OURS,
+    BlackHole,
+    ConnectorChoice,
+    EngineOptions,
+    EngineRig,
+    RequestSpec,
+    dead_params,
+    free_port,
+    prompt,
+)
 from tests.rig.messages import Forward
 
 SMALL: dict[str, Any] = {"layers": 4, "blocks": 128, "block_size_tokens": BLOCK_TOKENS}
@@ -91,26 +100,8 @@ def _geometry(layers: int, blocks: int) -> Case:
 
 # --- many engines -----------------------------------------------------------------------------------------------------
 
-PEERS = 8
+PEERS = 32
 QUIET_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class _Crowd:
-    """One connector's prefill engines, and what its decode engines are started with."""
-
-    label: str
-    directory: Path
-    decode: ConnectorChoice
-    prefills: list[EngineRig]
-
-    def freeze(self) -> None:
-        for engine in self.prefills:
-            engine.freeze()
-
-    def thaw(self) -> None:
-        for engine in self.prefills:
-            engine.thaw()
 
 
 def _engine(choice: ConnectorChoice, role: Any) -> EngineOptions:
@@ -118,50 +109,49 @@ def _engine(choice: ConnectorChoice, role: Any) -> EngineOptions:
 
 
 @contextmanager
-def _crowds(directory: Path) -> Iterator[Rounds]:
-    """The same prefill engines in all rounds, and a new decode engine for each."""
+def _crowd(directory: Path) -> Iterator[Rounds]:
+    """The same prefill engines in all rounds, and a new decode engine of each connector for each round.
+
+    All prefill engines have our connector. So many of the built-in one, whose progress threads keep a core busy each,
+    would leave no decode engine a core to meet them with.
+    """
     with ExitStack() as stack:
-        crowds = []
-        for choice in CHOICES:
-            (own := directory / choice.label).mkdir()
-            prefills = [stack.enter_context(EngineRig(_engine(choice, "kv_producer"), own)) for _ in range(PEERS)]
-            for engine in prefills:
-                engine.wait_ready()
-            crowds.append(_Crowd(choice.label, own, choice, prefills))
-            crowds[-1].freeze()
-            stack.callback(crowds[-1].thaw)  # a stopped process cannot end in an orderly way
+        prefills = [stack.enter_context(EngineRig(_engine(OURS, "kv_producer"), directory)) for _ in range(PEERS)]
+        for engine in prefills:
+            engine.wait_ready()
 
         def rounds(number: int) -> Iterator[tuple[str, Round]]:
-            for crowd in turns(crowds, number):
-                with EngineRig(_engine(crowd.decode, "kv_consumer"), crowd.directory) as decode:
+            for choice in turns(CHOICES, number):
+                with EngineRig(_engine(choice, "kv_consumer"), directory) as decode:
                     decode.wait_ready()
-                    yield crowd.label, _meet_all(crowd, decode, number)
+                    yield choice.label, _meet_all([Side(choice.label, each, decode) for each in prefills], number)
 
         yield rounds
 
 
-def _meet_all(crowd: _Crowd, decode: EngineRig, number: int) -> Round:
-    """One request for each peer, all of them before one step."""
-    crowd.thaw()
+def _meet_all(sides: list[Side], number: int) -> Round:
+    """One request for each prefill engine, all of them before one step."""
+    decode = sides[0].decode
     requests: list[RequestSpec] = []
-    sides = [Side(crowd.label, prefill, decode) for prefill in crowd.prefills]
     for n, each in enumerate(sides):
         requests += each.prefill_all([f"{number}-{n}"], BLOCK_TOKENS)
     before = decode.snapshot(reset_times=True)
     decode.submit(*requests)
     outcomes = sides[0].wait_right(requests)
     met = decode.snapshot()
-    for prefill in crowd.prefills:
-        prefill.wait_until_idle()
-    crowd.freeze()
-    quiet = decode.snapshot()
-    time.sleep(QUIET_SECONDS)
-    cpu_seconds = decode.snapshot().cpu_seconds - quiet.cpu_seconds
+    with ExitStack() as stack:
+        for each in sides:
+            each.prefill.wait_until_idle()
+            each.prefill.freeze()
+            stack.callback(each.prefill.thaw)
+        quiet = decode.snapshot()
+        time.sleep(QUIET_SECONDS)
+        cpu_seconds = decode.snapshot().cpu_seconds - quiet.cpu_seconds
     return {
         "first done, ms": done_ms(outcomes)[0],
         "all done, ms": done_ms(outcomes)[-1],
         "longest stall, ms": met.step_wall_ns_max / 1e6,
-        "RSS of D per peer, KB": (met.resident_bytes - before.resident_bytes) / 1e3 / PEERS,
+        "RSS of D per peer, KB": (met.resident_bytes - before.resident_bytes) / 1e3 / len(sides),
         "cores of idle D": cpu_seconds / QUIET_SECONDS,
     }
 
@@ -177,5 +167,5 @@ CASES: tuple[Case, ...] = (
     _geometry(4, 128),
     _geometry(32, 1024),
     _geometry(32, 8192),
-    Case("peers", f"{PEERS} live engines that are met at once", _crowds),
+    Case("peers", f"{PEERS} live engines that are met at once", _crowd),
 )

@@ -1,7 +1,9 @@
 """Real vLLM engines, a prefill and a decode one with a tiny model, as users see them: not among the default cases.
 
-Clients send a prompt to P and what P answers to D, all at the same time, while D answers others whose prompts it has
-computed itself. Both pairs run from the start; the one that is not measured is stopped.
+Clients send a prompt to P and what P answers to D, while D answers others whose prompts it has computed itself: first
+all clients at the same time, then one after another at a pace that both pairs can keep. In the first part the engines
+have as much to do as they can, so the faster pair disturbs D's others more often in a second; what a request that
+arrives costs the others is seen in the second. Both pairs run from the start; the one that is not measured is stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ PROMPT_TOKENS = REQUEST_BYTES // KV_BYTES_PER_TOKEN
 ANSWER_TOKENS = 4
 OTHERS = 2
 OTHER_TOKENS = 2000
-"""Of an answer to one of the others; it is broken off when the clients have theirs."""
+"""Of an answer to one of the others, who then asks again; it is broken off when the clients have theirs."""
+PACED = 8
+PACE_SECONDS = 2.0
+"""Between two clients of the second part."""
 CONNECTORS: tuple[tuple[str, Literal["builtin", "actor"]], ...] = ((BUILTIN.label, "builtin"), (OURS.label, "actor"))
 
 
@@ -103,26 +108,40 @@ def _served(directory: Path) -> Iterator[Rounds]:
 
 
 def _measure(pair: _Pair, number: int) -> Round:
-    enough = Event()
-    with (
-        PrefillDecode(pair.prefill, pair.decode) as service,
-        ThreadPoolExecutor(OTHERS) as aside,
-        ThreadPoolExecutor(CLIENTS) as pool,
-    ):
-        others = [aside.submit(_gaps, service, f"other {number} {n}", enough) for n in range(OTHERS)]
+    with PrefillDecode(pair.prefill, pair.decode) as service:
         before = pair.cpu_seconds()
-        try:
-            served = list(pool.map(lambda n: _client(service, f"client {number} {n}"), range(CLIENTS)))
-        finally:
-            enough.set()
+        served, gaps = _beside_others(service, f"{number} at once", [0.0] * CLIENTS)
         spent = pair.cpu_seconds() - before
-        gaps = [gap for each in others for gap in each.result()]
+        paced, paced_gaps = _beside_others(service, f"{number} paced", [n * PACE_SECONDS for n in range(PACED)])
     return {
         "TTFT p50, ms": percentile([whole for whole, _ in served], 50) * 1e3,
         "first token after prefill p50, ms": percentile([after for _, after in served], 50) * 1e3,
         "inter-token p99 of others, ms": percentile(gaps, 99) * 1e3,
         "CPU per request, s": spent / CLIENTS,
+        "paced: TTFT p50, ms": percentile([whole for whole, _ in paced], 50) * 1e3,
+        "paced: inter-token p50 of others, ms": percentile(paced_gaps, 50) * 1e3,
+        "paced: inter-token p99 of others, ms": percentile(paced_gaps, 99) * 1e3,
     }
+
+
+def _beside_others(
+    service: PrefillDecode, name: str, begin_seconds: Sequence[float]
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """What each client, which begins so long after now, waited (`_client`), and the gaps between the others' tokens."""
+    enough = Event()
+    started = time.monotonic()
+
+    def client(n: int) -> tuple[float, float]:
+        time.sleep(max(0.0, started + begin_seconds[n] - time.monotonic()))
+        return _client(service, f"client {name} {n}")
+
+    with ThreadPoolExecutor(OTHERS) as aside, ThreadPoolExecutor(len(begin_seconds)) as pool:
+        others = [aside.submit(_gaps, service, f"other {name} {n}", enough) for n in range(OTHERS)]
+        try:
+            served = list(pool.map(client, range(len(begin_seconds))))
+        finally:
+            enough.set()
+        return served, [gap for each in others for gap in each.result()]
 
 
 def _client(service: PrefillDecode, name: str) -> tuple[float, float]:
@@ -142,19 +161,20 @@ def _client(service: PrefillDecode, name: str) -> tuple[float, float]:
     return first - started, first - prefilled
 
 
-def _gaps(service: PrefillDecode, name: str, enough: Event) -> Sequence[float]:
-    """Seconds between the tokens of an answer, until it is enough."""
+def _gaps(service: PrefillDecode, name: str, enough: Event) -> list[float]:
+    """Seconds between the tokens of answers, until it is enough."""
     gaps: list[float] = []
-    last: float | None = None
-    tokens = service.decode_client.stream(prompt(64, name), max_tokens=OTHER_TOKENS)
-    for _ in tokens:
-        now = time.monotonic()
-        if last is not None:
-            gaps.append(now - last)
-        last = now
-        if enough.is_set():
-            break
-    tokens.close()
+    while not enough.is_set():
+        last: float | None = None
+        tokens = service.decode_client.stream(prompt(64, name), max_tokens=OTHER_TOKENS)
+        for _ in tokens:
+            now = time.monotonic()
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+            if enough.is_set():
+                break
+        tokens.close()
     return gaps
 
 
