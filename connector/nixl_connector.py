@@ -1,8 +1,11 @@
 """The class that vLLM loads: `KVConnectorBase_V1` in front of the scheduler side and the worker side.
 
-It decides nothing. vLLM makes one instance per role; each method belongs to one role and goes to that side. The name
-`NixlConnector` is kept on purpose: vLLM chooses some defaults by it, and a module path takes precedence over the
-built-in class of the same name.
+It decides nothing. vLLM makes one instance per role; each method belongs to one role and goes to that side.
+
+It has two names. vLLM chooses some defaults by `NixlConnector` in the configuration, where a module path takes
+precedence over the built-in class of that name. But where several connectors are combined (`MultiConnector`), vLLM
+looks classes up by their own names, and `NixlConnector` is the built-in one there. So the class is called
+`NixlActorConnector`, and is registered under that name as soon as this module is imported.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connector.clock import BootClock
 from connector.config import parse_options
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
+from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
     """Pull-based KV transfer between prefill and decode engines.
 
     Raises at construction OptionError for an option that it does not know, and UnsupportedCache for an engine whose KV
@@ -195,5 +199,5 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.save(metadata)
 
 
-NixlActorConnector = NixlConnector
-"""The name under which the plug-in registers the class."""
+NixlConnector = NixlActorConnector
+register()

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-from connector.nixl_connector import NixlConnector
+from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, GroupPull, LeaseComputing, LeaseGranted, PeerAddress, StartPull
 from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata, StepMetadata
@@ -136,7 +136,7 @@ class Worker:
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.engine_id = engine_id
         config.kv_transfer_config.kv_buffer_device = "cpu" if kind.staged else DEVICE_TYPE
-        self.connector = NixlConnector(config, KVConnectorRole.WORKER, self.caches)
+        self.connector = NixlActorConnector(config, KVConnectorRole.WORKER, self.caches)
 
     @property
     def memory(self) -> torch.Tensor:

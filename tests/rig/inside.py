@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.rig.messages import Holdings
 
 if TYPE_CHECKING:
-    from connector.nixl_connector import NixlConnector
+    from connector.nixl_connector import NixlActorConnector
     from connector.ports.nixl import NixlPort
 
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Inside:
     """Both roles of our connector in one engine process."""
 
-    worker: NixlConnector
-    scheduler: NixlConnector
+    worker: NixlActorConnector
+    scheduler: NixlActorConnector
 
     @classmethod
     def of(cls, worker: Any, scheduler: Any) -> Inside | None:

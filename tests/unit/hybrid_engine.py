@@ -38,7 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.nixl_connector import NixlConnector
+from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, LeaseGranted, RejectPull, StartPull
 from connector.step_metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
@@ -135,7 +135,7 @@ class HybridEngine:
             block_size=block_size,
             hash_block_size=hash_block_size,
         )
-        assert isinstance(self.scheduler.connector, NixlConnector)
+        assert isinstance(self.scheduler.connector, NixlActorConnector)
         self.commands: list[Command] = []
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}

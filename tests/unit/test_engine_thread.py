@@ -15,7 +15,7 @@ import pytest
 import trio
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.nixl_connector import NixlConnector
+from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata
@@ -67,8 +67,8 @@ class CountingToken:
 class Engine:
     """Both roles of a connector, and the work of its steps."""
 
-    scheduler: NixlConnector
-    worker: NixlConnector
+    scheduler: NixlActorConnector
+    worker: NixlActorConnector
     vllm: HybridEngine
     token: CountingToken
     heard: threading.Semaphore
@@ -106,7 +106,7 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
     vllm = HybridEngine([full()])
-    worker = NixlConnector(vllm.config, KVConnectorRole.WORKER, vllm.cache_config)
+    worker = NixlActorConnector(vllm.config, KVConnectorRole.WORKER, vllm.cache_config)
     errors: list[BaseException] = []
 
     heard = threading.Semaphore(0)
@@ -121,7 +121,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     thread._token = token  # type: ignore[assignment]
     worker._worker_side._thread = thread
     scheduler = vllm.scheduler.connector
-    assert isinstance(scheduler, NixlConnector)
+    assert isinstance(scheduler, NixlActorConnector)
     found = Engine(scheduler, worker, vllm, token, heard)
     # What is done once: imports, caches.
     found.build([pull("warm", [1])])

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.clock import Clock
 from connector.config import ConnectorOptions, parse_options
-from connector.nixl_connector import NixlConnector as ProductionConnector
+from connector.nixl_connector import NixlActorConnector as ProductionConnector
 from connector.protocol import Command
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.cache_memory import CacheMemory
