@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.ports.nixl import PortBroken
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
@@ -374,6 +375,20 @@ def test_stop_fails_what_is_open() -> None:
         assert ended is not None
         assert ended.failure is not None
         assert ended.failure.kind == "ConnectorStopped"
+
+    run(test)
+
+
+def test_a_worker_that_stops_fails_what_is_open_at_once() -> None:
+    """Not when the process ends: it may go on for long without its NIXL agent."""
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            async with engine("d") as d:
+                d.pull("a", nobody("dead", silent.port), [1], [1])
+                await until(lambda: d.trace.path("peer", "dead") == ["idle", "handshaking"])
+                d.port.on_event(PortBroken("injected"))
+                assert (await failure_of(d, "a", 1.0)).kind == "ConnectorStopped"
 
     run(test)
 

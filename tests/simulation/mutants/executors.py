@@ -607,7 +607,7 @@ SUPERVISOR = (
         row=27,
         broken="requests that are open when the connector stops are not reported",
         changes=(Edit(Supervisor._stop_everything, "actor.tell(Stop(failure=self._stopped))", "pass"),),
-        place=level2("bound", fault(Kind.STOP, "d0", 3.0, 0.1), *STALLED_READS),
+        place=ByTest("tests/actors/test_peers.py::test_a_worker_that_stops_fails_what_is_open_at_once"),
     ),
     Mutant(
         name="wake-up missed",
