@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.cluster import BuiltinAndOurs, OnePrefillTwoDecode, Room
 
 MODULES_IN_ORDER = (
+    "test_beside_offloading",
     "test_builtin_compatibility",
     "test_options_at_start",
     "test_request_kinds",

@@ -83,6 +83,10 @@ def free_port() -> int:
     raise RuntimeError(f"no free port found between {PORT_RANGE.start} and {PORT_RANGE.stop}")
 
 
+OFFLOADING_BYTES = 1 << 29
+"""Of host memory, for `beside_offloading`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What one engine is started with. Ports are part of it: starting the same options again is a restart in place."""
@@ -100,6 +104,8 @@ class EngineOptions:
     block_size: int = BLOCK_SIZE_TOKENS
     connector: Literal["actor", "plugin", "builtin"] = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
+    beside_offloading: Literal["before", "after"] | None = None
+    """Combined with vLLM's `OffloadingConnector`, and named before it or after it."""
     kv_role: KvRole = "kv_both"
     engine_id: str | None = None
     """None: vLLM draws one at each start."""
@@ -147,17 +153,7 @@ class EngineOptions:
 
     def server_arguments(self) -> list[str]:
         """Of the API server's command line."""
-        transfer: dict[str, Any] = {
-            "kv_connector": "NixlActorConnector" if self.connector == "plugin" else "NixlConnector",
-            "kv_role": self.kv_role,
-            "kv_buffer_device": "cpu",
-            "kv_load_failure_policy": self.kv_load_failure_policy,
-            "kv_connector_extra_config": dict(self.extra_config),
-        }
-        if self.connector == "actor":
-            transfer["kv_connector_module_path"] = "connector"
-        if self.engine_id is not None:
-            transfer["engine_id"] = self.engine_id
+        transfer = self._transfer_config()
         command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
         if self.pipeline_parallel_size == 1:
@@ -175,6 +171,37 @@ class EngineOptions:
         if self.max_num_batched_tokens is not None:
             command += ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
         return [*command, *self.arguments]
+
+    def _transfer_config(self) -> dict[str, Any]:
+        """Of --kv-transfer-config."""
+        own: dict[str, Any] = {
+            "kv_connector": "NixlActorConnector" if self.connector == "plugin" else "NixlConnector",
+            "kv_role": self.kv_role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.kv_load_failure_policy,
+            "kv_connector_extra_config": dict(self.extra_config),
+        }
+        if self.connector == "actor":
+            own["kv_connector_module_path"] = "connector"
+        whole = own
+        if self.beside_offloading is not None:
+            offloading = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": self.kv_role,
+                "kv_connector_extra_config": {
+                    "spec_name": "HostOffloadingSpec",
+                    "spec_module_path": "tests.e2e.host_offloading",
+                    "cpu_bytes_to_use": OFFLOADING_BYTES,
+                },
+            }
+            children = [own, offloading] if self.beside_offloading == "before" else [offloading, own]
+            whole = {
+                "kv_connector": "MultiConnector",
+                "kv_role": self.kv_role,
+                "kv_load_failure_policy": self.kv_load_failure_policy,
+                "kv_connector_extra_config": {"connectors": children},
+            }
+        return whole if self.engine_id is None else whole | {"engine_id": self.engine_id}
 
     def process_environment(self) -> dict[str, str]:
         """The environment of the server and of the processes that it starts."""

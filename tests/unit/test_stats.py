@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
@@ -53,6 +54,12 @@ def measured(seconds: float = 0.02, *, mebibytes: int = 4, descriptors: int = 64
     return TransferMeasured(
         seconds_in_transport=seconds, seconds_to_post=seconds / 10, bytes=mebibytes * MIB, descriptors=descriptors
     )
+
+
+def test_the_class_is_found_by_its_own_name() -> None:
+    """So does vLLM look up whose figures these are, where several connectors are combined."""
+    named = KVConnectorFactory.get_connector_class(TRANSFER_CONFIG)
+    assert KVConnectorFactory.get_connector_class_by_name(named.__name__) is named
 
 
 COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
