@@ -84,6 +84,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max_seconds: _Seconds = 30.0
     incompatible_backoff_seconds: _Seconds = 60.0
     """Pause before a prefill engine that cannot exchange KV with this one is asked again: it may have been replaced."""
+    registration_timeout_seconds: _Seconds = 1800.0
+    """How long NIXL may take to register the KV cache when the engine starts. A network card pins all of it, which can
+    take minutes for a hundred gigabytes."""
     switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0001
     """While transfers are open, how long the engine thread may keep the Python interpreter from the connector's threads
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""

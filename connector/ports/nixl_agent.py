@@ -59,6 +59,7 @@ from connector.ports.nixl_thread import (
 from connector.thread_mailbox import ThreadMailbox
 
 OPEN_SECONDS_MAX = 60.0
+"""For little memory; see `registration_timeout_seconds` in `connector.config`."""
 """Creating an agent and registering memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer."""
 
 TEARDOWN_SECONDS_MAX = 10.0
@@ -98,12 +99,13 @@ class RealNixlPort:
         *,
         prepare_thread: Callable[[], None] | None = None,
         timeout_seconds: float = OPEN_SECONDS_MAX,
+        on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> RealNixlPort:
         """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
 
         `num_threads` is UCX's (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's
         thread first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
-        Raises NixlCallFailed.
+        `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
         """
         port = cls(agent_name)
 
@@ -114,7 +116,7 @@ class RealNixlPort:
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:
-            port._core = port._thread.open(timeout_seconds)
+            port._core = port._thread.open(timeout_seconds, on_wait)
         except CallRefused as refused:
             raise NixlCallFailed("open", refused.error) from None
         return port

@@ -85,6 +85,9 @@ one follows at once. Waiting does not count: not for a core, and not for the int
 LOOK_SECONDS = 0.0002
 """Commands that wait are run for so long before there is another look at the READs in flight."""
 
+OPEN_PROGRESS_SECONDS = 10.0
+"""How often whoever waits for the agent is told for how long."""
+
 EXIT_SECONDS_MAX = 2.0
 """How long the end of the process waits for a port that nobody closed."""
 
@@ -561,13 +564,17 @@ class AgentThread:
         self.abandoned: tuple[ReadHandle, ...] = ()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
-    def open(self, timeout_seconds: float) -> AgentCore:
-        """Start the thread and wait for its agent. Raises CallRefused."""
+    def open(self, timeout_seconds: float, on_wait: Callable[[float], None]) -> AgentCore:
+        """Start the thread and wait for its agent; `on_wait` hears for how long so far. Raises CallRefused."""
         atexit.register(self._end_before_exit)
         self._thread.start()
-        if not self._opened.wait(timeout_seconds):
-            self.close(0.0)
-            raise CallRefused(f"no NIXL agent within {timeout_seconds:g} s")
+        started = time.monotonic()
+        while not self._opened.wait(min(OPEN_PROGRESS_SECONDS, max(0.0, started + timeout_seconds - time.monotonic()))):
+            waited_seconds = time.monotonic() - started
+            if waited_seconds >= timeout_seconds:
+                self.close(0.0)
+                raise CallRefused(f"no NIXL agent within {timeout_seconds:g} s")
+            on_wait(waited_seconds)
         if self.core is None:
             raise self._open_failure or CallRefused("the agent's thread ended")
         return self.core

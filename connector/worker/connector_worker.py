@@ -102,6 +102,13 @@ class ConnectorWorker:
             backends=self._options.backends,
             num_threads=self._options.num_threads,
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
+            timeout_seconds=self._options.registration_timeout_seconds,
+            on_wait=lambda seconds: _log.info(
+                "NIXL has been registering %.1f GB of KV cache for %.0f s (registration_timeout_seconds: %g)",
+                sum(each.length_bytes for each in registration.ranges) / 1e9,
+                seconds,
+                self._options.registration_timeout_seconds,
+            ),
         )
         thread = self._thread = ActorThread(
             "kv-transfer-actors",

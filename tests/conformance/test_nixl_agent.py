@@ -481,11 +481,21 @@ class TestRealNixlPort(NixlPortSuite):
             RealNixlPort.open("x", whole(memory), prepare_thread=no_device)
         assert not _threads_named("nixl-x")
 
-    def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self) -> None:
+    def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory, _ = new_memory()
         release = threading.Event()
+        monkeypatch.setattr(nixl_thread, "OPEN_PROGRESS_SECONDS", 0.05)
+        waited: list[float] = []
         with pytest.raises(NixlCallFailed, match=r"within 0\.2 s"):
-            RealNixlPort.open("late", whole(memory), prepare_thread=lambda: _wait(release), timeout_seconds=0.2)
+            RealNixlPort.open(
+                "late",
+                whole(memory),
+                prepare_thread=lambda: _wait(release),
+                timeout_seconds=0.2,
+                on_wait=waited.append,
+            )
+        assert waited == sorted(waited)
+        assert 1 <= len(waited) <= 4
         (thread,) = _threads_named("nixl-late")
         release.set()
         thread.join(30)

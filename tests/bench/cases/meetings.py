@@ -130,17 +130,24 @@ def _crowd(directory: Path) -> Iterator[Rounds]:
 
 
 def _meet_all(sides: list[Side], number: int) -> Round:
-    """One request for each prefill engine, all of them before one step."""
+    """One request for each prefill engine, all of them before one step.
+
+    The prefill engines make no steps meanwhile: an engine that has lent blocks makes a thousand a second, and all of
+    them would use up the machine.
+    """
     decode = sides[0].decode
     requests: list[RequestSpec] = []
     for n, each in enumerate(sides):
         requests += each.prefill_all([f"{number}-{n}"], BLOCK_TOKENS)
+    for each in sides:
+        each.prefill.pause_steps()
     before = decode.snapshot(reset_times=True)
     decode.submit(*requests)
     outcomes = sides[0].wait_right(requests)
     met = decode.snapshot()
     with ExitStack() as stack:
         for each in sides:
+            each.prefill.resume_steps()
             each.prefill.wait_until_idle()
             each.prefill.freeze()
             stack.callback(each.prefill.thaw)
