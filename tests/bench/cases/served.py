@@ -35,8 +35,8 @@ ANSWER_TOKENS = 4
 OTHERS = 2
 OTHER_TOKENS = 2000
 """Of an answer to one of the others, who then asks again; it is broken off when the clients have theirs."""
-PACED = 8
-PACE_SECONDS = 2.0
+PACED = 5
+PACE_SECONDS = 5.0
 """Between two clients of the second part."""
 CONNECTORS: tuple[tuple[str, Literal["builtin", "actor"]], ...] = ((BUILTIN.label, "builtin"), (OURS.label, "actor"))
 
