@@ -8,8 +8,9 @@ Design
   replies from any, so `reply` follows rule 2 by cancelling the scope that `receive` parks in.
 * A message is taken in one go, without a checkpoint, so a cancelled receive takes nothing.
 * What becomes of a connection is known to libzmq only. It tells through a monitor: a second socket, on which it sends
-  an event for each change. A requester and a link watch the descriptors of both. A failed attempt to connect is the
-  event CLOSED, the end of a connection is DISCONNECTED; neither says why.
+  an event for each change. A requester and a link wait for both at once: an epoll of their two descriptors is itself a
+  descriptor, and one task can wait for it without others. A failed attempt to connect is the event CLOSED, the end of a
+  connection is DISCONNECTED; neither says why.
 * A link's socket would try to connect again after the end of its connection. It is set to do so after a long time, and
   closed long before. (libzmq can also be told never to try again, but then it throws away what has arrived.)
 * A requester is a DEALER that behaves like a REQ (empty delimiter frame first) for one exchange and is then closed. A
@@ -27,9 +28,10 @@ import contextlib
 import ipaddress
 import itertools
 import re
+import select
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -115,7 +117,7 @@ class ZmqRequester:
             monitor = self._monitor = self._channel.monitor(dealer)
             dealer.connect(_endpoint(address, self._port))
             dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             raise SideChannelError(self._host, self._port, str(error)) from error
         while True:
             reply = _receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
@@ -124,7 +126,7 @@ class ZmqRequester:
             monitor.catch_up()
             if monitor.connection_failed:
                 raise ConnectionRefused(self._host, self._port, REFUSED)
-            await _until_news(lambda: self._closed, dealer, monitor.socket)
+            await monitor.until_news()
             if self._closed:
                 raise trio.ClosedResourceError("this requester was closed while it waited")
         await trio.lowlevel.cancel_shielded_checkpoint()
@@ -139,7 +141,7 @@ class ZmqRequester:
             if self._monitor is not None:
                 self._monitor.close()
             if self._socket is not None:
-                _close_socket(self._socket)
+                self._socket.close()
             if self._asking is not None:
                 self._asking.cancel()  # it may be waiting for a name server instead
 
@@ -188,9 +190,7 @@ class ZmqLink:
                 return frames
             while frames is None:
                 with trio.CancelScope() as self._parked:
-                    await _until_news(
-                        lambda: self._closed or self._lost is not None, self._dealer, self._monitor.socket
-                    )
+                    await self._monitor.until_news()
                 self._parked = None
                 frames = self._take()
             return frames
@@ -237,7 +237,7 @@ class ZmqLink:
         """Also wakes the task that is parked on them."""
         self._channel.forget(self)
         self._monitor.close()
-        _close_socket(self._dealer)
+        self._dealer.close()
 
     def close(self) -> None:
         if not self._closed:
@@ -322,7 +322,8 @@ class ZmqListener:
         if not self._closed:
             self._closed = True
             self._channel.forget(self)
-            _close_socket(self._router)
+            trio.lowlevel.notify_closing(self._router.FD)  # wakes the task that is parked on it
+            self._router.close()
 
 
 class ZmqSideChannel:
@@ -358,7 +359,7 @@ class ZmqSideChannel:
             dealer.setsockopt(zmq.SNDHWM, LINK_QUEUED_MAX)
             dealer.setsockopt(zmq.RECONNECT_IVL, LINK_RECONNECT_SECONDS * 1000)
             monitor = self.monitor(dealer)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             dealer.close()
             raise SideChannelError(host, port, str(error)) from error
         try:
@@ -422,11 +423,11 @@ class ZmqSideChannel:
 
 
 class Monitor:
-    """What libzmq says of the connections of one socket, which connects to one address."""
+    """What libzmq says of the connections of one socket, which connects to one address; and the wait for both."""
 
     def __init__(self, watched: Socket, events: Socket, address: str) -> None:
         self._watched = watched
-        self.socket = events
+        self._events = events
         self.connection_failed = False
         """An attempt to connect has failed."""
         self.disconnected = False
@@ -434,15 +435,24 @@ class Monitor:
         try:
             watched.monitor(address, zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
             events.connect(address)
-        except zmq.ZMQError:
+            self._both = select.epoll(2)
+        except (zmq.ZMQError, OSError):
             events.close()
             raise
+        for each in (watched, events):
+            self._both.register(each.FD, select.EPOLLIN)
+
+    async def until_news(self) -> None:
+        """Wait until there may be something to look at in the watched socket or here, or this is closed."""
+        if not self._both.closed:
+            with contextlib.suppress(trio.ClosedResourceError):
+                await trio.lowlevel.wait_readable(self._both.fileno())
 
     def catch_up(self) -> None:
         """Take in all events up to now. Look at both attributes afterwards: the events are used up."""
         while True:
             try:
-                message = self.socket.recv_multipart(zmq.NOBLOCK)
+                message = self._events.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             event = parse_monitor_message(message)["event"]
@@ -450,9 +460,11 @@ class Monitor:
             self.disconnected |= event == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:
-        """Before the watched socket is closed."""
+        """Before the watched socket is closed. Wakes the task that waits for news."""
+        trio.lowlevel.notify_closing(self._both.fileno())
+        self._both.close()
         self._watched.disable_monitor()
-        _close_socket(self.socket)
+        self._events.close()
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -465,24 +477,6 @@ class _Message(msgspec.Struct, frozen=True):
     def is_delimited(self) -> bool:
         """It is within bounds, and something follows an empty frame."""
         return not self.oversized and len(self.frames) >= 2 and self.frames[0] == b""
-
-
-async def _until_news(is_over: Callable[[], bool], *sockets: Socket) -> None:
-    """Wait until there may be something to look at in one of the sockets, or they are closed.
-
-    `is_over`: whether they are closed already. A task starts a moment after it was asked to, and must not wait for a
-    descriptor that belongs to somebody else by then.
-    """
-    async with trio.open_nursery() as nursery:
-
-        async def watch(descriptor: int) -> None:
-            if not is_over():
-                with contextlib.suppress(trio.ClosedResourceError):
-                    await trio.lowlevel.wait_readable(descriptor)
-            nursery.cancel_scope.cancel()
-
-        for each in sockets:
-            nursery.start_soon(watch, each.FD)
 
 
 def _receive_bounded(open_socket: Socket, frames_max: int, frame_bytes_max: int) -> _Message | None:
@@ -500,12 +494,6 @@ def _receive_bounded(open_socket: Socket, frames_max: int, frame_bytes_max: int)
             frames.append(frame if len(frame) <= frame_bytes_max else b"")
         more = bool(open_socket.getsockopt(zmq.RCVMORE))
     return _Message(tuple(frames), oversized)
-
-
-def _close_socket(open_socket: Socket) -> None:
-    """Wake the task that is parked on it (trio.ClosedResourceError), then close it."""
-    trio.lowlevel.notify_closing(open_socket.FD)
-    open_socket.close()
 
 
 def _check_address(host: str, port: int, *, port_min: int) -> None:
