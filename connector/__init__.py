@@ -2,17 +2,43 @@
 
     --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_connector_module_path": "connector", ...}'
 
-`NixlConnector` is looked up lazily, so that importing the package loads neither vLLM nor torch, NIXL or ZMQ.
+`NixlConnector` is looked up lazily, so that importing the package loads neither vLLM nor torch, NIXL or ZMQ. What is
+looked at first is whether the package `statemachine` is this project's: another distribution installs one of that name.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from connector.nixl_connector import NixlActorConnector, NixlConnector
 
 __all__ = ["NixlActorConnector", "NixlConnector"]
+
+DISTRIBUTION = "nixl-actor-connector"
+
+
+def _require_own_statemachine() -> None:
+    """Raise ImportError, which says what to do, where `import statemachine` finds something else."""
+    cause: BaseException | None = None
+    try:
+        import statemachine
+
+        if getattr(statemachine, "DISTRIBUTION", None) == DISTRIBUTION:
+            return
+    except Exception as error:  # whatever a foreign package, half of which was overwritten, may raise
+        cause = error
+    found = getattr(sys.modules.get("statemachine"), "__file__", None) or "nothing that can be imported"
+    raise ImportError(
+        f"the package `statemachine` is not that of {DISTRIBUTION} but {found}. python-statemachine installs one of "
+        "the same name, and the two cannot share an environment: uninstall python-statemachine, then "
+        f"pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        name="statemachine",
+    ) from cause
+
+
+_require_own_statemachine()
 
 
 def __getattr__(name: str) -> Any:

