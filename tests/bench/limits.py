@@ -32,6 +32,8 @@ from tests.rig.forward import forward_pass
 from tests.rig.messages import Forward
 
 LENGTH_BYTES = 1 << 27
+FOUR = 4
+"""Requests of that length in the cases `four*`: more than a processor's cache holds."""
 PAGE_SIZES_BYTES = (4096, 16_384, 65_536, 1 << 20)
 REPEATS = 7
 ROUND_TRIPS = 500
@@ -54,20 +56,26 @@ class Limit:
 
 def limits() -> list[Limit]:
     """All of them; half a minute."""
-    memory = np.zeros(LENGTH_BYTES, dtype=np.uint8)
-    with source(LENGTH_BYTES) as other:
-        found = [*_copies(memory), *_system_calls(memory, other), *_raw_reads(memory, other), *_busy_steps(other)]
+    memory = np.zeros(FOUR * LENGTH_BYTES, dtype=np.uint8)
+    with source(FOUR * LENGTH_BYTES) as other:
+        found = [
+            *_copies(memory[:LENGTH_BYTES]),
+            *_system_calls(memory, other),
+            *_raw_reads(memory, other),
+            *_busy_steps(other),
+        ]
     return [*found, *_round_trips()]
 
 
-def _rates(name: str, move: Callable[[], object]) -> Limit:
-    """In GB/s; the first call, into memory that nobody has touched, does not count."""
+def _rates(name: str, move: Callable[[], object], times: int = 1) -> Limit:
+    """In GB/s, of a call that moves so many times 134 MB; the first call, into memory that nobody has touched, does not
+    count."""
     seconds: list[float] = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
         move()
         seconds.append(time.perf_counter() - started)
-    return Limit(name, "GB/s", [LENGTH_BYTES / each / 1e9 for each in seconds[1:]])
+    return Limit(name, "GB/s", [times * LENGTH_BYTES / each / 1e9 for each in seconds[1:]])
 
 
 def _shuffled(page_bytes: int) -> npt.NDArray[np.int32]:
@@ -147,11 +155,19 @@ def _raw_reads(memory: npt.NDArray[np.uint8], other: Source) -> Iterator[Limit]:
         yield from _raw_read(memory, other, page_bytes, scattered=True)
     yield from _raw_read(memory, other, 65_536, scattered=False)
     yield from _raw_read(memory, other, 65_536, scattered=True, threads=BUILTIN_THREADS)
+    yield from _raw_read(memory, other, 65_536, scattered=True, times=FOUR)
 
 
 def _raw_read(
-    memory: npt.NDArray[np.uint8], other: Source, page_bytes: int, *, scattered: bool, threads: int = 0
+    memory: npt.NDArray[np.uint8],
+    other: Source,
+    page_bytes: int,
+    *,
+    scattered: bool,
+    threads: int = 0,
+    times: int = 1,
 ) -> Iterator[Limit]:
+    """READs of 134 MB one after another, each of other memory."""
     import nixl._api as nixl
 
     config = nixl.nixl_agent_config(enable_prog_thread=threads > 0, num_threads=threads)
@@ -159,21 +175,22 @@ def _raw_read(
     registered = agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     peer = agent.add_remote_agent(other.metadata).decode()
     count = LENGTH_BYTES // page_bytes
-    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(memory.ctypes.data, page_bytes, count), "DRAM")
-    remote = agent.prep_xfer_dlist(peer, pages(other.address, page_bytes, count), "DRAM")
+    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(memory.ctypes.data, page_bytes, times * count), "DRAM")
+    remote = agent.prep_xfer_dlist(peer, pages(other.address, page_bytes, times * count), "DRAM")
     ids = _shuffled(page_bytes) if scattered else np.arange(count, dtype=np.int32)
     remote_ids = ids[::-1].copy() if scattered else ids
 
     def move() -> None:
-        handle = agent.make_prepped_xfer("READ", local, ids, remote, remote_ids, b"")
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        agent.release_xfer_handle(handle)
+        for first in range(0, times * count, count):
+            handle = agent.make_prepped_xfer("READ", local, first + ids, remote, first + remote_ids, b"")
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
 
     order = "scattered" if scattered else "in order"
-    with_threads = f", {threads} threads" if threads else ""
-    yield _rates(f"NIXL READ, {_size(page_bytes)}, {order}{with_threads}", move)
+    more = f", {threads} threads" if threads else ", four of other memory each" if times > 1 else ""
+    yield _rates(f"NIXL READ, {_size(page_bytes)}, {order}{more}", move, times)
     agent.release_dlist_handle(local)
     agent.release_dlist_handle(remote)
     agent.remove_remote_agent(peer)
