@@ -199,12 +199,7 @@ def _require_plain_ring(layer: str, spec: CircularBufferSpec) -> None:
         raise UnsupportedCache(f"ring buffer of {layer} with a page of", spec.page_size_padded, "no padding")
 
 
-def _require_known_state(layer: str, spec: MambaSpec) -> None:
-    if not spec.tp_replicated:
-        if spec.mamba_type not in _STATES:
-            raise UnsupportedCache(f"state of {layer}", spec.mamba_type.name, ", ".join(kind.name for kind in _STATES))
-        if [len(shape) for shape in spec.shapes] != [2, 2 if _is_mamba1(spec) else 3]:
-            raise UnsupportedCache(f"state of {layer} with shapes", spec.shapes, "a convolution and an SSM state")
+def _require_channels_first(layer: str, spec: MambaSpec) -> None:
     if not is_conv_state_dim_first():
         raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS")
 
@@ -267,11 +262,16 @@ def _ring(layer: Layer) -> LayerShape:
 
 
 def _state(layer: Layer) -> LayerShape:
-    """A state. One that is not split over ranks, such as that of a short convolution, is copied as it is."""
+    """A state. One that is not split over ranks is copied as it is, and so is a rank's part of one in which it is not
+    known what belongs to which head."""
     spec: MambaSpec = layer.spec
     if spec.tp_replicated:
         return _undivided(layer, REPLICATED, spec.state_content_size_bytes)
-    return _split_state(layer.name, spec, layer.group, layer.model_config, layer.tp_size)
+    split = _split_state(layer.name, spec, layer.group, layer.model_config, layer.tp_size)
+    if split is not None:
+        return split
+    part = Component(name="state", units=layer.tp_size, bytes_per_unit=spec.state_content_size_bytes)
+    return LayerShape(name=layer.name, components=(part,), group=layer.group, is_state=True, whole_ranks=True)
 
 
 def _undivided(layer: Layer, component: str, content_bytes: int) -> LayerShape:
@@ -287,7 +287,10 @@ def _has_scales_behind_the_tokens(spec: MLAAttentionSpec | SlidingWindowMLASpec)
     return spec.dtype is torch.uint8 and (spec.state_content_bytes is None or spec.model_version is not None)
 
 
-def _split_state(layer: str, spec: MambaSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape:
+def _split_state(layer: str, spec: MambaSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape | None:
+    """A convolution and an SSM state by channels and heads; None for anything else."""
+    if spec.mamba_type not in _STATES or [len(shape) for shape in spec.shapes] != [2, 2 if _is_mamba1(spec) else 3]:
+        return None
     (conv_channels, conv_rows), state = spec.shapes
     conv_type, state_type = spec.dtypes
     channel_bytes = conv_rows * _item_bytes(conv_type)
@@ -309,9 +312,7 @@ def _split_state(layer: str, spec: MambaSpec, group: int, model_config: ModelCon
     head_channels = state[0] * state[1]
     part_channels = (conv_channels - head_channels) // 2
     if part_channels <= 0 or conv_channels != head_channels + 2 * part_channels:
-        raise UnsupportedCache(
-            f"state of {layer} with shapes", spec.shapes, "channels of the heads, and two equal parts"
-        )
+        return None
     if spec.mamba_type is MambaAttentionBackendEnum.GDN_ATTN:
         parts = (("conv_q", part_channels), ("conv_k", part_channels), ("conv_v", head_channels))
         components = [
@@ -322,7 +323,7 @@ def _split_state(layer: str, spec: MambaSpec, group: int, model_config: ModelCon
     state_size = state[2]
     groups = part_channels // state_size
     if groups * state_size != part_channels:
-        raise UnsupportedCache(f"state of {layer} with shapes", spec.shapes, f"groups of {state_size} channels")
+        return None
     return mamba(
         layer,
         channels=head_channels * tp_size,
@@ -378,5 +379,5 @@ FAMILIES: dict[type[KVCacheSpec], Family] = {
     MLAAttentionSpec: _row(Holds.TOKENS, _require_whole_entries, _latent, _keeps_everything),
     SlidingWindowMLASpec: _row(Holds.TOKENS, _require_whole_entries, _latent, _keeps_window),
     CircularBufferSpec: _row(Holds.RING, _require_plain_ring, _ring, _keeps_one_block),
-    MambaSpec: _row(Holds.STATE, _require_known_state, _state, _keeps_one_block),
+    MambaSpec: _row(Holds.STATE, _require_channels_first, _state, _keeps_one_block),
 }

@@ -75,12 +75,10 @@ def _require_same_blocks(ours: RankLayout, theirs: Sequence[CacheGroup], shapes:
 
 
 def _require_same_ranks(ours: RankLayout, tp_size: int, shapes: Iterable[LayerShape]) -> None:
-    """If the order of heads in a block is unknown, both sides need the same number of ranks: rank r reads rank r."""
+    """If it is unknown how the ranks share a layer, both sides need the same number of them: rank r reads rank r."""
     for shape in shapes:
         if shape.whole_ranks and ours.tp_size != tp_size:
-            advice = (
-                f"start both engines with the same tensor parallel size: {shape.name} has its heads in unknown order"
-            )
+            advice = f"start both engines with the same tensor parallel size: how ranks share {shape.name} is unknown"
             raise LayoutMismatch("tp_size", ours.tp_size, tp_size, advice)
 
 

@@ -54,7 +54,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     whole_blocks: bool = False
     """The order of tokens in a block is unknown: it can only be read into a block of the same size."""
     whole_ranks: bool = False
-    """The order of heads in a block is unknown: it can only be read from an engine with as many ranks."""
+    """How the ranks share it is unknown: it can only be read from an engine with as many ranks, from the same one."""
     tokens_per_entry: int = 1
     """More than 1 in a compressed cache, where that many tokens have one entry in place of one each."""
 

@@ -208,6 +208,25 @@ def one_group_of_b_and_c(tp: int, block: int) -> dict[str, KVCacheSpec]:
     return {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block, groups=1) for layer in range(3)}
 
 
+def states_of_unknown_kinds(tp: int, block: int) -> dict[str, KVCacheSpec]:
+    """A short convolution, linear attention, and three convolutions with a recurrent state."""
+    kinds: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
+        ("SHORT_CONV", ((64 // tp, 3),)),
+        ("LINEAR", ((16 // tp, 4, 4),)),
+        ("GDN_ATTN", ((32 // tp, 3), (32 // tp, 3), (64 // tp, 3), (16 // tp, 4, 2))),
+    ]
+    return {
+        f"model.layers.{layer}.mixer": MambaSpec(
+            block_size=block,
+            shapes=shapes,
+            dtypes=(torch.float32,) * len(shapes),
+            mamba_type=MambaAttentionBackendEnum[kind],
+            page_size_padded=2560,
+        )
+        for layer, (kind, shapes) in enumerate(kinds)
+    }
+
+
 FAMILIES: Mapping[str, MakeSpecs] = {
     "full attention": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block)),
     "unlike K and V": lambda tp, block: _layers(_attention(FullAttentionSpec, tp, block, head_size_v=16)),
@@ -300,6 +319,7 @@ FAMILIES: Mapping[str, MakeSpecs] = {
     "ring buffers and states": rings_and_states,
     "ring buffers of two heads": rings_of_two_heads,
     "ring buffers and windows": rings_and_windows,
+    "states of unknown kinds": states_of_unknown_kinds,
     "states only": lambda tp, block: {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block) for layer in range(3)},
 }
 """Specs by layer, of one of n ranks and with blocks of so many tokens."""
@@ -489,6 +509,8 @@ def _state_parts(spec: MambaSpec | CircularBufferSpec) -> list[tuple[int, int]]:
     """(units, bytes) of the parts of a state on a single rank: what ranks share out, one after another in memory."""
     if isinstance(spec, CircularBufferSpec) or spec.tp_replicated:
         return [(1, spec.real_page_size_bytes)]
+    if spec.mamba_type.name in ("SHORT_CONV", "LINEAR") or len(spec.shapes) != 2:
+        return [(8, spec.state_content_size_bytes)]
     (channels, rows), state = spec.shapes
     groups = (channels - 64) // 8
     row_bytes = rows * spec.dtypes[0].itemsize
