@@ -280,9 +280,11 @@ def _copied_by_a_thread(other: Source) -> Iterator[Callable[[], Any]]:
         arguments = (into.ctypes.data, other.pid, other.address, enough.is_set)
         thread = threading.Thread(target=_copy_at_pace, args=arguments)
         thread.start()
-        yield
-        enough.set()
-        thread.join()
+        try:
+            yield
+        finally:
+            enough.set()
+            thread.join()
 
     yield copying
 
