@@ -162,9 +162,15 @@ class PeerActor:
             self._work()
             # What is due is done by the task, once for all who tell something in this turn: leases are held together.
             next_ns = self.core.next_deadline()
-            is_earlier = next_ns is not None and (self._wakes_at_ns is None or next_ns < self._wakes_at_ns)
-            if self._crash is not None or self.core.is_finished or is_earlier:
+            is_too_late = next_ns is not None and self._sleeps_beyond(next_ns)
+            if self._crash is not None or self.core.is_finished or is_too_late:
                 self._attention.set()
+
+    def _sleeps_beyond(self, deadline_ns: int) -> bool:
+        """Whether the task wakes up after it. If it is due, always: our clock goes on while a machine is suspended, and
+        trio's, by which the task sleeps, does not."""
+        wakes_at_ns = self._wakes_at_ns
+        return wakes_at_ns is None or deadline_ns < wakes_at_ns or deadline_ns <= self._context.clock.now_ns()
 
     def _work(self, *, advance: bool = False) -> None:
         """Hear what is in the inbox."""

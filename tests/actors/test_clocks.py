@@ -66,3 +66,23 @@ def test_a_lease_that_is_held_is_proven_whatever_the_rate_of_ps_clock(rate: floa
             assert not (await until(lambda: p.sent("remote-a"))).expired
 
     run(test)
+
+
+def test_a_lease_is_held_at_once_when_the_next_deadline_passed_while_the_machine_was_suspended() -> None:
+    """trio's clock stands still meanwhile, so the task of the peer's actor sleeps on when its time has come."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=60.0)
+        clock = WarpedClock()
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options, clock=clock) as d:
+            await reads(d, p, "before")
+            d.wait_for("waiting", lend_by_all([p], "remote-waiting"), p.address)  # its next hold is due within 30 s
+            await until(lambda: d.trace.path("hold", "remote-waiting/0")[-1:] == ["held"])
+            await trio.sleep(1.5)  # longer than it would have waited to ask again, had P not answered
+            clock.leap(40.0)
+            loan = lend_by_all([p], "remote-a")
+            d.borrow("a", loan, p.address, [4], [4])
+            ended = await until(lambda: d.received("a"), seconds=5.0)
+            assert ended.failure is None, str(ended.failure)
+
+    run(test)

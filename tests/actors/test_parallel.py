@@ -85,7 +85,7 @@ def test_heads_that_several_ranks_hold_are_read_once() -> None:
             lend(ps, "remote-a")
             d.pull("a", ps[0], [5], [1])
             await until(lambda: d.received("a"))
-            assert len([o for o in d.outcomes if isinstance(o, TransferMeasured)]) == HEADS
+            await until(lambda: len(measured(d)) == HEADS)
 
     run(test)
 
@@ -305,7 +305,8 @@ def test_blocks_that_land_in_the_peers_order(
             landed = ended["d"].landed
             assert [blocks.tolist() for blocks in landed.kernel_blocks] == [ours]
             assert (landed.chunks, landed.heads_first) == ((order[0],), order[1])
-            assert descriptors(ds) < descriptors(plain)
+            reads = max(1, prefill // decode)  # of each of our ranks
+            assert await descriptors(ds, reads) < await descriptors(plain, reads)
 
     run(test)
 
@@ -324,8 +325,15 @@ def finish(rank: Engine, ended: ReceiveEnded) -> None:
             rank.memory.reshape(-1)[offset : offset + length] = 0
 
 
-def descriptors(ranks: list[Engine]) -> int:
-    return sum(o.descriptors for each in ranks for o in each.outcomes if isinstance(o, TransferMeasured))
+async def descriptors(ranks: list[Engine], reads: int) -> int:
+    """Of all READs. What a READ was made of is told after its end, perhaps after the end of its request."""
+    for each in ranks:
+        await until(lambda rank=each: len(measured(rank)) == reads)
+    return sum(outcome.descriptors for each in ranks for outcome in measured(each))
+
+
+def measured(rank: Engine) -> list[TransferMeasured]:
+    return [outcome for outcome in rank.outcomes if isinstance(outcome, TransferMeasured)]
 
 
 def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:

@@ -636,8 +636,19 @@ SUPERVISOR = (
         name="earlier deadlines slept over",
         row=44,
         broken="an actor sleeps until the deadline that it knew when it fell asleep, though an earlier one has come",
-        changes=(Edit(PeerActor.tell, "or is_earlier", "or False"),),
+        changes=(Edit(PeerActor.tell, "or is_too_late", "or False"),),
         place=level2("bound"),
+    ),
+    Mutant(
+        name="what is due waits for a clock that stood still",
+        rule="durations on our own clock",
+        row=77,
+        broken="an actor that has slept beyond its deadline, as trio's clock lags behind ours, is not woken up",
+        changes=(Edit(PeerActor._sleeps_beyond, " or deadline_ns <= self._context.clock.now_ns()", ""),),
+        place=ByTest(
+            "tests/actors/test_clocks.py::"
+            "test_a_lease_is_held_at_once_when_the_next_deadline_passed_while_the_machine_was_suspended"
+        ),
     ),
     Mutant(
         name="one handshake at a time",
