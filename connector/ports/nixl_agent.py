@@ -59,8 +59,8 @@ from connector.ports.nixl_thread import (
 from connector.thread_mailbox import ThreadMailbox
 
 OPEN_SECONDS_MAX = 60.0
-"""For little memory; see `registration_timeout_seconds` in `connector.config`."""
-"""Creating an agent and registering memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer."""
+"""Creating an agent and registering little memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer. An engine
+has `registration_timeout_seconds` of `connector.config`."""
 
 TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""

@@ -1,9 +1,10 @@
 """What no connector can beat on this machine: the same bytes without one, and a question without a connector behind it.
 
 `python -m tests.bench limits`; part of `make bench`. 134 MB, as the cases `pages-*` move them: copied within a process,
-read from another one with a system call, read with NIXL alone; the round trip of a small message between two processes
-over TCP, of which a handshake or a hold needs at least one; and what a step that computes pays for bytes that arrive
-beside it, as in the cases `busy-*`, whoever copies them.
+read from another one with a system call, read with NIXL alone, all of it in memory such as the KV cache of an engine on
+CPUs is, and once in huge pages; the round trip of a small message between two processes over TCP, of which a handshake
+or a hold needs at least one; and what a step that computes pays for bytes that arrive beside it, as in the cases
+`busy-*`, whoever copies them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import zmq
 
 from tests.bench.case import BLOCK_BYTES, PAGE_BYTES, SMALL_BLOCKS, percentile
 from tests.bench.cases.steps import PACE_SECONDS, PIECES
-from tests.bench.source import Source, other_process, pages, source, tell
+from tests.bench.source import MemoryPages, Source, memory_of, other_process, pages, source, tell
 from tests.rig import OURS, EngineOptions
 from tests.rig.forward import forward_pass
 from tests.rig.messages import Forward
@@ -56,14 +57,17 @@ class Limit:
 
 def limits() -> list[Limit]:
     """All of them; half a minute."""
-    memory = np.zeros(FOUR * LENGTH_BYTES, dtype=np.uint8)
-    with source(FOUR * LENGTH_BYTES) as other:
+    memory = memory_of(FOUR * LENGTH_BYTES, MemoryPages.SMALL)
+    with source(FOUR * LENGTH_BYTES, MemoryPages.SMALL) as other:
         found = [
             *_copies(memory[:LENGTH_BYTES]),
             *_system_calls(memory, other),
             *_raw_reads(memory, other),
             *_busy_steps(other),
         ]
+    memory = memory_of(FOUR * LENGTH_BYTES, MemoryPages.HUGE)
+    with source(FOUR * LENGTH_BYTES, MemoryPages.HUGE) as other:
+        found += _raw_read(memory, other, PAGE_BYTES, scattered=True, times=FOUR, memory_pages=MemoryPages.HUGE)
     return [*found, *_round_trips()]
 
 
@@ -94,7 +98,7 @@ def _size(page_bytes: int) -> str:
 def _copies(memory: npt.NDArray[np.uint8]) -> Iterator[Limit]:
     import torch
 
-    from_memory = np.ones_like(memory)
+    from_memory = memory_of(memory.nbytes, MemoryPages.SMALL)
     yield _rates("memcpy (numpy)", lambda: np.copyto(memory, from_memory))
     into, out_of = torch.from_numpy(memory), torch.from_numpy(from_memory)
     threads = torch.get_num_threads()
@@ -166,6 +170,7 @@ def _raw_read(
     scattered: bool,
     threads: int = 0,
     times: int = 1,
+    memory_pages: MemoryPages = MemoryPages.SMALL,
 ) -> Iterator[Limit]:
     """READs of 134 MB one after another, each of other memory."""
     import nixl._api as nixl
@@ -190,6 +195,7 @@ def _raw_read(
 
     order = "scattered" if scattered else "in order"
     more = f", {threads} threads" if threads else ", four of other memory each" if times > 1 else ""
+    more += ", memory in huge pages" if memory_pages is MemoryPages.HUGE else ""
     yield _rates(f"NIXL READ, {_size(page_bytes)}, {order}{more}", move, times)
     agent.release_dlist_handle(local)
     agent.release_dlist_handle(remote)
@@ -272,7 +278,7 @@ def _copied_by_a_process(other: Source) -> Iterator[Callable[[], Any]]:
 
 @contextmanager
 def _copied_by_a_thread(other: Source) -> Iterator[Callable[[], Any]]:
-    into = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+    into = memory_of(LENGTH_BYTES, MemoryPages.SMALL)
 
     @contextmanager
     def copying() -> Iterator[None]:
@@ -291,7 +297,7 @@ def _copied_by_a_thread(other: Source) -> Iterator[Callable[[], Any]]:
 
 def _copy(pid: int, address: int) -> None:
     """The other process of `_copied_by_a_process`."""
-    into = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+    into = memory_of(LENGTH_BYTES, MemoryPages.SMALL)
     tell("ready")
     _copy_at_pace(into.ctypes.data, pid, address, lambda: False)
 

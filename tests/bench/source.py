@@ -1,7 +1,7 @@
 """The other process of a benchmark that needs no engine: one whose memory is read.
 
-`python -m tests.bench.source BYTES` serves that much memory through the NIXL port. A benchmark that needs more of its
-source brings a module of its own, and starts it in the same way.
+`python -m tests.bench.source BYTES PAGES` serves that much memory through the NIXL port. A benchmark that needs more of
+its source brings a module of its own, and starts it in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -59,10 +60,28 @@ class Source:
     address: int
 
 
+class MemoryPages(StrEnum):
+    """Of the operating system, under memory that was written to."""
+
+    SMALL = "small"
+    """As under the KV cache of an engine on CPUs: torch asks for no others, unless THP_MEM_ALLOC_ENABLE is 1."""
+    HUGE = "huge"
+    """numpy asks for them, where Linux gives them to those who ask (`transparent_hugepage`: madvise)."""
+
+
+def memory_of(length_bytes: int, memory_pages: MemoryPages) -> npt.NDArray[np.uint8]:
+    """So many bytes that were written to."""
+    if memory_pages is MemoryPages.HUGE:
+        return np.ones(length_bytes, dtype=np.uint8)
+    import torch
+
+    return torch.ones(length_bytes, dtype=torch.uint8).numpy()
+
+
 @contextmanager
-def source(length_bytes: int) -> Iterator[Source]:
+def source(length_bytes: int, memory_pages: MemoryPages = MemoryPages.HUGE) -> Iterator[Source]:
     """A process with so much memory, registered and written to."""
-    with other_process("tests.bench.source", length_bytes) as (pid, said):
+    with other_process("tests.bench.source", length_bytes, memory_pages) as (pid, said):
         yield Source(pid, base64.b64decode(said["metadata"]), said["address"])
 
 
@@ -72,7 +91,7 @@ def pages(address: int, page_bytes: int, count: int) -> npt.NDArray[np.uint64]:
 
 
 def main() -> None:
-    memory = np.ones(int(sys.argv[1]), dtype=np.uint8)
+    memory = memory_of(int(sys.argv[1]), MemoryPages(sys.argv[2]))
     ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
     port = RealNixlPort.open(f"source-{uuid.uuid4()}", ranges)
     tell({"metadata": base64.b64encode(port.agent_metadata).decode(), "address": memory.ctypes.data})

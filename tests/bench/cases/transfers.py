@@ -35,7 +35,9 @@ def _throughput(moved: Transferred, request_bytes: int) -> float:
     return len(moved.done_ms) * request_bytes / moved.done_ms[-1] / 1e6
 
 
-def _four_at_once(each: Side, number: int) -> Round:
+def _four_at_once(each: Side, number: int, *, scattered: bool) -> Round:
+    if scattered:
+        each.arrange_free_blocks(number)
     moved = each.transfer([f"{number}-{n}" for n in range(AT_ONCE)], LARGE_BLOCKS * BLOCK_TOKENS)
     each.prefill.wait_until_idle()
     return {
@@ -48,8 +50,9 @@ def _four_at_once(each: Side, number: int) -> Round:
     }
 
 
-def _four(name: str, about: str, forward: Forward, **options: Any) -> Case:
-    return Case(name, about, pairs(_four_at_once, **room(AT_ONCE, LARGE_BLOCKS), **while_it(forward), **options))
+def _four(name: str, about: str, forward: Forward, *, scattered: bool = False, **options: Any) -> Case:
+    measure = partial(_four_at_once, scattered=scattered)
+    return Case(name, about, pairs(measure, **room(AT_ONCE, LARGE_BLOCKS), **while_it(forward), **options))
 
 
 # --- one after another ------------------------------------------------------------------------------------------------
@@ -147,8 +150,9 @@ def _unequal_blocks() -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    _four("four", "four requests of 134 MB in one step", Forward.NOTHING),
-    _four("four-sleeping", "the same, a step sleeps 5 ms", Forward.SLEEPS),
+    _four("four", "four requests of 134 MB in one step, in blocks as vLLM's pool gives them", Forward.NOTHING),
+    _four("four-scattered", "the same, each request in random blocks", Forward.NOTHING, scattered=True),
+    _four("four-sleeping", "four requests in blocks as vLLM's pool gives them, a step sleeps 5 ms", Forward.SLEEPS),
     _four("four-multiplying", "the same, a step multiplies matrices for 5 ms", Forward.MULTIPLIES),
     _four("four-holding", "the same, a step holds the interpreter for 5 ms", Forward.HOLDS),
     _four("four-tcp", "four requests of 134 MB in one step, over TCP", Forward.NOTHING, environment=OVER_TCP),
