@@ -46,8 +46,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of NIXL's UCX back end, of the built-in connector. 0: only the connector's own thread moves data."""
     enforce_handshake_compat: bool = True
     """Refuse engines whose compatibility hash differs, of the built-in connector."""
-    engine_ttl: _Seconds = 3600.0
-    """A remote engine that is known to be gone is forgotten after this long without use, of the built-in connector."""
+    engine_ttl: Annotated[float, Meta(ge=0, le=31_536_000)] = 3600.0
+    """A remote engine that is not connected and not used is forgotten after this long; 0: never. Of the built-in
+    connector."""
     bidirectional_kv_xfer: bool = False
     """Of the built-in connector; only false is supported."""
     kv_recompute_threshold: Annotated[int, Meta(ge=0)] = 64

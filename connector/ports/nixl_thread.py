@@ -245,8 +245,9 @@ class AgentCore:
         ranges: Sequence[MemoryRange],
         backends: Sequence[str],
         num_threads: int,
+        package: str,
     ) -> None:
-        self._nixl = _import_nixl()
+        self._nixl = _import_nixl(package)
         self._name = agent_name
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
@@ -734,14 +735,14 @@ class AgentThread:
             self._deliver(measured)
 
 
-def _import_nixl() -> Any:
+def _import_nixl(package: str) -> Any:
     """The NIXL Python API.
 
     UCX keeps unreleased registrations without bound unless told otherwise before it is loaded; vLLM sets the same
     limit for its own connector.
     """
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-    return importlib.import_module("nixl._api")
+    return importlib.import_module(f"{package}._api")
 
 
 _thread_state = threading.local()

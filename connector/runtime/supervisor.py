@@ -53,6 +53,9 @@ from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import Retire, Stop
 from statemachine.roster import PeerKey, Roster
 
+FOREVER_SECONDS = 3.2e9
+"""A hundred years: `engine_ttl` 0."""
+
 SHUTDOWN_GRACE_SECONDS = 2.0
 """How long a stop waits for READs in flight before the memory under them is given up as still in use."""
 
@@ -123,7 +126,7 @@ class Supervisor:
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
-        self._idle_ns = to_ns(options.engine_ttl)
+        self._idle_ns = to_ns(options.engine_ttl or FOREVER_SECONDS)
         self._roster = Roster(members_max=options.peer_limit, idle_ns=self._idle_ns, member=self._peers.__getitem__)
         self._stopped: ConnectorStopped | None = None
         self._stop_requested = trio.Event()

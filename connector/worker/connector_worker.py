@@ -67,6 +67,7 @@ class ConnectorWorker:
         self._cache_memory = CacheMemory(())
         self._landed_blocks = LandedBlocks({})
         self._staging: HostStaging | None = None
+        self._synchronizes = False
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
@@ -87,9 +88,11 @@ class ConnectorWorker:
             layout_name = advertised_layout_name(self._vllm_config)
             registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
+        layout = registration.layout
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
-        layout = registration.layout
+        elif current_platform.is_rocm():
+            self._synchronizes = any(group.tokens_per_kernel_block == 0 for group in layout.groups)
         self._cache_memory = CacheMemory(registered.values())
         self._landed_blocks = LandedBlocks(landing_caches(layout, registered))
         if self._options.trace_directory is not None:
@@ -101,6 +104,7 @@ class ConnectorWorker:
             registration.ranges,
             backends=self._options.backends,
             num_threads=self._options.num_threads,
+            package="nixl_rocm" if current_platform.is_rocm() else "nixl",
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
@@ -225,6 +229,11 @@ class ConnectorWorker:
 
     def _make_usable(self, loaded: Sequence[Loaded]) -> None:
         """What is left to do when all READs of requests have ended, before vLLM may use their blocks."""
+        if self._synchronizes:
+            import torch
+
+            # As in the built-in connector: without it, kernels for states may not see what was written into them.
+            torch.accelerator.synchronize()
         self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
         self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
         if self._staging is not None:

@@ -14,7 +14,7 @@ from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import HOST, Engine, engine, lease_of, until
 from tests.actors.test_pull import run
-from tests.rig.network import BlackHole
+from tests.rig.network import BlackHole, free_port
 
 
 def nobody(name: str, port: int = 1) -> PeerAddress:
@@ -361,6 +361,22 @@ def test_a_request_whose_parameters_make_no_sense_ends_and_is_in_the_trace() -> 
             record = d.trace.records[-1]
             assert (record.reason, record.detail, record.blocks) == ("BadParams", str(failure), 2)
             assert (record.peer, record.remote_request_id) == (None, None)
+
+    run(test)
+
+
+@pytest.mark.parametrize("ttl_seconds", [0.2, 0])
+def test_an_engine_that_is_not_connected_is_forgotten_in_time_or_never(ttl_seconds: float) -> None:
+    async def test() -> None:
+        async with engine("d", options=ConnectorOptions(engine_ttl=ttl_seconds)) as d:
+            d.pull("a", nobody("dead", free_port()), [1], [1])
+            assert (await failure_of(d, "a")).kind == "ConnectionRefused"
+            if ttl_seconds:
+                await until(lambda: d.trace.path("peer", "dead")[-1] == "gone")
+            else:
+                await trio.sleep(1.0)
+                assert d.trace.path("peer", "dead")[-1] != "gone"
+            assert d.crashes == []
 
     run(test)
 

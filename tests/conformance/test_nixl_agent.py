@@ -227,7 +227,7 @@ class TestRealNixlPort(NixlPortSuite):
     def test_the_agent_is_called_from_one_thread_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every call into NIXL of a port's life, and the end of every NIXL handle, in whatever way it comes about."""
         callers: dict[str, set[int]] = {}
-        bindings = nixl_thread._import_nixl()
+        bindings = nixl_thread._import_nixl("nixl")
 
         def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
             def call(self: object, *args: object, **kwargs: object) -> object:
@@ -266,7 +266,7 @@ class TestRealNixlPort(NixlPortSuite):
         """Each call of NIXL may be a wait for the interpreter. Before the end of a READ is told there are those that
         post it and its probe, however many descriptors it has; it is measured and released after that."""
         said: list[str] = []
-        bindings = nixl_thread._import_nixl()
+        bindings = nixl_thread._import_nixl("nixl")
 
         def watched(name: str) -> Callable[..., object]:
             original = getattr(bindings.nixl_agent, name)
@@ -503,7 +503,7 @@ class TestRealNixlPort(NixlPortSuite):
 
     def test_threads_of_the_backend_are_accepted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """NIXL guards its state then: without a lock, two threads in an agent crash it within seconds."""
-        bindings = nixl_thread._import_nixl()
+        bindings = nixl_thread._import_nixl("nixl")
         modes: list[object] = []
 
         class Watched(bindings.nixl_agent_config):  # type: ignore[misc]
@@ -654,7 +654,7 @@ def _wait(event: threading.Event) -> None:
 
 def nameless_agent() -> Any:
     """A bare NIXL agent whose name is not UTF-8."""
-    bindings = nixl_thread._import_nixl()
+    bindings = nixl_thread._import_nixl("nixl")
     config = bindings.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     return bindings.nixl_agent(b"name\xff\xfe", config)
 

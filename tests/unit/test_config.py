@@ -85,6 +85,7 @@ def test_odd_names(name: Any) -> None:
         ("transfer_retries", -1),
         ("transfer_retries", 11),
         ("peer_limit", 0),
+        ("engine_ttl", -1),
         ("request_timeout_seconds", 0),
         ("lease_limit_seconds", 0),
         ("backend_grace_seconds", -1),

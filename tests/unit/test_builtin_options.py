@@ -1,0 +1,104 @@
+"""A configuration of the built-in connector can be taken over: every option and environment variable that the installed
+one reads for transfers by pull is known here, with its default, or README.md says what is different and why.
+
+The installed sources are read, so a version of vLLM that reads another one makes this fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from connector.config import ConnectorOptions, parse_options
+
+ROOT = Path(__file__).parents[2]
+SECTION = (ROOT / "README.md").read_text().partition("### Options of the built-in connector")[2].partition("\n### ")[0]
+
+DEFAULTS_OF_OUR_OWN = {"num_threads"}
+"""README.md says why."""
+PUSH_ONLY = "push_"
+"""What the names of files with transfers by push begin with."""
+
+
+def sources() -> list[Path]:
+    """Of the built-in connector, without what only transfers by push use."""
+    parts = ("vllm.distributed.kv_transfer.kv_connector.v1.nixl", "vllm.distributed.nixl_utils")
+    found = []
+    for part in parts:
+        spec = importlib.util.find_spec(part)
+        assert spec is not None
+        assert spec.origin is not None
+        origin = Path(spec.origin)
+        found += sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]
+    return [path for path in found if not path.name.startswith(PUSH_ONLY)]
+
+
+def nodes() -> Iterator[ast.AST]:
+    for path in sources():
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def builtin_options() -> dict[str, Any]:
+    """Names in `kv_connector_extra_config`, and their defaults."""
+    found: dict[str, Any] = {}
+    for node in nodes():
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="get_from_extra_config"), args=[ast.Constant(value=str(name)), default]
+            ):
+                found[name] = ast.literal_eval(default)
+            case ast.Call(func=ast.Attribute(attr="get_from_extra_config")):
+                raise AssertionError(f"a call that this test does not understand: {ast.unparse(node)}")
+            case ast.Attribute(attr="kv_connector_extra_config"):
+                raise AssertionError("options are read in another way, too")
+    return found
+
+
+def builtin_variables() -> set[str]:
+    """Environment variables: attributes of `vllm.envs`, and what is taken from `os.environ`."""
+    found = set()
+    for node in nodes():
+        match node:
+            case ast.Attribute(value=ast.Name(id="envs"), attr=name):
+                found.add(name)
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(value=str(name))):
+                found.add(name)
+            case ast.Call(func=ast.Attribute(attr="getenv"), args=[ast.Constant(value=str(name)), *_]):
+                found.add(name)
+    return found
+
+
+def test_the_sources_are_found() -> None:
+    assert {"base_worker.py", "pull_worker.py", "base_scheduler.py", "nixl_utils.py"} <= {
+        each.name for each in sources()
+    }
+    assert {"kv_lease_duration", "engine_ttl", "num_threads"} <= set(builtin_options())
+    assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "UCX_RCACHE_MAX_UNRELEASED"} <= builtin_variables()
+
+
+@pytest.mark.parametrize("name", sorted(builtin_options()))
+def test_an_option_has_the_builtin_default_or_a_reason(name: str) -> None:
+    theirs = builtin_options()[name]
+    ours = msgspec.json.decode(msgspec.json.encode(ConnectorOptions()))
+    assert name in ours
+    assert f"`{name}`" in SECTION
+    if name not in DEFAULTS_OF_OUR_OWN:
+        assert ours[name] == theirs
+    parse_options({name: theirs}, {})
+
+
+@pytest.mark.parametrize("name", sorted(builtin_variables()))
+def test_an_environment_variable_is_explained(name: str) -> None:
+    assert f"`{name}`" in SECTION
+
+
+def test_every_option_in_the_table_is_one_of_the_builtin_connector() -> None:
+    first_cells = [line.split("|")[1] for line in SECTION.splitlines() if line.startswith("| `")]
+    named = {name for cell in first_cells for name in cell.split("`")[1::2]}
+    assert named == set(builtin_options()) | builtin_variables()

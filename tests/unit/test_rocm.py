@@ -1,0 +1,73 @@
+"""What a worker does otherwise on a platform with ROCm: NIXL's package has another name there, and states that were
+read become visible to kernels with a synchronization only. No such device was at hand; the platform is made to say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import nixl
+import nixl._api
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from connector.config import parse_options
+from connector.ports.nixl import NixlCallFailed
+from connector.protocol import ReceiveEnded
+from connector.worker.connector_worker import ConnectorWorker
+from tests.unit.cache_families import FAMILIES, make_caches
+from tests.unit.test_engine_thread import pull
+from tests.unit.vllm_setup import engine_config, single_rank, write_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
+    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
+        yield config
+
+
+def worker_of(family: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ConnectorWorker:
+    """On a platform with ROCm, with the cache of a model of that family."""
+    caches, tensors = make_caches(config, monkeypatch, FAMILIES[family](1, 32), kernel_block_tokens=32)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    worker = ConnectorWorker(config, caches, parse_options({}))
+    worker.register_kv_caches(tensors)
+    return worker
+
+
+@pytest.fixture
+def nixl_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_rocm", nixl)
+    monkeypatch.setitem(sys.modules, "nixl_rocm._api", nixl._api)
+
+
+@pytest.mark.usefixtures("nixl_of_rocm")
+@pytest.mark.parametrize(("family", "synchronizations"), [("full attention", 0), ("mamba 2", 1)])
+def test_states_are_synchronized_before_vllm_is_told(
+    family: str, synchronizations: int, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: made.append(1))
+    worker = worker_of(family, config, monkeypatch)
+    try:
+        assert not worker.get_transfer_results().finished_recving
+        assert not made
+        worker.ledger.enter(pull("a", [1]))
+        worker.ledger.record(
+            ReceiveEnded(
+                request_id="a", failure=None, local_block_ids=[1], quarantined=False, landed=None, unfilled=None
+            )
+        )
+        assert worker.get_transfer_results().finished_recving == {"a"}
+        assert len(made) == synchronizations
+    finally:
+        worker.shutdown()
+
+
+def test_the_package_that_is_missing_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NixlCallFailed, match="nixl_rocm"):
+        worker_of("full attention", config, monkeypatch)
