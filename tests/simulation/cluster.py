@@ -506,9 +506,10 @@ class Cluster:
             await trio.sleep(chance.uniform(0.0, RESET_SECONDS_MAX))
 
     async def _break_ports(self, engine: Engine, fault: Fault) -> None:
-        """A worker can serve no more; its engine goes on until somebody restarts it."""
+        """A worker can serve no more; its engine goes on until somebody restarts it. One that is shutting down does not
+        say so."""
         broken = engine.process
-        if broken.has_died():
+        if broken.has_died() or broken.is_stopping:
             return
         self._strike(fault)
         ranks = [rank for rank in self._ranks(fault) if not rank.is_dead]
@@ -516,7 +517,7 @@ class Cluster:
             rank.port.break_down("a fault of the plan")
         await trio.sleep(STOP_TOLD_SECONDS)
         for rank in ranks:
-            if not (rank.has_stopped or rank.is_dead or rank.port.is_paused):
+            if not (rank.has_stopped or rank.is_dead or rank.port.is_paused or broken.is_stopping):
                 self._oracles.complain(
                     "health", f"rank {rank.tp_rank} of {engine.name} does not say that it has stopped"
                 )

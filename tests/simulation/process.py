@@ -276,6 +276,7 @@ class Process:
         self.clock = _new_clock(chance)
         self.listener_clock = self.clock.ahead_by(listener_offset_ns)
         self._is_dead = False
+        self.is_stopping = False  # in an orderly way
         self.has_ended = False
         self.refuses_because: str | None = None
         """A worker has said that it can serve no more."""
@@ -321,6 +322,7 @@ class Process:
             rank.deliver(command)
 
     def stop(self) -> None:
+        self.is_stopping = True
         for rank in self.ranks:
             rank.supervisor.stop()
         self.listener.stop()
