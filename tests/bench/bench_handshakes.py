@@ -29,11 +29,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import mmap
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -75,6 +72,7 @@ from connector.wire.handshake import decode_reply, encode_reply
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.bench.source import other_process, tell
 from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes
 
@@ -213,7 +211,7 @@ async def serve() -> None:
                 )
                 await nursery.start(listener.run)
                 ports[model.name].append(listener.port)
-        print("@" + json.dumps(ports), flush=True)
+        tell(ports)
         while True:
             asked = await control.receive()
             request = decode_request(asked.frames_untrusted)
@@ -486,15 +484,8 @@ def main() -> None:
     if options.serve:
         trio.run(serve)
         return
-    command = [sys.executable, "-m", "tests.bench.bench_handshakes", "--serve"]
-    source = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert source.stdout is not None
-        ports = next(json.loads(line[1:]) for line in source.stdout if line.startswith("@"))
+    with other_process("tests.bench.bench_handshakes", "--serve") as (_, ports):
         measure(ports, [model for model in MODELS if options.model is None or model.name in options.model])
-    finally:
-        source.kill()
-        source.wait()
 
 
 if __name__ == "__main__":

@@ -13,25 +13,24 @@ What it does not show: the engine around a worker, and vLLM's own loops. The cas
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
 
+import psutil
 import trio
 
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
+from tests.bench.source import other_process, tell, wait_for_end
 
 PEERS = (0, 10, 100)
 REST_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
 """Releases are confirmed, pauses between polls grow to their longest."""
 LEASE_SECONDS = 600.0
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def serve() -> None:
@@ -45,17 +44,17 @@ def serve() -> None:
                 p = await stack.enter_async_context(engine(f"p{number}", serves=True, options=options))
                 p.lend(f"remote-{number}")
                 ports.append(p.address.port)
-            print("@" + json.dumps(ports), flush=True)
-            await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+            tell(ports)
+            await trio.to_thread.run_sync(wait_for_end, abandon_on_cancel=True)
 
     trio.run(main)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process, all its threads together (proc(5))."""
-    with open(f"/proc/{pid}/stat") as stat:
-        after_name = stat.read().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / _TICKS_A_SECOND
+    """Processor time of a process, all its threads together."""
+    times = psutil.Process(pid).cpu_times()
+    seconds: float = times.user + times.system
+    return seconds
 
 
 async def rest(d: Engine, peers: list[PeerAddress], prefill_pid: int) -> None:
@@ -75,11 +74,7 @@ async def rest(d: Engine, peers: list[PeerAddress], prefill_pid: int) -> None:
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "tests.bench.bench_idle", "--serve"]
-    prefill = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert prefill.stdout is not None
-        ports = next(json.loads(line[1:]) for line in prefill.stdout if line.startswith("@"))
+    with other_process("tests.bench.bench_idle", "--serve") as (prefill_pid, ports):
         peers = [
             PeerAddress(engine_id=f"p{number}", host=HOST, port=port, tp_size=1) for number, port in enumerate(ports)
         ]
@@ -88,12 +83,9 @@ def main() -> None:
             async with engine("d") as d:
                 print(f"{'peers':>7}{'D, cores':>10}{'P, cores':>10}")
                 for count in PEERS:
-                    await rest(d, peers[:count], prefill.pid)
+                    await rest(d, peers[:count], prefill_pid)
 
         trio.run(measure)
-    finally:
-        prefill.kill()
-        prefill.wait()
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ share two cores), a forward pass, which lets the interpreter go by itself.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +29,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, lease_of, until
+from tests.bench.source import other_process, tell, wait_for_end
 
 READS = 60
 BLOCKS = 8
@@ -46,8 +45,8 @@ def serve() -> None:
         async with engine("p", serves=True, options=options) as p:
             for number in range(READS * len(INTERVALS_MS)):
                 p.lend(f"remote-{number}")
-            print(f"@{p.address.port}", flush=True)
-            await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+            tell(p.address.port)
+            await trio.to_thread.run_sync(wait_for_end, abandon_on_cancel=True)
 
     trio.run(main)
 
@@ -123,11 +122,7 @@ def measure(decode: Decode, interval_ms: float, numbers: range) -> tuple[list[fl
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "tests.bench.bench_waits", "--serve"]
-    prefill = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert prefill.stdout is not None
-        port = next(json.loads(line[1:]) for line in prefill.stdout if line.startswith("@"))
+    with other_process("tests.bench.bench_waits", "--serve") as (_, port):
         medians: dict[float, float] = {}
         with Decode(PeerAddress(engine_id="p", host=HOST, port=port, tp_size=1)) as decode:
             print(f"{'interval, ms':>14}{'done p50, ms':>14}{'done p99, ms':>14}{'engine':>9}{'a READ costs, ms':>18}")
@@ -142,9 +137,6 @@ def main() -> None:
             decode.require_all_done()
         slope = statistics.linear_regression(list(medians), list(medians.values())).slope
         print(f"waits for the interpreter, from a command to its report: {slope:.1f} (slope of the median)")
-    finally:
-        prefill.kill()
-        prefill.wait()
 
 
 if __name__ == "__main__":
