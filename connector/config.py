@@ -4,11 +4,9 @@ A misspelt option of a serving system is found weeks later, by its absence. So e
 must have its type and bounds; what is wrong is an `OptionError` that names the option, shows the value, suggests the
 name that was probably meant and lists all of them.
 
-The built-in connector's options keep their names, so that a configuration can be taken over. Those that belong to
-transfers from D back to P, which this connector does not do, are treated as someone who switches over would want:
-`bidirectional_kv_xfer: true` is an error, because the deployment relies on it; `kv_recompute_threshold` and
-`decoder_kv_blocks_ttl` have no effect without it in the built-in connector either, so they are accepted, and a warning
-says that they do nothing.
+The built-in connector's options keep their names, defaults and meaning, so that a configuration can be taken over.
+`kv_recompute_threshold` and `decoder_kv_blocks_ttl` have no effect without `bidirectional_kv_xfer`, there as here; a
+warning says so.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from connector.wire.bounded import render_untrusted
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
 
-_WITHOUT_EFFECT = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+_OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
 
 _log = get_logger()
 
@@ -50,11 +48,14 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A remote engine that is not connected and not used is forgotten after this long; 0: never. Of the built-in
     connector."""
     bidirectional_kv_xfer: bool = False
-    """Of the built-in connector; only false is supported."""
+    """D keeps the blocks of finished requests for P, and P reads from D what a conversation's next prompt begins with.
+    Of the built-in connector; set the same on P and D."""
     kv_recompute_threshold: Annotated[int, Meta(ge=0)] = 64
-    """Of the built-in connector; no effect without bidirectional_kv_xfer."""
+    """P computes fewer tokens than these itself, instead of reading them back. Of the built-in connector."""
     decoder_kv_blocks_ttl: _Seconds = 480.0
-    """Of the built-in connector; no effect without bidirectional_kv_xfer."""
+    """How long D keeps the blocks of a finished request until P asks for them. Of the built-in connector."""
+    decode_recompute_threshold: Annotated[int, Meta(ge=0)] = 0
+    """D computes fewer tokens than these itself, instead of reading them from P."""
 
     request_timeout_seconds: _Seconds = 120.0
     """How long a request may wait for its KV in all, from when D hears of it."""
@@ -125,9 +126,9 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
     _check_together(options)
-    for name in _WITHOUT_EFFECT:
-        if name in extra_config:
-            _log.warning("Option %s has no effect: this connector does not transfer KV from decode to prefill", name)
+    for name in _OF_READ_BACK:
+        if name in extra_config and not options.bidirectional_kv_xfer:
+            _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
@@ -136,9 +137,6 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
 
 def _check_together(options: ConnectorOptions) -> None:
     """What no option can be blamed for alone."""
-    if options.bidirectional_kv_xfer:
-        problem = "option bidirectional_kv_xfer is true: transfers from decode back to prefill are not supported"
-        raise OptionError("bidirectional_kv_xfer", problem)
     if options.backoff_max_seconds < options.backoff_initial_seconds:
         raise OptionError(
             "backoff_max_seconds",

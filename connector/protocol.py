@@ -110,11 +110,13 @@ class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The prefill finished; hold its blocks for `lease_seconds` from now."""
+    """The request has finished; keep its blocks for `lease_seconds` from now, and longer for who holds them if the
+    lease is renewable."""
 
     lease: LeaseName
     lease_seconds: float
     blocks: int
+    is_renewable: bool = True
 
 
 class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -71,10 +71,14 @@ class Computing(Event, frozen=True, kw_only=True):
 
 
 class Granted(Event, frozen=True, kw_only=True):
-    """Its prefill has finished, and the engine keeps its blocks until it is told of the lease's end."""
+    """The request has finished, and the engine keeps its blocks until it is told of the lease's end.
+
+    `fixed_ns`: the lease ends after so long, whoever holds it; 0: it lasts and is renewed as the limits say.
+    """
 
     lease: LeaseName
     blocks: int = 0
+    fixed_ns: int = 0
 
 
 class Withdrawn(Event, frozen=True, kw_only=True):
@@ -217,9 +221,10 @@ class Lending:
                 self._renew(event, now_ns)
             case Computing(lease=lease):
                 self._begin(lease)
-            case Granted(lease=lease, blocks=blocks):
+            case Granted(lease=lease, blocks=blocks, fixed_ns=fixed_ns):
                 self._begin(lease)
-                deadline_ns, latest_ns = now_ns + self._limits.lease_ns, now_ns + self._limits.total_ns
+                deadline_ns = now_ns + (fixed_ns or self._limits.lease_ns)
+                latest_ns = now_ns + (fixed_ns or self._limits.total_ns)
                 self._step(lease, machine.Granted(deadline_ns=deadline_ns, latest_ns=latest_ns, blocks=blocks))
             case Withdrawn(lease=lease):
                 if lease in self._leases:

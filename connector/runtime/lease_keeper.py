@@ -220,8 +220,8 @@ def _command_event(command: LeaseCommand) -> Event:
     match command:
         case LeaseComputing(lease=lease):
             return lending.Computing(lease=lease)
-        case LeaseGranted(lease=lease, blocks=blocks):
-            return lending.Granted(lease=lease, blocks=blocks)
+        case LeaseGranted(lease=lease, blocks=blocks, lease_seconds=lease_seconds, is_renewable=is_renewable):
+            return lending.Granted(lease=lease, blocks=blocks, fixed_ns=0 if is_renewable else to_ns(lease_seconds))
         case LeaseWithdrawn(lease=lease):
             return lending.Withdrawn(lease=lease)
 

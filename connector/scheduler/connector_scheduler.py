@@ -32,6 +32,16 @@ and what the lease on them is called. A client may repeat a request's id; the nu
 this process or by one that is started in its place. Once a worker says that it serves no more, nothing is lent: the
 answer names no blocks, so the decode engine computes the prompt itself, and the listener refuses handshakes.
 
+Read-back (`bidirectional_kv_xfer`). D keeps the blocks of a finished request as P does, for `decoder_kv_blocks_ttl`,
+and its answer names them. The next prompt of the conversation comes to P with these parameters: P reads what it has not
+cached of the tokens that both have in common, as D would, and computes the rest. All that this saves is time, so
+whatever is wrong with such parameters, or cannot be read (a state of more tokens than the prompt has), P computes
+itself. Only from engines that answer for their leases: of a built-in D nobody knows whether it still has the blocks.
+
+A lease of D ends in its time, whoever holds it. Otherwise two engines can wait for each other: P's queue holds D's
+blocks, P has none free for its queue because they are lent to D, and D's queue, which holds those, waits for D's. For
+the same reason D lends nothing while few of its blocks are free.
+
 Quarantine. A block that a READ may still write into must not be given to anybody. The worker reports it in the same
 step in which it reports the request as failed; taking a reference of our own on the block keeps it out of the free
 list when vLLM frees the request, until the worker reports that the READ has ended.
@@ -40,6 +50,7 @@ list when vLLM frees the request, until the worker reports that the READ has end
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,6 +62,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
+from connector.families import Keeps
 from connector.observe.log import get_logger
 from connector.protocol import (
     AbortPull,
@@ -75,6 +87,7 @@ from connector.wire.params import (
     RemotePrefill,
     build_remote_prefill,
     classify,
+    names_source,
     parse_remote_prefill,
 )
 from statemachine.failures import BadParams
@@ -88,6 +101,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+LEFT_TO_REQUESTS = 0.25
+"""Share of D's blocks that has to be free for it to keep those of a request that has finished."""
+
 _log = get_logger()
 
 
@@ -97,10 +113,14 @@ class WaitingPull:
 
     Attributes:
         remote: what its kv_transfer_params say, or why they make no sense.
+        tokens: to be loaded, counted from the start of the request, prefix hits included.
+        at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
     """
 
     remote: RemotePrefill | BadParams
+    tokens: int
+    at_least: int
     heard_ns: int
 
 
@@ -134,6 +154,7 @@ class ConnectorScheduler:
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
+        self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
         self._clock = clock
         self._life = life
         # Decode side; see the module's docstring. No request id is in both.
@@ -156,18 +177,20 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on."""
-        remote = self._read_params(request)
-        if remote is None:
-            if _wants_remote_decode(request):
-                self._leave_tokens_to_decode(request)
+        if _wants_remote_decode(request):
+            self._leave_tokens_to_decode(request)
+            pull = self._pull_back(request)
+        else:
+            pull = self._pull(request)
+        if pull is None:
             return
-        pull = self._waiting[request.request_id] = WaitingPull(remote, self._clock.now_ns())
-        if isinstance(remote, RemotePrefill):
+        self._waiting[request.request_id] = pull
+        if isinstance(pull.remote, RemotePrefill):
             self._commands.append(
                 TrackLease(
                     request_id=request.request_id,
-                    lease=_lease(remote),
-                    peer=_address(remote),
+                    lease=_lease(pull.remote),
+                    peer=_address(pull.remote),
                     age_seconds=self._age_seconds(pull),
                 )
             )
@@ -180,22 +203,23 @@ class ConnectorScheduler:
         if request.request_id in self._failed:
             self._failed.remove(request.request_id)
             return None, False
-        if request.request_id not in self._waiting:
+        pull = self._waiting.get(request.request_id)
+        if pull is None:
             return 0, False
-        count = self._tokens_to_load(request) - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        count = pull.tokens - num_computed_tokens
+        return (count, True) if count >= max(1, pull.at_least) else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were allocated: start the pull, or tell the prefill engine that none is needed."""
+        """Blocks were allocated: start the pull, or tell the engine that lends them that none is needed."""
         request_id = request.request_id
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             if num_external_tokens > 0:
                 self._loading.add(request_id)
                 self._commands.append(self._load(request, pull, blocks))
-            else:
-                self._skip_load(request_id, pull)
-        elif self._stopped is None and _wants_remote_decode(request) and request_id not in self._computing:
+                return  # it comes again when it has been loaded
+            self._skip_load(request_id, pull)
+        if self._stopped is None and self._will_lend(request) and request_id not in self._computing:
             lease = self._computing[request_id] = self._new_lease(request_id)
             self._commands.append(LeaseComputing(lease=lease))
 
@@ -213,11 +237,12 @@ class ConnectorScheduler:
             self._loading.remove(request_id)
             self._commands.append(AbortPull(request_id=request_id))
             return False, None
-        if not _wants_remote_decode(request):
+        if not self._will_lend(request):
             return False, None
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         lease = self._computing.pop(request_id, None)
-        if not completed or not any(block_ids) or self._stopped is not None:
+        keeps = any(block_ids) and self._stopped is None and (_wants_remote_decode(request) or self._has_room())
+        if not completed or not keeps:
             if lease is not None:
                 self._commands.append(LeaseWithdrawn(lease=lease))
             return False, None
@@ -267,6 +292,28 @@ class ConnectorScheduler:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
+    def _can_lend_back(self, vllm_config: VllmConfig) -> bool:
+        """Whether the blocks of a request that has decoded are known to be those of so many tokens when it finishes.
+
+        Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it, and a
+        window has moved. Drafts that were refused do the same. What is staged on the host is copied there after a
+        prefill only.
+        """
+        runs_ahead = vllm_config.scheduler_config.async_scheduling or self._drafts_max > 0
+        if self._is_staged:
+            why = "its KV is staged in memory of the host (kv_buffer_device cpu)"
+        elif runs_ahead and not self._keeps_everything:
+            why = "its model has states or windows, and steps overlap (async scheduling) or speculate"
+        else:
+            return True
+        _log.warning("bidirectional_kv_xfer: this engine lends no blocks of what it has decoded, because %s", why)
+        return False
+
+    @property
+    def _keeps_everything(self) -> bool:
+        """No group has a state, or a table that is clipped."""
+        return all(group.keeps == Keeps() for group in self._groups)
+
     def _stop_lending(self, reason: str) -> None:
         """A worker cannot serve its KV any more. What is lent already is given back by the workers, as it ends."""
         self._stopped = reason
@@ -278,17 +325,44 @@ class ConnectorScheduler:
         if self._listener is not None:
             self._listener.stop_serving(reason)
 
-    def _read_params(self, request: Request) -> RemotePrefill | BadParams | None:
-        """Where the request's KV is, or what is wrong with what it says; None: it is not to be read from anywhere."""
+    def _pull(self, request: Request) -> WaitingPull | None:
+        """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
         params_untrusted = request.kv_transfer_params
+        tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
             remote = parse_remote_prefill(params_untrusted)
             self._check_fit(remote, request)
         except ParamsError as error:
-            return error.failure
-        return remote
+            return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
+        at_least = self._options.decode_recompute_threshold
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns)
+
+    def _pull_back(self, request: Request) -> WaitingPull | None:
+        """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""
+        params_untrusted = request.kv_transfer_params
+        if not self._options.bidirectional_kv_xfer or not names_source(params_untrusted):
+            return None
+        try:
+            remote = parse_remote_prefill(params_untrusted)
+        except ParamsError as error:
+            _log.warning("request %s is computed whole: %s", request.request_id, error.failure)
+            return None
+        if remote.lease_number is None or len(remote.block_ids) != len(self._groups):
+            _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
+            return None
+        tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=self._clock.now_ns())
+
+    def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
+        """Of those that a D has, as many as this prompt begins with. Of a prompt that is loaded whole vLLM computes the
+        last token again, which a state does not allow."""
+        theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
+        if theirs < ours:
+            return theirs
+        # A clipped table or a state is that of all of their tokens.
+        return ours if self._keeps_everything else 0
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""
@@ -329,7 +403,7 @@ class ConnectorScheduler:
         request.max_tokens = 1
 
     def _load(self, request: Request, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
-        request_id, remote, tokens = request.request_id, pull.remote, self._tokens_to_load(request)
+        request_id, remote, tokens = request.request_id, pull.remote, pull.tokens
         tables: Sequence[Sequence[int]] = (
             [()] * len(self._groups) if isinstance(remote, BadParams) else remote.block_ids
         )
@@ -373,14 +447,32 @@ class ConnectorScheduler:
     def _age_seconds(self, pull: WaitingPull) -> float:
         return (self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND
 
+    def _will_lend(self, request: Request) -> bool:
+        """Whether its blocks are kept for another engine when it has finished."""
+        return _wants_remote_decode(request) or (self._lends_back and bool(request.kv_transfer_params))
+
+    def _has_room(self) -> bool:
+        pool = self._block_pool
+        return pool is None or pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * pool.num_gpu_blocks
+
     def _new_lease(self, request_id: str) -> LeaseName:
         return LeaseName(request_id, next(self._lease_numbers))
 
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
-        lease_seconds = self._options.kv_lease_duration
-        tokens = request.num_computed_tokens
+        expires_seconds: float | None = None
+        is_for_decode = _wants_remote_decode(request)
+        if is_for_decode:
+            lease_seconds, tokens = self._options.kv_lease_duration, request.num_computed_tokens
+        else:
+            lease_seconds = self._options.decoder_kv_blocks_ttl
+            expires_seconds = time.perf_counter() + lease_seconds
+            # The token that was sampled last may be computed in a step that is still under way.
+            tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
-        self._commands.append(LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=sum(map(len, lent))))
+        blocks = sum(map(len, lent))
+        self._commands.append(
+            LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=blocks, is_renewable=is_for_decode)
+        )
         return build_remote_prefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
@@ -392,6 +484,7 @@ class ConnectorScheduler:
             pp_size=self._pp_size,
             num_tokens=tokens,
             lease_number=lease.number,
+            expires_seconds=expires_seconds,
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:

@@ -29,6 +29,10 @@ LEASE_NUMBER_MAX = 2**63 - 1
 """Largest number of a lease. 0 is not a number in the parameters: it stands for their silence."""
 
 
+_SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""All of which parameters have that name an engine to read from."""
+
+
 class ParamLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bounds on what a router may hand us. The defaults are far above what vLLM produces."""
 
@@ -72,7 +76,7 @@ class ParamsKind(enum.Enum):
     REMOTE_PREFILL = "remote_prefill"
     """We are D: read the KV from P."""
     REMOTE_DECODE = "remote_decode"
-    """We are P: keep the KV for D."""
+    """We are P: keep the KV for D. The parameters may name a D to read the beginning of the prompt back from."""
 
 
 class ParamsError(ValueError):
@@ -100,8 +104,14 @@ def classify(raw_untrusted: object) -> ParamsKind:
     return ParamsKind.REMOTE_DECODE if remote_decode else ParamsKind.NONE
 
 
+def names_source(raw_untrusted: object) -> bool:
+    """Whether parameters of kind REMOTE_DECODE name blocks of another engine. Raises ParamsError: not an object."""
+    raw = _require_dict(raw_untrusted)
+    return all(key in raw for key in _SOURCE_KEYS) and bool(raw["remote_block_ids"])
+
+
 def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LIMITS) -> RemotePrefill:
-    """Check `kv_transfer_params` of a request whose KV is to be read from P.
+    """Check `kv_transfer_params` of a request whose KV is to be read from P, or read back from D.
 
     Raises ParamsError naming the first field that is missing, of the wrong type or out of bounds. Does not look at
     the two `do_remote_*` flags: that is `classify`.
@@ -142,15 +152,19 @@ def build_remote_prefill(
     lease_number: int,
     dcp_size: int = 1,
     pp_size: int = 1,
+    expires_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """What P returns for a prefilled request: JSON-serialisable, understood by a built-in D too.
+    """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
 
-    `remote_blocks_expiry_time` stays None: a built-in D takes a value there for the one-way lease of its second-turn
-    read-back, and would refuse to read in the last five seconds of it.
+    `expires_seconds` None: P lends to D, which reads the whole prompt. Otherwise D lends to P, for the next prompt of
+    the conversation; it is the end of the lease by the clock that the listener tells (`time.perf_counter`), in seconds.
+    Only a built-in P takes it from there; ours asks. For a D it has to be None: a built-in one takes it for the end of
+    a lease that nobody renews.
     """
+    lends_back = expires_seconds is not None
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not lends_back,
+        "do_remote_decode": lends_back,
         "remote_block_ids": [list(group) for group in block_ids],
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
@@ -160,7 +174,7 @@ def build_remote_prefill(
         "dcp_size": dcp_size,
         "pp_size": pp_size,
         "remote_num_tokens": num_tokens,
-        "remote_blocks_expiry_time": None,
+        "remote_blocks_expiry_time": expires_seconds,
         "transfer_mode": "pull",
         "lease_number": lease_number,
     }

@@ -68,11 +68,12 @@ def placement(vllm_config: VllmConfig) -> Placement:
 def require_supported_parallelism(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedCache for sizes that cannot be served, in both processes at start."""
     parallel = vllm_config.parallel_config
-    only_prefills = vllm_config.kv_transfer_config.kv_role == "kv_producer"
+    transfer = vllm_config.kv_transfer_config
+    reads = transfer.kv_role != "kv_producer" or transfer.get_from_extra_config("bidirectional_kv_xfer", False)
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1 and not only_prefills:
-            expected = "1, or any with kv_role kv_producer"
-            raise UnsupportedCache(f"{name} of an engine that decodes,", getattr(parallel, name), expected)
+        if getattr(parallel, name) > 1 and reads:
+            expected = "1, or any with kv_role kv_producer and without bidirectional_kv_xfer"
+            raise UnsupportedCache(f"{name} of an engine that reads KV,", getattr(parallel, name), expected)
     tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     pcp_size = parallel.prefill_context_parallel_size
     if dcp_size == 1:

@@ -21,10 +21,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
@@ -216,6 +217,7 @@ class EngineOptions:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": _scratch().name,
         }
         if self.forks:
             environment |= ONE_THREAD
@@ -375,6 +377,12 @@ class Engine:
         self._process.wait(timeout_seconds)
         _wait_group_gone(self._process.pid, timeout_seconds)
         _guard.forget(self._process.pid)
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """For what engines that are killed leave behind: sockets, torch's rendezvous. It goes with this program."""
+    return tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True)
 
 
 def _wait_group_gone(group: int, timeout_seconds: float) -> None:

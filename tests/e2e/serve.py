@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -133,6 +134,7 @@ def become_server(order: Mapping[str, Any], environment: Mapping[str, str]) -> N
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # looked up already when vLLM was imported
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(nothing, 0)
     os.dup2(log, 1)

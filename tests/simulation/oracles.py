@@ -341,13 +341,16 @@ class Oracles:
         """`lents`: of all ranks of an engine, in their order."""
         self.leases[lents[0].owner, lents[0].request_id] = lents
 
-    def grant(self, owner: str, request_id: str, now_ns: Sequence[int]) -> None:
-        """The engine has decided to lend. `now_ns`: of the clock of each rank."""
-        options = self.options
+    def grant(self, owner: str, request_id: str, now_ns: Sequence[int], fixed_seconds: float | None = None) -> None:
+        """The engine has decided to lend, for so long and no longer; None: as the options say. `now_ns`: of the clock
+        of each rank."""
+        lease_ns, total_ns = to_ns(self.options.kv_lease_duration), to_ns(self.options.lease_limit_seconds)
+        if fixed_seconds is not None:
+            lease_ns = total_ns = to_ns(fixed_seconds)
         for lent, at_ns in zip(self.leases[owner, request_id], now_ns, strict=True):
             lent.is_granted, lent.granted_seconds = True, trio.current_time()
-            lent.deadline_ns = max(lent.deadline_ns, at_ns + to_ns(options.kv_lease_duration))
-            lent.latest_ns = max(lent.deadline_ns, at_ns + to_ns(options.lease_limit_seconds))
+            lent.deadline_ns = max(lent.deadline_ns, at_ns + lease_ns)
+            lent.latest_ns = max(lent.deadline_ns, at_ns + total_ns)
 
     def lent(self, owner: str, name: LeaseName, tp_rank: int) -> Lent | None:
         """The lease of one rank that a message names, unless it is over."""

@@ -72,6 +72,7 @@ EXPECTED = (
     "prompt in chunks on D",
     "prompt in chunks on P",
     "quarantine",
+    "read back",
     "samples on several engines",
     "several requests in a step",
     "two samples",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ class HybridEngine:
         specs: one per cache group.
         recomputes: policy for a failed load: compute the prompt here, or fail the request.
         admits_what_fits: a prompt is begun only when there are blocks for all of it.
+        options: of the connector.
+        overlaps: a step may be scheduled before the one before it has ended (async scheduling).
     """
 
     def __init__(
@@ -106,11 +108,13 @@ class HybridEngine:
         caches_prefixes: bool = True,
         recomputes: bool = False,
         admits_what_fits: bool = True,
+        options: Mapping[str, Any] | None = None,
+        overlaps: bool = False,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.max_num_batched_tokens = batch_tokens
-        config.scheduler_config.async_scheduling = False
+        config.scheduler_config.async_scheduling = overlaps
         config.scheduler_config.scheduler_reserve_full_isl = admits_what_fits
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
@@ -125,6 +129,7 @@ class HybridEngine:
             kv_role="kv_both",
             kv_buffer_device="cpu",
             kv_load_failure_policy="recompute" if recomputes else "fail",
+            kv_connector_extra_config=dict(options or {}),
         )
         self.cache_config = _cache_config(specs, blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(self.cache_config, config)

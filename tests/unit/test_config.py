@@ -101,16 +101,12 @@ def test_ill_typed_value_is_named_and_shown(name: str, value: Any) -> None:
     assert f"option {name} has the value {value!r}" in str(error)
 
 
-def test_bidirectional_transfers_are_refused() -> None:
-    assert parse_options({"bidirectional_kv_xfer": False}, {}) == ConnectorOptions()
-    error = _error({"bidirectional_kv_xfer": True})
-    assert error.option == "bidirectional_kv_xfer"
-    assert "not supported" in str(error)
-
-
 def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}
     with caplog.at_level(logging.WARNING):
-        parse_options({"kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}, {})
+        parse_options({**options, "bidirectional_kv_xfer": True}, {})
+        assert not caplog.records
+        parse_options(options, {})
     assert [record.args for record in caplog.records] == [("kv_recompute_threshold",), ("decoder_kv_blocks_ttl",)]
 
 

@@ -82,6 +82,18 @@ def test_holds_reach_no_further_than_the_total_bound() -> None:
     assert FreeBlocks(lease=A, expired=True) in core.advance(1000)
 
 
+def test_a_lease_of_fixed_length_is_renewed_by_nobody() -> None:
+    """Two engines whose requests wait for each other's blocks would wait for ever."""
+    for fixed_ns in (30, 300, 3000):
+        core = Lending(LIMITS)
+        core.handle(Granted(lease=A, fixed_ns=fixed_ns), 0)
+        for now_ns in range(0, fixed_ns, 10):
+            assert hold(core, now_ns, A).held == ((A, fixed_ns - now_ns),)
+            core.handle(HeartbeatNotified(sender="builtin", request_ids=(A.request_id,)), now_ns)
+            assert not core.advance(now_ns)
+        assert FreeBlocks(lease=A, expired=True) in core.advance(fixed_ns)
+
+
 def test_nobody_is_told_held_of_what_ends_at_this_very_moment() -> None:
     """The bound is reached, and only the timer is late."""
     core = lent(A)

@@ -5,7 +5,8 @@ answer and the same prompt go to a decode engine. Some clients want two samples 
 were used up, have them damaged on the way, or leave, on either engine, in whatever status their request has reached.
 
 Prompts share prefixes: some are beginnings of one of a few long texts, some go on by themselves after one, others stand
-alone; some are shorter than a block.
+alone; some are shorter than a block. Where engines read back, some clients go on after the answer: their next prompt
+begins with the last one and its answer, or with a part of them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.simulation.coverage import TransitionKey
 from tests.simulation.faults import Kind, Plan
 from tests.simulation.process import RANK_LAG_SECONDS_MAX, Surroundings
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
-from tests.simulation.vllm.config import draw_knobs
+from tests.simulation.vllm.config import MAX_MODEL_TOKENS, draw_knobs
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
 from tests.simulation.vllm.oracles import Ask, Requests
@@ -119,20 +120,40 @@ class VllmCluster(Cluster):
         await script
 
     async def _ask(self, prefill: VllmEngine, decode: VllmEngine) -> None:
+        answered = await self._talk(prefill, decode, self._draw_prompt(), None)
+        while self._knobs.reads_back and answered is not None and self._chance.random() < 0.6:
+            prompt = self._draw_next_prompt(answered)
+            if len(prompt) + ANSWER_TOKENS_MAX > MAX_MODEL_TOKENS:
+                return
+            params = json.loads(json.dumps(answered.answer_params))
+            answered = await self._talk(self._chance.choice(self._prefills), decode, prompt, params)
+
+    def _draw_next_prompt(self, answered: Ask) -> tuple[int, ...]:
+        chance = self._chance
+        so_far = (*answered.sequence.prompt, *answered.sequence.answer)
+        if chance.random() < 0.2:
+            return so_far[: chance.randint(1, len(so_far))]
+        return so_far + _tokens(chance, chance.randint(1, BLOCK_TOKENS))
+
+    async def _talk(
+        self, prefill: VllmEngine, decode: VllmEngine, prompt: tuple[int, ...], read_back: dict[str, Any] | None
+    ) -> Ask | None:
+        """One prompt and its answers, of which one is returned that names blocks of its engine. `read_back`: what the
+        answer before it did."""
         chance = self._chance
         self._numbers += 1
         number = self._numbers
-        prompt = self._draw_prompt()
         prefilled = Ask(
             request_id=f"{prefill.name}-r{number}",
             # Routers ask for one token; who asks for more gets more blocks than the prompt needs.
             sequence=sequence(prompt, 1 if chance.random() < 0.85 else chance.randint(2, 40)),
-            params={"do_remote_decode": True, "do_remote_prefill": False},
+            params=read_back or {"do_remote_decode": True, "do_remote_prefill": False},
             abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.1 else None,
+            may_fail=read_back is not None,  # the engine that has answered may have given the blocks up
         )
         params = await self._prefill_prompt(prefill, prefilled)
         if params is None:
-            return
+            return None
         await trio.sleep(chance.uniform(0.0001, 0.006))
         if not self._shape.numbers_leases:
             del params["lease_number"]
@@ -158,6 +179,7 @@ class VllmCluster(Cluster):
                 nursery.start_soon(self._wait, engine, ask)
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
+        return next((ask for _, ask in samples if ask.answer_params is not None), None)
 
     async def _repeat(self, number: int, prompt: tuple[int, ...], params: dict[str, Any], decode: VllmEngine) -> None:
         """A router uses the parameters again, on the same engine or on another one."""

@@ -29,6 +29,8 @@ from tests.unit.vllm_setup import scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"
 MAX_MODEL_TOKENS = 256
+KEPT_FOR_READ_BACK_SECONDS = 0.4
+"""Short: pools are small, and what nobody reads back stands in everybody's way for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Knobs:
         batch_tokens: most tokens of a step; longer prompts are computed in chunks.
         batch_requests: most requests of a step.
         read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
+        reads_back: D keeps blocks for the next prompt of a conversation, which P reads back (`bidirectional_kv_xfer`).
     """
 
     recomputes: bool
@@ -57,6 +60,7 @@ class Knobs:
     batch_tokens: int
     batch_requests: int
     read_slowdown: int
+    reads_back: bool
 
 
 def draw_knobs(seed: int) -> Knobs:
@@ -72,6 +76,7 @@ def draw_knobs(seed: int) -> Knobs:
         batch_tokens=chance.choice([32, 48, 64]),
         batch_requests=chance.choice([3, 5, 8]),
         read_slowdown=chance.choice([1, 10, 100]),
+        reads_back=chance.random() < 0.5,
     )
 
 
@@ -94,6 +99,13 @@ def engine_configuration(
     role = "kv_both"
     if knobs.splits_roles:
         role = "kv_producer" if is_prefill else "kv_consumer"
+    if knobs.reads_back:
+        options = msgspec.structs.replace(
+            options,
+            bidirectional_kv_xfer=True,
+            kv_recompute_threshold=shape.block_tokens // 2,
+            decoder_kv_blocks_ttl=KEPT_FOR_READ_BACK_SECONDS,
+        )
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="NixlConnector",
         kv_connector_module_path=CONNECTOR_MODULE,

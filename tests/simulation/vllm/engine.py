@@ -169,6 +169,7 @@ class VllmEngine:
         self._sent = [0] * len(process.ranks)
         self._quarantined: Counter[int] = Counter()
         self._announced: dict[str, float] = {}
+        self._loaded_tokens: dict[str, int] = {}
         self._has_stopped_lending = False
 
     def _birth(self, rank: Rank) -> Birth:
@@ -388,11 +389,12 @@ class VllmEngine:
                 oracles.pulls[request_id].is_aborted = True
             case LeaseComputing(lease=lease):
                 self._note_lease(lease)
-            case LeaseGranted(lease=lease):
+            case LeaseGranted(lease=lease, is_renewable=is_renewable):
                 if (self.owner, lease.request_id) not in oracles.leases:
                     self._note_lease(lease)
                 now_ns = [rank.clock.now_ns() for rank in self.process.ranks]
-                oracles.grant(self.owner, lease.request_id, now_ns)
+                fixed_seconds = None if is_renewable else command.lease_seconds
+                oracles.grant(self.owner, lease.request_id, now_ns, fixed_seconds)
             case TrackLease(request_id=request_id, lease=lease):
                 self._announced[request_id] = trio.current_time()
                 if not self._requests.asks[request_id].may_fail:
@@ -439,6 +441,9 @@ class VllmEngine:
             pull.owner = self._requests.owners[command.lease.request_id]
             pull.remote_request_id = command.lease.request_id
             pull.may_fail = self._requests.asks[request_id].may_fail
+            if command.awaited:
+                self._loaded_tokens[request_id] = command.num_tokens or 0
+                self._requests.coverage["read back"] += self.role == PREFILL
         self.around.oracles.start(pull)
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
@@ -472,7 +477,7 @@ class VllmEngine:
                 continue
             blocks = self._blocks_of(request_id)
             for rank in self.process.ranks:
-                if wrong := ask.sequence.mismatches(rank.memory, blocks, ask.prompt_tokens):
+                if wrong := ask.sequence.mismatches(rank.memory, blocks, self._loaded_tokens[request_id]):
                     self.wrong_bytes(request_id, wrong, "when it was reported as loaded")
 
     # --- blocks -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Conversations between real engines with `bidirectional_kv_xfer`: what D has answered comes back to P with the next
+prompt, and P reads its KV from D instead of computing it.
+
+P keeps no cached prefixes, so that whatever it does not read it computes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER, Answer, PrefillDecode
+from tests.e2e.cluster import Room, Traces
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
+from tests.e2e.tiny_model import tiny_llama, vocabulary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+KEPT_SECONDS = 5.0
+TURNS = 4
+OPTIONS: dict[str, Any] = {
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": BLOCK_SIZE_TOKENS,
+    "decoder_kv_blocks_ttl": KEPT_SECONDS,
+}
+
+
+class Conversing:
+    """A producer that computes what it cannot read, and a consumer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.traces = Traces(directory / "traces")
+        common: dict[str, Any] = {
+            "model": tiny_llama(),
+            "logs": directory,
+            "context_tokens": 1024,
+            "trace_directory": self.traces.directory,
+            "extra_config": OPTIONS,
+            "arguments": ("--no-async-scheduling",),
+        }
+        self._engines = EngineSet()
+        try:
+            self.prefill, self.decode = self._engines.start(
+                EngineOptions(
+                    name="reads-back",
+                    kv_role="kv_producer",
+                    kv_load_failure_policy="recompute",
+                    prefix_caching=False,
+                    core=0,
+                    **common,
+                ),
+                EngineOptions(name="lends-back", kv_role="kv_consumer", core=1, **common),
+            )
+        except BaseException:
+            self._engines.stop()
+            raise
+
+    def close(self) -> None:
+        self._engines.stop()
+
+
+@pytest.fixture
+def conversing(room: Room) -> Conversing:
+    return room.occupy(Conversing)
+
+
+@pytest.fixture
+def service(conversing: Conversing) -> Iterator[PrefillDecode]:
+    with PrefillDecode(conversing.prefill, conversing.decode) as service:
+        yield service
+
+
+def said(count: int, seed: object) -> list[int]:
+    """By the client: tokens."""
+    return random.Random(f"said {seed}").choices(range(3, len(vocabulary()) - 1), k=count)
+
+
+def turn(service: PrefillDecode, key: str, tokens: list[int], params: Any) -> tuple[Answer, Answer]:
+    """What P and D answer to one prompt; `params` came with D's answer to the one before."""
+    prefilled = service.prefill_client.complete(tokens, max_tokens=1, request_id=f"{key}-p", kv_transfer_params=params)
+    assert prefilled.ok, prefilled.error
+    assert prefilled.kv_transfer_params is not None
+    answered = service.decode(tokens, prefilled.kv_transfer_params, f"{key}-d")
+    assert answered.ok, answered.error
+    assert answered.token_ids == service.alone(tokens).token_ids
+    return prefilled, answered
+
+
+def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: PrefillDecode) -> None:
+    tokens, params, there = said(3 * BLOCK_SIZE_TOKENS + 5, "first"), REQUEST_TRANSFER, 0
+    for number in range(TURNS):
+        key = f"turn-{number}"
+        _, answered = turn(service, key, tokens, params)
+        assert answered.kv_transfer_params is not None
+        if number:
+            request, _ = conversing.traces.assert_plain(f"{key}-p")
+            assert request.blocks == -(-there // BLOCK_SIZE_TOKENS)
+        there = answered.kv_transfer_params["remote_num_tokens"]
+        assert there == len(tokens) + ANSWER_TOKENS - 1
+        tokens, params = [*tokens, *answered.token_ids, *said(20, number)], answered.kv_transfer_params
+    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == TURNS - 1
+    for client in (service.prefill_client, service.decode_client):
+        assert client.blocks_are_free()
+    for engine in (conversing.prefill, conversing.decode):
+        assert "Traceback" not in engine.log()
+
+
+def test_a_client_that_comes_too_late_is_answered_all_the_same(conversing: Conversing, service: PrefillDecode) -> None:
+    """D has freed its blocks and uses them for others; P computes the prompt."""
+    tokens = said(100, "late")
+    _, answered = turn(service, "early", tokens, REQUEST_TRANSFER)
+    assert service.decode_client.blocks_are_free(KEPT_SECONDS + 15)
+    turn(service, "late", [*tokens, *answered.token_ids, *said(20, "later")], answered.kv_transfer_params)
+    assert conversing.traces.last_record("late-p").reason.startswith("LeaseOver")

@@ -1,0 +1,115 @@
+"""Read-back (`bidirectional_kv_xfer`) over real NIXL: P reads the beginning of a conversation's next prompt from the D
+that has answered, every byte is compared, and each side's blocks come back. With the built-in connector on either side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.house import BLOCK_TOKENS, SHAPE, check_loaded
+from tests.rig import BUILTIN, OURS, EngineRig, RequestOutcome, engine_pair, expected_output, prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TTL_SECONDS = 6.0
+OPTIONS = {
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": BLOCK_TOKENS,
+    "decoder_kv_blocks_ttl": TTL_SECONDS,
+    "kv_lease_duration": 8,
+}
+REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+ANSWER = 5
+_FREED_SECONDS = 4
+"""Blocks that are free by then were released, and did not wait for the end of a lease."""
+
+
+@contextmanager
+def pair(directory: Path, prefill: Any, decode: Any) -> Iterator[tuple[EngineRig, EngineRig]]:
+    with engine_pair(prefill, directory, decode_connector=decode, extra_config=OPTIONS, **SHAPE) as engines:
+        yield engines
+
+
+def turn(
+    engines: tuple[EngineRig, EngineRig], name: str, tokens: list[int], params: dict[str, Any]
+) -> tuple[RequestOutcome, RequestOutcome]:
+    """What P and D made of one prompt. P has forgotten what it computed before."""
+    prefill, decode = engines
+    prefill.wait_until_whole(_FREED_SECONDS)
+    prefill.overwrite_free_blocks()
+    prefilled = prefill.decode(f"{name}-on-p", tokens, params)
+    assert prefilled.mismatched_pages == 0
+    assert prefilled.output_token_ids == expected_output(tokens, 1)
+    answered = decode.decode(f"{name}-on-d", tokens, as_json(prefilled), ANSWER)
+    check_loaded(answered, tokens, ANSWER)
+    return prefilled, answered
+
+
+def as_json(outcome: RequestOutcome) -> dict[str, Any]:
+    """As a router hands it on."""
+    assert outcome.kv_transfer_params is not None
+    found: dict[str, Any] = json.loads(json.dumps(outcome.kv_transfer_params))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "is_read_back"),
+    [(OURS, OURS, True), (BUILTIN, OURS, True), (OURS, BUILTIN, False)],
+    ids=["ours", "built-in P", "built-in D"],
+)
+def test_a_conversation_is_read_back(prefill: Any, decode: Any, is_read_back: bool, tmp_path: Path) -> None:
+    """Our P reads from a D that answers for its leases, and computes what a built-in D may not have any more."""
+    with pair(tmp_path, prefill, decode) as engines:
+        tokens, params = prompt("conversation", 3 * BLOCK_TOKENS + 7), REMOTE_DECODE
+        there = 0
+        for number in range(3):
+            prefilled, answered = turn(engines, f"turn-{number}", tokens, params)
+            assert prefilled.received is (is_read_back and number > 0)
+            if prefilled.received:
+                assert prefilled.external_cached_tokens == there
+                assert prefilled.checked_pages > 0
+            there = len(tokens) + ANSWER - 1
+            tokens = [*tokens, *answered.output_token_ids, *prompt(f"more-{number}", 40)]
+            params = as_json(answered)
+            assert params["do_remote_decode"]
+        for engine in engines:
+            engine.wait_until_whole(TTL_SECONDS + 20)
+
+
+def test_what_nobody_reads_back_is_freed_in_time(tmp_path: Path) -> None:
+    with pair(tmp_path, OURS, OURS) as engines:
+        turn(engines, "only", prompt("only", 100), REMOTE_DECODE)
+        free = engines[1].snapshot().free_blocks
+        assert free < engines[1].snapshot().blocks - 1
+        engines[1].wait_until_whole(TTL_SECONDS + 10)
+
+
+def test_what_is_too_little_to_read_is_given_back_at_once(tmp_path: Path) -> None:
+    with pair(tmp_path, OURS, OURS) as engines:
+        tokens = prompt("short", BLOCK_TOKENS - ANSWER)
+        _, answered = turn(engines, "short", tokens, REMOTE_DECODE)
+        longer = [*tokens, *answered.output_token_ids, *prompt("more", 40)]
+        prefilled, _ = turn(engines, "longer", longer, as_json(answered))
+        assert not prefilled.received
+        engines[1].wait_until_whole(TTL_SECONDS + 10)
+
+
+def test_a_lease_of_d_that_is_over_is_not_read(tmp_path: Path) -> None:
+    """The client comes back too late: P is told so, and the policy decides."""
+    with pair(tmp_path, OURS, OURS) as engines:
+        tokens = prompt("late", 100)
+        _, answered = turn(engines, "late", tokens, REMOTE_DECODE)
+        engines[1].wait_until_whole(TTL_SECONDS + 10)
+        engines[1].overwrite_free_blocks()
+        engines[0].wait_until_whole(_FREED_SECONDS)
+        engines[0].overwrite_free_blocks()
+        longer = [*tokens, *answered.output_token_ids, *prompt("later", 40)]
+        outcome = engines[0].decode("later-on-p", longer, as_json(answered))
+        assert outcome.receive_failed
+        assert not outcome.mismatched_pages

@@ -1,0 +1,242 @@
+"""Read-back (`bidirectional_kv_xfer`): D lends what it has decoded, and P reads what the next prompt begins with.
+
+Under vLLM's own scheduler on both sides; the worker is played here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.request import RequestStatus
+
+from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
+from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
+from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, state, window
+
+BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
+ANSWER = 6
+"""Tokens that D samples."""
+THEIRS = len(PROMPT) + ANSWER - 1
+"""Whose KV D has when it has finished: the last one was sampled, and not computed."""
+NEXT_PROMPT = [*PROMPT, *[SAMPLED_TOKEN] * ANSWER, *range(500, 520)]
+
+
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker side can register is not the matter here."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+def engine(name: str, *specs: KVCacheSpec, options: dict[str, Any] | None = None, **settings: Any) -> HybridEngine:
+    return HybridEngine(
+        list(specs) or [full()],
+        engine_id=name,
+        options=BOTH_WAYS if options is None else options,
+        # One state for the whole request cannot be cached.
+        caches_prefixes=not any(isinstance(spec, MambaSpec) for spec in specs),
+        **settings,
+    )
+
+
+def first_turn(decode: HybridEngine, prefill: HybridEngine) -> dict[str, Any]:
+    """A prompt is prefilled on P and answered on D; the parameters that D's answer carries."""
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=ANSWER)
+    decode.loaded("first")
+    for _ in range(ANSWER + 2):
+        decode.step()
+    assert "first" in decode.finished
+    found: dict[str, Any] = decode.params["first"]
+    return found
+
+
+def commands(engine: HybridEngine, name: str) -> list[Command]:
+    """About one request."""
+    return [
+        each
+        for each in engine.commands
+        if name in (getattr(each, "request_id", None), getattr(getattr(each, "lease", None), "request_id", None))
+    ]
+
+
+@pytest.mark.parametrize(
+    "specs", [[full()], [full(), window(40)], [full(), state("none")]], ids=["full", "window", "state"]
+)
+def test_the_next_prompt_is_read_from_the_engine_that_has_answered(specs: list[KVCacheSpec]) -> None:
+    prefill, decode = engine("p", *specs), engine("d", *specs)
+    params = first_turn(decode, prefill)
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    left = prefill.scheduler.connector._scheduler._tokens_left_to_decode  # type: ignore[union-attr]
+    assert params["remote_num_tokens"] == THEIRS
+    assert params["remote_engine_id"] == "d"
+    grant = decode.grant_of("first")
+    assert (grant.lease_seconds, grant.is_renewable) == (480.0, False)
+    assert params["lease_number"] == grant.lease.number
+
+    pull = prefill.load("second", NEXT_PROMPT, params)
+    assert (pull.peer.engine_id, pull.lease) == ("d", grant.lease)
+    assert (pull.num_tokens, pull.remote_num_tokens) == (THEIRS, THEIRS)
+    assert [list(group.remote_block_ids) for group in pull.groups] == params["remote_block_ids"]
+    prefill.loaded("second")
+    for _ in range(3):
+        prefill.step()
+    assert prefill.computed["second"] == len(NEXT_PROMPT) - left - THEIRS
+    lent = prefill.params["second"]
+    assert (lent["do_remote_prefill"], lent["remote_engine_id"]) == (True, "p")
+    assert lent["remote_num_tokens"] == len(NEXT_PROMPT) - left
+    assert [type(each) for each in commands(prefill, "second")] == [TrackLease, StartPull, LeaseComputing, LeaseGranted]
+
+
+def test_what_is_cached_is_not_read() -> None:
+    prefill, decode = engine("p"), engine("d")
+    params = first_turn(decode, prefill)
+    prefill.run("again", PROMPT, REMOTE_DECODE)
+    pull = prefill.load("second", NEXT_PROMPT, params)
+    (group,) = pull.groups
+    assert group.local_first == len(PROMPT) // BLOCK_TOKENS
+    assert len(group.local_block_ids) == -(-THEIRS // BLOCK_TOKENS) - group.local_first
+
+
+@pytest.mark.parametrize(("threshold", "is_read"), [(THEIRS, True), (THEIRS + 1, False), (0, True)])
+def test_few_tokens_are_computed_instead(threshold: int, is_read: bool) -> None:
+    """D's blocks are given back at once then."""
+    prefill = engine("p", options={**BOTH_WAYS, "kv_recompute_threshold": threshold})
+    params = first_turn(engine("d"), engine("p"))
+    prefill.submit("second", NEXT_PROMPT, params)
+    prefill.step()
+    assert prefill.pull_of("second").awaited is is_read
+    if not is_read:
+        assert prefill.computed["second"] == len(NEXT_PROMPT)
+        assert "second" in prefill.params
+
+
+def test_d_computes_few_tokens_itself() -> None:
+    prefill = engine("p", options={})
+    prefill.prefill("a", PROMPT)
+    for threshold, is_read in ((len(PROMPT), True), (len(PROMPT) + 1, False)):
+        decode = engine("d", options={"decode_recompute_threshold": threshold})
+        decode.submit("a", PROMPT, prefill.params["a"])
+        decode.step()
+        assert decode.pull_of("a").awaited is is_read
+
+
+@pytest.mark.parametrize(
+    ("specs", "tokens"),
+    [([full()], 30), ([full(), window(40)], 0), ([full(), chunked(64)], 0), ([full(), state("none")], 0)],
+    ids=["full", "window", "chunks", "state"],
+)
+def test_a_prompt_that_is_shorter_than_what_d_has(specs: list[KVCacheSpec], tokens: int) -> None:
+    """A client may cut its conversation. A state, or what a window has left, is that of all of D's tokens."""
+    prefill, decode = engine("p", *specs), engine("d", *specs)
+    params = first_turn(decode, prefill)
+    fresh = engine("p", *specs)
+    fresh.submit("second", PROMPT[:30], params)
+    fresh.step()
+    pull = fresh.pull_of("second")
+    assert pull.awaited is bool(tokens)
+    if tokens:
+        assert pull.num_tokens == tokens
+
+
+def _without_number(params: dict[str, Any]) -> None:
+    """As of a built-in D: nobody knows whether it still has the blocks."""
+    del params["lease_number"]
+
+
+def _without_address(params: dict[str, Any]) -> None:
+    del params["remote_port"]
+
+
+def _malformed(params: dict[str, Any]) -> None:
+    params["remote_port"] = "80"
+
+
+def _other_groups(params: dict[str, Any]) -> None:
+    params["remote_block_ids"] *= 2
+
+
+@pytest.mark.parametrize("change", [_without_number, _without_address, _malformed, _other_groups])
+def test_what_cannot_be_read_is_computed(change: Any) -> None:
+    prefill, decode = engine("p"), engine("d")
+    params = first_turn(decode, prefill)
+    change(params)
+    fresh = engine("p")
+    fresh.run("second", NEXT_PROMPT, params)
+    assert fresh.computed["second"] == len(NEXT_PROMPT)
+    assert fresh.params["second"]["remote_num_tokens"] == len(NEXT_PROMPT)
+    assert not [each for each in fresh.commands if isinstance(each, StartPull | TrackLease)]
+
+
+def test_malformed_parameters_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    params = first_turn(engine("d"), engine("p"))
+    _malformed(params)
+    with caplog.at_level(logging.WARNING):
+        engine("p").submit("second", NEXT_PROMPT, params)
+    assert "remote_port" in caplog.text
+
+
+def test_without_the_option_nothing_is_lent_or_read_back() -> None:
+    params = first_turn(engine("d"), engine("p"))
+    prefill = engine("p", options={})
+    prefill.run("second", NEXT_PROMPT, params)
+    assert prefill.computed["second"] == len(NEXT_PROMPT)
+    decode = engine("d", options={})
+    decode.load("second", NEXT_PROMPT, prefill.params["second"], max_tokens=ANSWER)
+    decode.loaded("second")
+    for _ in range(ANSWER + 2):
+        decode.step()
+    assert "second" in decode.finished
+    assert "second" not in decode.params
+
+
+def test_a_request_without_parameters_is_not_lent() -> None:
+    """It is not part of a conversation between engines."""
+    decode = engine("d")
+    decode.run("local", PROMPT, None, max_tokens=ANSWER)
+    assert "local" not in decode.params
+    assert not [each for each in decode.commands if isinstance(each, LeaseGranted)]
+
+
+def test_nothing_is_lent_back_while_few_blocks_are_free() -> None:
+    """What nobody may ever read would stand in the way of requests that wait."""
+    prefill, decode = engine("p"), engine("d", blocks=40)
+    lent = 0
+    for number in range(8):
+        name, tokens = str(number), [number * 10 + each for each in PROMPT]
+        prefill.prefill(name, tokens)
+        decode.load(name, tokens, prefill.params[name], max_tokens=ANSWER)
+        decode.loaded(name)
+        for _ in range(ANSWER + 2):
+            decode.step()
+        lent += name in decode.params
+        assert decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * 40
+    assert 1 < lent < 8
+    assert len(decode.finished) == 8
+
+
+def test_an_aborted_request_is_not_lent() -> None:
+    prefill, decode = engine("p"), engine("d")
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=50)
+    decode.loaded("first")
+    decode.step()
+    decode.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    decode.step()
+    assert not [each for each in decode.commands if isinstance(each, LeaseGranted)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "is_lent"), [([full()], True), ([full(), window(40)], False), ([full(), state("none")], False)]
+)
+def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
+    specs: list[KVCacheSpec], is_lent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        decode = engine("d", *specs, overlaps=True)
+    assert ("lends no blocks" in caplog.text) is not is_lent
+    assert decode.scheduler.connector._scheduler._lends_back is is_lent  # type: ignore[union-attr]
