@@ -9,6 +9,7 @@
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
+# make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
@@ -20,7 +21,7 @@ ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tes
 SEEDS ?= 100
 
 .PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        bench diagrams clean
+        test-gpu bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -49,7 +50,7 @@ test-parts: setup
 		tests/unit tests/explore tests/simulation tests/actors tests/conformance
 
 test-pairs: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/integration tests/e2e $(patsubst %,--ignore %,$(ALONE))
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/integration tests/gpu tests/e2e $(patsubst %,--ignore %,$(ALONE))
 
 test-alone: setup
 	$(BIN)/python -m pytest $(ALONE)
@@ -69,6 +70,10 @@ oracle: setup
 
 mutants: setup
 	$(BIN)/python -m tests.simulation.mutants
+
+# With the Python that has torch for the device: make test-gpu PYTHON=...
+test-gpu:
+	$(PYTHON) -m pytest -s tests/gpu --device cuda
 
 bench: setup
 	@$(BIN)/python -m tests.bench

@@ -14,7 +14,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-SUITES_CHEAP_FIRST = ("unit", "explore", "simulation", "actors", "conformance", "bench", "integration", "e2e")
+SUITES_CHEAP_FIRST = ("unit", "explore", "simulation", "actors", "conformance", "bench", "integration", "gpu", "e2e")
 
 
 def pytest_configure(config: pytest.Config) -> None:

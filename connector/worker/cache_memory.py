@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from connector.protocol import Memory
 
@@ -32,6 +31,12 @@ _UNITS_AT_ONCE = 1 << 20
 def word_of(sizes: Iterable[int]) -> torch.dtype:
     """The longest word that divides all sizes in bytes, for few and wide accesses."""
     return WORDS[math.gcd(max(WORDS), *sizes)]
+
+
+def to_device(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """On a device in the current stream; waits neither for it nor for the copy."""
+    ours = torch.from_numpy(numbers)
+    return ours if device.type == "cpu" else ours.pin_memory().to(device, non_blocking=True)
 
 
 class CacheMemory:
@@ -67,5 +72,5 @@ def _zero(memory: torch.Tensor, offsets: Numbers, lengths: Numbers) -> None:
     before = np.cumsum(counts) - counts
     index = np.repeat(offsets // unit_bytes - before, counts) + np.arange(counts.sum())
     for start in range(0, index.size, _UNITS_AT_ONCE):
-        some = async_tensor_h2d(index[start : start + _UNITS_AT_ONCE], memory.device)
+        some = to_device(index[start : start + _UNITS_AT_ONCE], memory.device)
         units.index_fill_(0, some, 0)

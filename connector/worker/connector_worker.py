@@ -34,9 +34,10 @@ from connector.step_metadata import HandshakeMetadata, StepMetadata
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.finishing import Finishing, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
-from connector.worker.ledger import Loaded, TransferLedger
+from connector.worker.ledger import TransferLedger
 from connector.worker.parallelism import placement
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
@@ -64,10 +65,8 @@ class ConnectorWorker:
         self._thread: ActorThread[Command] | None = None
         self._is_copy = False
         self._trace: TraceSink | None = None
-        self._cache_memory = CacheMemory(())
-        self._landed_blocks = LandedBlocks({})
         self._staging: HostStaging | None = None
-        self._synchronizes = False
+        self._finishing: Finishing | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
@@ -91,10 +90,15 @@ class ConnectorWorker:
         layout = registration.layout
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
-        elif current_platform.is_rocm():
-            self._synchronizes = any(group.tokens_per_kernel_block == 0 for group in layout.groups)
-        self._cache_memory = CacheMemory(registered.values())
-        self._landed_blocks = LandedBlocks(landing_caches(layout, registered))
+        self._finishing = Finishing(
+            run_on(next(iter(registered.values())).device),
+            LandedBlocks(landing_caches(layout, registered)),
+            CacheMemory(registered.values()),
+            self._staging,
+            synchronizes=self._staging is None
+            and current_platform.is_rocm()
+            and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
+        )
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
                 self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
@@ -222,23 +226,10 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
         results = self.ledger.take_results()
-        if loaded := self.ledger.take_loaded():
-            self._make_usable(loaded)
+        if self._finishing is not None:
+            results.finished_recving |= self._finishing.finish(self.ledger.take_loaded())
         self._switch_interval.shorten(self.ledger.is_open)
         return results
-
-    def _make_usable(self, loaded: Sequence[Loaded]) -> None:
-        """What is left to do when all READs of requests have ended, before vLLM may use their blocks."""
-        if self._synchronizes:
-            import torch
-
-            # As in the built-in connector: without it, kernels for states may not see what was written into them.
-            torch.accelerator.synchronize()
-        self._landed_blocks.put_in_order([each.landed for each in loaded if each.landed is not None])
-        self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
-        if self._staging is not None:
-            for each in loaded:
-                self._staging.load(each.block_ids)
 
 
 def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from connector.layout.geometry import RankLayout
 from connector.layout.landing import landed_steps, landing_layers
 from connector.protocol import Landed
-from connector.worker.cache_memory import Numbers, word_of
+from connector.worker.cache_memory import Numbers, to_device, word_of
 
 _MOVED_AT_ONCE_BYTES = 64 << 20
 """Of one layer: device memory that is taken for a moment, of which vLLM leaves little."""
@@ -45,7 +44,7 @@ class LandedBlocks:
             views = [_views(cache, heads_first=heads_first, chunks=chunks) for cache in self._caches[group]]
             moved = [each for each in views if each is not None]
             if moved:
-                blocks = async_tensor_h2d(np.concatenate(tables), moved[0].stays.device)
+                blocks = to_device(np.concatenate(tables), moved[0].stays.device)
                 for each in moved:
                     each.put_in_order(blocks)
 

@@ -17,7 +17,6 @@ first token.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -26,9 +25,7 @@ from connector.observe.log import get_logger
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
-    Landed,
     LeaseGranted,
-    Memory,
     Outcome,
     QuarantineLifted,
     ReceiveEnded,
@@ -40,23 +37,13 @@ from connector.protocol import (
 )
 from connector.step_metadata import WorkerReport
 from connector.wire.bounded import shorten
+from connector.worker.finishing import Loaded
 from statemachine.failures import ConnectorStopped
 
 REASON_LENGTH_MAX = 300
 """Of why this worker has stopped, in characters."""
 
 _log = get_logger()
-
-
-class Loaded(NamedTuple):
-    """A request whose READs have ended, and what is left to do before it may be used."""
-
-    block_ids: tuple[list[int], ...]
-    """Per cache group: the blocks that were read into."""
-    landed: Landed | None
-    """Those that were left in the peer's order of heads and tokens."""
-    unfilled: Memory | None
-    """Parts of them that no READ has written."""
 
 
 class TransferLedger:
@@ -137,7 +124,7 @@ class TransferLedger:
         self._outcomes.append(outcome)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """What has ended since the last call."""
+        """What has ended since the last call, but for requests that were loaded: see `take_loaded`."""
         results = KVConnectorTransferResults()
         while self._outcomes:
             outcome = self._outcomes.popleft()
@@ -159,7 +146,7 @@ class TransferLedger:
         return results
 
     def take_loaded(self) -> list[Loaded]:
-        """The requests reported as loaded by the last `take_results`."""
+        """Those whose READs have ended, as `take_results` found. Each is told to vLLM when it has been finished."""
         loaded, self._loaded = self._loaded, []
         return loaded
 
@@ -213,10 +200,10 @@ class TransferLedger:
 
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
         block_ids = self._open_receives.pop(outcome.request_id)
-        results.finished_recving.add(outcome.request_id)
         if outcome.failure is None:
-            self._loaded.append(Loaded(block_ids, outcome.landed, outcome.unfilled))
+            self._loaded.append(Loaded(outcome.request_id, block_ids, outcome.landed, outcome.unfilled))
             return
+        results.finished_recving.add(outcome.request_id)
         results.failed_recving.add(outcome.request_id)
         if outcome.quarantined:
             self._report.quarantined.append(outcome.local_block_ids)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.protocol import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import WorkerReport
+from connector.worker.finishing import Finishing, Loaded
 from connector.worker.ledger import TransferLedger
 from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
 from tests.simulation.__main__ import read_plan
@@ -56,6 +56,7 @@ EXPECTED = (
     "abort on P in PREEMPTED",
     "abort on P in RUNNING",
     "abort on P in WAITING",
+    "a device is late",
     "damaged parameters",
     "full prefix hit on D",
     "full prefix hit on P",
@@ -219,16 +220,25 @@ def never_lift_a_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 
 def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:
-    take = TransferLedger.take_results
+    finish = Finishing.finish
     before: dict[int, set[str]] = {}
 
-    def once_more(self: TransferLedger) -> KVConnectorTransferResults:
-        results = take(self)
-        repeated, before[id(self)] = before.get(id(self), set()), set(results.finished_recving)
-        results.finished_recving |= repeated
-        return results
+    def once_more(self: Finishing, loaded: Sequence[Loaded]) -> set[str]:
+        finished = finish(self, loaded)
+        repeated, before[id(self)] = before.get(id(self), set()), finished
+        return finished | repeated
 
-    patch.setattr(TransferLedger, "take_results", once_more)
+    patch.setattr(Finishing, "finish", once_more)
+
+
+def report_before_the_device_is_done(patch: pytest.MonkeyPatch) -> None:
+    finish = Finishing.finish
+
+    def at_once(self: Finishing, loaded: Sequence[Loaded]) -> set[str]:
+        finish(self, loaded)
+        return {each.request_id for each in loaded}
+
+    patch.setattr(Finishing, "finish", at_once)
 
 
 def say_held_of_what_was_released(patch: pytest.MonkeyPatch) -> None:
@@ -267,6 +277,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]]
     (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
     (never_lift_a_quarantine, [STALL], 8, "blocks"),
     (report_every_load_twice, [], 12, "scheduler"),
+    (report_before_the_device_is_done, [], 30, "bytes"),
     (say_held_of_what_was_released, [], 1, "proof"),
     (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
     (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),

@@ -13,7 +13,7 @@ loop over single tokens. Of the product it uses what it judges: the shapes, stri
     python -m tests.unit.layout_oracle --examples 100000 [--first-seed 0] [--family attention]
 
 runs that many seeds in turn, prints how often each feature occurred, and stops at the first case that fails.
-tests/integration/test_layout_over_nixl.py has the same cases carried out by NIXL.
+tests/gpu/test_layouts.py has the same cases carried out by NIXL.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from unittest.mock import patch
 
 import msgspec
@@ -41,7 +42,7 @@ from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
-from connector.ports.nixl import MemoryRun
+from connector.ports.nixl import MemoryKind, MemoryRun
 from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches
 
@@ -460,12 +461,22 @@ def held(units: int, rank: int, ranks: int) -> list[int]:
     return [rank // (ranks // units)]
 
 
+class Home(Protocol):
+    """Where the memory of a rank lies."""
+
+    @property
+    def memory_kind(self) -> MemoryKind: ...
+
+    def place(self, array: Bytes) -> int:
+        """The address of memory for the bytes of this array."""
+        ...
+
+
 class Rank:
     """The memory of one rank, one array of bytes for each tensor, and views of it by what the bytes mean.
 
     Args:
-        in_place: addresses are those of the arrays in this process, for NIXL. Otherwise they are made up, the same in
-            every run.
+        home: where its memory lies; None: at addresses that are made up, the same in every run.
 
     Attributes:
         memory: by tensor.
@@ -477,7 +488,7 @@ class Rank:
     """
 
     def __init__(
-        self, case: Case, engine: Engine, rank: RankId, noise: np.random.Generator, *, in_place: bool = False
+        self, case: Case, engine: Engine, rank: RankId, noise: np.random.Generator, *, home: Home | None = None
     ) -> None:
         self.engine, self.rank, self.tp_rank = engine, rank, rank.tp_rank
         self.groups = tuple(
@@ -487,7 +498,7 @@ class Rank:
         self.shapes = shapes_in(tensors)
         self.memory: list[Bytes] = []
         self.addresses: list[int] = []
-        self._in_place = in_place
+        self._home = home
         self.pages: dict[str, list[Bytes]] = {}
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, list[tuple[list[int], Bytes]]] = {}
@@ -513,7 +524,7 @@ class Rank:
         """Memory full of noise, and its address."""
         flat = noise.integers(0, 256, length_bytes, dtype=np.uint8)
         self.memory.append(flat)
-        self.addresses.append(flat.ctypes.data if self._in_place else len(self.memory) << _ADDRESS_BITS)
+        self.addresses.append(len(self.memory) << _ADDRESS_BITS if self._home is None else self._home.place(flat))
         return flat, self.addresses[-1]
 
     def _lay_out(self, tensor: Tensor, noise: np.random.Generator) -> list[Region]:
@@ -566,7 +577,7 @@ class Rank:
                     self.pages[shape.name] = _page_views(shape, view[index])
                     self.caches[shape.name] = torch.from_numpy(view[index])
                     pieces = paged_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size, strides=strides)
-                    regions.append(_region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
+                    regions.append(self._region(shape, base_address, page_bytes, strides.block, sizes["B"], pieces))
         return regions
 
     def _lay_out_states(self, tensor: Tensor, state_bytes: int, noise: np.random.Generator) -> list[Region]:
@@ -583,7 +594,7 @@ class Rank:
 
     def _state_region(self, shape: LayerShape, base_address: int, stride_bytes: int) -> Region:
         pieces = state_pieces(shape, tp_rank=self.tp_rank, tp_size=self.engine.tp_size)
-        return _region(shape, base_address, self._state_bytes(shape), stride_bytes, self.engine.num_ids, pieces)
+        return self._region(shape, base_address, self._state_bytes(shape), stride_bytes, self.engine.num_ids, pieces)
 
     def _state_bytes(self, shape: LayerShape) -> int:
         return sum(
@@ -600,6 +611,26 @@ class Rank:
             views.append((units, view))
             start = end
         return views
+
+    def _region(
+        self,
+        shape: LayerShape,
+        base_address: int,
+        length_bytes: int,
+        stride_bytes: int,
+        num_blocks: int,
+        pieces: tuple[Piece, ...],
+    ) -> Region:
+        return Region(
+            name=shape.name,
+            base_address=base_address,
+            block_length_bytes=length_bytes,
+            block_stride_bytes=stride_bytes,
+            num_blocks=num_blocks,
+            memory_kind="DRAM" if self._home is None else self._home.memory_kind,
+            group=shape.group,
+            pieces=pieces,
+        )
 
     def locate(self, address: int, length_bytes: int) -> tuple[int, slice]:
         """Which array, and what of it. OracleError when it is not this rank's memory, or not all of it."""
@@ -634,26 +665,6 @@ def _page_views(shape: LayerShape, pages: Bytes) -> list[Bytes]:
 
 _ADDRESS_BITS = 28
 """Distance of made-up addresses."""
-
-
-def _region(
-    shape: LayerShape,
-    base_address: int,
-    length_bytes: int,
-    stride_bytes: int,
-    num_blocks: int,
-    pieces: tuple[Piece, ...],
-) -> Region:
-    return Region(
-        name=shape.name,
-        base_address=base_address,
-        block_length_bytes=length_bytes,
-        block_stride_bytes=stride_bytes,
-        num_blocks=num_blocks,
-        memory_kind="DRAM",
-        group=shape.group,
-        pieces=pieces,
-    )
 
 
 # --- the judgement --------------------------------------------------------------------------------------------------
@@ -884,16 +895,20 @@ def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[R
 
 def put_in_order(case: Case, decode: Rank, order: LandingOrder) -> None:
     """What the product does with the request's blocks after READs to the landing layout."""
+    LandedBlocks(landing_caches(decode.layout, decode.caches)).put_in_order([landed_blocks(case, order)])
+
+
+def landed_blocks(case: Case, order: LandingOrder) -> Landed:
+    """The request's blocks as the product is told of them."""
     kernel_blocks = [
         [number for number, token, _ in _positions(table.local, 0, group) if token == 0]
         for table, group in zip(case.tables, case.decode.groups, strict=True)
     ]
-    landed = Landed(
+    return Landed(
         kernel_blocks=tuple(np.array(numbers, np.int64) for numbers in kernel_blocks),
         chunks=order.chunks,
         heads_first=order.heads_first,
     )
-    LandedBlocks(landing_caches(decode.layout, decode.caches)).put_in_order([landed])
 
 
 def expand_runs(runs: Sequence[MemoryRun]) -> list[tuple[int, int]]:

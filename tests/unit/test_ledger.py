@@ -18,7 +18,8 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.step_metadata import WorkerReport
-from connector.worker.ledger import REASON_LENGTH_MAX, Loaded, TransferLedger
+from connector.worker.finishing import Loaded
+from connector.worker.ledger import REASON_LENGTH_MAX, TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
@@ -54,7 +55,7 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
         book.enter(pull(request_id, [1]))
         book.record(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
     book.take_results()
-    assert book.take_loaded() == [Loaded(block_ids=([1],), landed=None, unfilled=unfilled)]
+    assert book.take_loaded() == [Loaded(request_id="a", block_ids=([1],), landed=None, unfilled=unfilled)]
     assert book.take_loaded() == []
 
 
@@ -65,9 +66,11 @@ def test_a_request_that_is_done_is_told_once() -> None:
     book.record(ended("a", [1, 2]))
     book.record(ended("a", [1, 2]))
     results = book.take_results()
-    assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
+    assert (results.finished_recving, results.failed_recving) == (set(), set())
+    assert [each.request_id for each in book.take_loaded()] == ["a"]
     assert book.open_receives == 0
-    assert book.take_results().finished_recving == set()
+    book.take_results()
+    assert book.take_loaded() == []
 
 
 def test_transfers_are_open_from_the_first_word_of_a_request_on() -> None:
@@ -125,7 +128,8 @@ def test_when_the_actors_die_every_waiting_request_fails_with_its_blocks_quarant
     book.record(ended("a", [1]))  # it came through before the death was noticed
     book.fail_closed(RuntimeError("dead"))
     results = book.take_results()
-    assert results.finished_recving == {"a", "b"}
+    assert [each.request_id for each in book.take_loaded()] == ["a"]
+    assert results.finished_recving == {"b"}
     assert results.failed_recving == {"b"}
     report = book.take_report()
     assert report is not None

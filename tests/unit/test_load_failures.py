@@ -102,7 +102,7 @@ class Load:
         results = ledger.take_results()
         return KVConnectorOutput(
             finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
+            finished_recving=results.finished_recving | {each.request_id for each in ledger.take_loaded()},
             failed_recving=results.failed_recving,
             kv_connector_worker_meta=ledger.take_report(),
         )

@@ -292,6 +292,15 @@ def test_refuses_the_buffers_of_another_device(config: VllmConfig, monkeypatch: 
         require_supported(config, cache_config(attention_spec()))
 
 
+def test_refuses_an_engine_that_may_sleep(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless what NIXL knows is memory of the host, which is still there when the engine wakes up."""
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    with pytest.raises(UnsupportedCache, match=r"enable_sleep_mode True.* kv_buffer_device cpu"):
+        require_supported(config, cache_config(attention_spec()))
+    monkeypatch.setattr(current_platform, "device_type", "cuda")
+    require_supported(config, cache_config(attention_spec()))
+
+
 def _staged(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> Registration:
     return derive_registration(config, caches, make_host_buffers(caches, tensors, advertised_layout_name(config)))
 

@@ -49,6 +49,7 @@ class Knobs:
         batch_requests: most requests of a step.
         read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
         reads_back: D keeps blocks for the next prompt of a conversation, which P reads back (`bidirectional_kv_xfer`).
+        device_is_late: what is to be done with the blocks of a loaded request is done some time later, as on a GPU.
     """
 
     recomputes: bool
@@ -61,6 +62,7 @@ class Knobs:
     batch_requests: int
     read_slowdown: int
     reads_back: bool
+    device_is_late: bool
 
 
 def draw_knobs(seed: int) -> Knobs:
@@ -77,6 +79,7 @@ def draw_knobs(seed: int) -> Knobs:
         batch_requests=chance.choice([3, 5, 8]),
         read_slowdown=chance.choice([1, 10, 100]),
         reads_back=chance.random() < 0.5,
+        device_is_late=chance.random() < 0.5,
     )
 
 

@@ -29,6 +29,8 @@ from connector.protocol import Command
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.finishing import Finishing, Run
+from connector.worker.landing import LandedBlocks
 from connector.worker.ledger import TransferLedger
 from tests.simulation.model import RankMemory
 
@@ -49,6 +51,8 @@ class Birth:
     memory: RankMemory
     send: Callable[[list[Command]], None]
     """Hands the commands of a step to the actors."""
+    run: Run
+    """What a device does with its memory."""
     stop_serving: Callable[[str], None]
     """Has the listener refuse handshakes."""
 
@@ -115,7 +119,8 @@ class SimulatedWorker(ConnectorWorker):
         self._clock = birth.worker_clock
         self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
         self._thread = ActorsNextDoor(birth.send)
-        self._cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
+        cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
+        self._finishing = Finishing(birth.run, LandedBlocks({}), cache_memory)
 
 
 class NixlConnector(ProductionConnector):

@@ -65,6 +65,8 @@ STEP_SECONDS_MIN = 0.0005
 STEP_SECONDS_MAX = 0.012
 IDLE_SECONDS_MIN = 0.001
 IDLE_SECONDS_MAX = 0.005
+DEVICE_SECONDS_MAX = 0.02
+"""Longer than some steps, so that the blocks may be somebody else's by then if nobody waits for it."""
 STEPS_AHEAD = 2
 """Steps that are scheduled and not yet completed with asynchronous scheduling."""
 LOADED = "WAITING_FOR_REMOTE_KVS, loaded"
@@ -182,8 +184,26 @@ class VllmEngine:
             worker_clock=rank.clock,
             memory=rank.memory,
             send=lambda commands: self._send(rank, commands),
+            run=lambda work: self._run_later(rank, work),
             stop_serving=process.stop_serving,
         )
+
+    def _run_later(self, rank: Rank, work: Callable[[], None]) -> Callable[[], bool]:
+        """See `connector.worker.finishing.Run`."""
+        done = False
+
+        def do() -> None:
+            nonlocal done
+            if not rank.is_dead:
+                work()
+            done = True
+
+        if self._knobs.device_is_late:
+            self._requests.coverage["a device is late"] += 1
+            self.around.agenda.after(self._chance.uniform(0.0, DEVICE_SECONDS_MAX), do)
+        else:
+            do()
+        return lambda: done
 
     async def run(self) -> None:
         """Until the process stops or dies; a stopped one makes no step any more."""

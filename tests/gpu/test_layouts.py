@@ -1,10 +1,10 @@
 """Read plans carried out by NIXL: two processes, an agent for each rank, and the byte oracle's judgement.
 
 tests/unit/layout_oracle.py carries a plan out as plain copies; here the same cases go through what a connector does
-with a plan: prepared lists of runs, descriptor ids, READs, and zeros for what no READ fills. That takes the plan's word
-for nothing: NIXL numbers the descriptors of a run itself, refuses memory that is not registered and pairs of different
-lengths, and joins neighbours. All decode ranks of a case read at once, each from all its prefill ranks, and all memory
-of each is compared with what the oracle expects.
+with a plan: prepared lists of runs, descriptor ids, READs, blocks that are put in order on the device, and zeros for
+what no READ fills. That takes the plan's word for nothing: NIXL numbers the descriptors of a run itself, refuses memory
+that is not registered and pairs of different lengths, and joins neighbours. All decode ranks of a case read at once,
+each from all its prefill ranks, and all memory of each is compared with what the oracle expects.
 
 The prefill ranks live in a process of their own (`prefill_ranks`), the decode ranks in this one.
 """
@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
+import torch
 import trio
 
 from connector.layout.geometry import RankId
@@ -25,7 +26,12 @@ from connector.layout.landing import Permute
 from connector.layout.plan import ReadPlan, plan_engine
 from connector.layout.sources import partners
 from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
-from tests.integration.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
+from connector.protocol import Memory
+from connector.worker.cache_memory import CacheMemory, Numbers
+from connector.worker.finishing import Finishing, Loaded, run_on
+from connector.worker.landing import LandedBlocks, landing_caches
+from tests.gpu.device_memory import DeviceMemory
+from tests.gpu.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
     FAMILIES,
     Case,
@@ -34,8 +40,8 @@ from tests.unit.layout_oracle import (
     Rank,
     again,
     case_of,
+    landed_blocks,
     make_content,
-    put_in_order,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -46,12 +52,6 @@ SEEDS = 10_000
 
 Change = Callable[[ReadPlan, DescriptorIds, DescriptorIds], tuple[DescriptorIds, DescriptorIds]]
 """What to do to the local and remote descriptor ids of a READ before it is posted."""
-
-
-@pytest.fixture(scope="module")
-def prefill() -> Iterator[PrefillProcess]:
-    with PrefillProcess() as process:
-        yield process
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------
@@ -275,29 +275,38 @@ def _as_planned(
 
 
 def _carry_out(
-    case: Case, prefill: PrefillProcess, change: Change = _as_planned, *, permute: Permute = Permute.NEVER
+    case: Case,
+    prefill: PrefillProcess,
+    change: Change = _as_planned,
+    *,
+    permute: Permute = Permute.NEVER,
+    device: torch.device | None = None,
 ) -> int:
     """All decode ranks read; returns the number of descriptors. Raises OracleError when the bytes are wrong.
 
     `permute`: for which peers READs go to a landing layout, and the blocks are put in order then.
+    `device`: of D's memory; None: that of P's.
     """
     content = make_content(case, np.random.default_rng(case.noise))
+    homes = [DeviceMemory(device or prefill.device) for _ in case.decode.ranks]
     ranks = [
-        Rank(case, case.decode, number, np.random.default_rng((case.noise, *number)), in_place=True)
-        for number in case.decode.ranks
+        Rank(case, case.decode, number, np.random.default_rng((case.noise, *number)), home=home)
+        for number, home in zip(case.decode.ranks, homes, strict=True)
     ]
     expectations = [Expectation(case, rank, content) for rank in ranks]
     descriptors = 0
 
-    async def read(rank: Rank) -> None:
+    async def read(rank: Rank, home: DeviceMemory) -> None:
         nonlocal descriptors
-        descriptors += await _read(case, rank, prefill_ranks, change, permute=permute)
+        home.upload()
+        descriptors += await _read(case, rank, home, prefill_ranks, change, permute=permute)
+        home.download()
 
     async def read_all() -> None:
         with trio.fail_after(READ_SECONDS):
             async with trio.open_nursery() as nursery:
-                for rank in ranks:
-                    nursery.start_soon(read, rank)
+                for rank, home in zip(ranks, homes, strict=True):
+                    nursery.start_soon(read, rank, home)
 
     with prefill.ranks(case) as prefill_ranks:
         trio.run(read_all)
@@ -307,7 +316,13 @@ def _carry_out(
 
 
 async def _read(
-    case: Case, rank: Rank, prefill_ranks: Mapping[RankId, PrefillRank], change: Change, *, permute: Permute
+    case: Case,
+    rank: Rank,
+    memory: DeviceMemory,
+    prefill_ranks: Mapping[RankId, PrefillRank],
+    change: Change,
+    *,
+    permute: Permute,
 ) -> int:
     """One decode rank's part; returns the number of descriptors."""
     sizes = (case.decode.tp_size, case.prefill.tp_size, case.decode.dcp_size, case.prefill.dcp_size)
@@ -317,7 +332,7 @@ async def _read(
     pairs = engine_plan.pair(case.tables)
     descriptors, posted = 0, set()
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
-    port = open_port(case.decode, rank)
+    port = open_port(case.decode, rank, memory)
     try:
         port.set_event_callback(send.send_nowait)
         for read, of_read in zip(engine_plan.reads, pairs, strict=True):
@@ -337,11 +352,26 @@ async def _read(
     finally:
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
-    if engine_plan.lands is not None:
-        put_in_order(case, rank, engine_plan.lands)
-    for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
-        rank.bytes_at(address, length_bytes)[:] = 0
+    unfilled = _memory(*engine_plan.unfilled(pairs[0]))
+    landed = None if engine_plan.lands is None else landed_blocks(case, engine_plan.lands)
+    await _finish(rank, memory, Loaded("request", (), landed, unfilled))
     return descriptors
+
+
+def _memory(addresses: Numbers, lengths: Numbers) -> Memory | None:
+    return Memory(addresses=addresses, lengths=lengths) if addresses.size else None
+
+
+async def _finish(rank: Rank, memory: DeviceMemory, loaded: Loaded) -> None:
+    """What the product does before vLLM is told."""
+    caches = {layer: memory.twin(cache) for layer, cache in rank.caches.items()}
+    landing = LandedBlocks(landing_caches(rank.layout, caches))
+    finishing = Finishing(run_on(memory.device), landing, CacheMemory(memory.tensors))
+    finished = finishing.finish([loaded])
+    while not finished:
+        await trio.sleep(0.001)
+        finished = finishing.finish([])
+    assert finished == {loaded.request_id}
 
 
 # --- tests ----------------------------------------------------------------------------------------------------------
@@ -364,6 +394,16 @@ def test_blocks_that_land_in_the_peers_order_are_put_in_ours(row: str, prefill: 
     case = case_of(seed, family)
     permute = Permute.BLOCK_SIZES if "both" in row else Permute.ORDERS
     assert _carry_out(case, prefill, permute=permute) < _carry_out(case, prefill)
+
+
+@pytest.mark.parametrize("row", ["equal TP", "D_TP twice P_TP", "states and attention, equal TP"])
+@pytest.mark.parametrize("device_of_p", [True, False], ids=["P has a device", "D has a device"])
+def test_one_side_on_a_device(row: str, device_of_p: bool, gpu: torch.device) -> None:
+    """An engine on CPUs, or one that stages KV on the host, beside one that does not."""
+    family, seed = _cases()[row]
+    host = torch.device("cpu")
+    with PrefillProcess(gpu if device_of_p else host) as prefill:
+        assert _carry_out(case_of(seed, family), prefill, device=host if device_of_p else gpu) > 0
 
 
 def _neighbour(runs: Sequence[MemoryRun], number: int) -> int:

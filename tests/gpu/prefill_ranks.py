@@ -1,4 +1,4 @@
-"""The prefill engine of tests/integration/test_layout_over_nixl.py: memory and NIXL agents of all its ranks, elsewhere.
+"""The prefill engine of test_layouts.py: memory and NIXL agents of all its ranks, in a process of its own.
 
 One process serves all cases, one after another. For a case it fills the memory of each prefill rank as the oracle says,
 registers it with an agent of its own, says where it lies, waits until the decode ranks have read, and answers whether
@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from connector.layout.geometry import RankId, RankLayout
-from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
+from tests.gpu.device_memory import DeviceMemory, make_current
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
 
 START_SECONDS = 120.0
@@ -35,10 +36,10 @@ class PrefillRank(msgspec.Struct, frozen=True):
     agent_metadata: bytes
 
 
-def open_port(engine: Engine, rank: Rank) -> RealNixlPort:
+def open_port(engine: Engine, rank: Rank, memory: DeviceMemory) -> RealNixlPort:
     """An agent that has registered a rank's memory, and nothing else."""
-    ranges = [MemoryRange(address, array.size) for address, array in zip(rank.addresses, rank.memory, strict=True)]
-    return RealNixlPort.open(f"{engine.engine_id}-{rank.rank}-{uuid.uuid4()}", ranges)
+    name = f"{engine.engine_id}-{rank.rank}-{uuid.uuid4()}"
+    return RealNixlPort.open(name, memory.ranges, prepare_thread=make_current(memory.device))
 
 
 class PrefillProcess:
@@ -47,10 +48,11 @@ class PrefillProcess:
     A process that misses a deadline is killed, or its answer would be taken for that of the next case.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         context = multiprocessing.get_context("spawn")
         self._connection, self._child_end = context.Pipe()
-        self._process = context.Process(target=_main, args=(self._child_end,), name="prefill-ranks", daemon=True)
+        self._process = context.Process(target=_main, args=(self._child_end, device), name="prefill-ranks", daemon=True)
 
     def __enter__(self) -> PrefillProcess:
         self._process.start()
@@ -88,31 +90,38 @@ class PrefillProcess:
         return self._connection.recv()
 
 
-def _main(connection: Connection) -> None:
+def _main(connection: Connection, device: torch.device) -> None:
     """Entry point of the process; it ends when the test's end of the pipe is closed."""
     RealNixlPort.open("warm-up", []).close_blocking(CLOSE_SECONDS)  # loads NIXL, which brings torch
     connection.send("ready")
     with contextlib.suppress(EOFError):
         while True:
-            _serve(connection, connection.recv())
+            _serve(connection, connection.recv(), device)
 
 
-def _serve(connection: Connection, case: Case) -> None:
+def _serve(connection: Connection, case: Case, device: torch.device) -> None:
     noise = np.random.default_rng(case.noise)
     content = make_content(case, noise)
-    ranks = [Rank(case, case.prefill, number, noise, in_place=True) for number in case.prefill.ranks]
-    for rank in ranks:
+    homes = [DeviceMemory(device) for _ in case.prefill.ranks]
+    ranks = [
+        Rank(case, case.prefill, number, noise, home=home)
+        for number, home in zip(case.prefill.ranks, homes, strict=True)
+    ]
+    for rank, home in zip(ranks, homes, strict=True):
         write_prefill(case, rank, content)
+        home.upload()
     before = [[array.copy() for array in rank.memory] for rank in ranks]
     ports: list[RealNixlPort] = []
     try:
-        for rank in ranks:
-            ports.append(open_port(case.prefill, rank))
+        for rank, home in zip(ranks, homes, strict=True):
+            ports.append(open_port(case.prefill, rank, home))
             ports[-1].expect_notifications(True)  # a first READ needs this side's polls to connect
         connection.send(
             {rank.rank: PrefillRank(rank.layout, port.agent_metadata) for rank, port in zip(ranks, ports, strict=True)}
         )
         connection.recv()
+        for home in homes:
+            home.download()
         changed = [
             rank.rank for rank, old in zip(ranks, before, strict=True) if not all(map(np.array_equal, rank.memory, old))
         ]

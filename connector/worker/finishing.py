@@ -1,0 +1,114 @@
+"""What is left to do when a request's READs have ended, and when vLLM may be told that it is loaded.
+
+Blocks that were left in the peer's order are put in ours (`landing`), what no READ has written is zeroed
+(`cache_memory`), and what is staged on the host is copied to the device (`host_staging`).
+
+When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
+past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
+request, whose READ might write into them before the device permutes or zeroes what it takes for the first one's. So a
+request is reported when the device says that its part has been done, which is asked in each step. That part has a
+stream of its own: in the stream of forward passes it would come after them, and be reported a step later still. No pass
+uses the blocks before they are reported, so nothing else orders the two.
+
+Copies from the host are different: READs write to the host then, and never to the device. They are in the stream of
+forward passes, before the pass that uses the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from connector.protocol import Landed, Memory
+from connector.worker.cache_memory import CacheMemory
+from connector.worker.landing import LandedBlocks
+
+if TYPE_CHECKING:
+    from connector.worker.host_staging import HostStaging
+
+Run: TypeAlias = Callable[[Callable[[], None]], Callable[[], bool]]
+"""Runs work on memory, now or later; the answer says whether it has been done."""
+
+
+class Loaded(NamedTuple):
+    """A request whose READs have ended, and what is left to do before it may be used."""
+
+    request_id: str
+    block_ids: tuple[list[int], ...]
+    """Per cache group: the blocks that were read into."""
+    landed: Landed | None
+    """Those that were left in the peer's order of heads and tokens."""
+    unfilled: Memory | None
+    """Parts of them that no READ has written."""
+
+
+class Finishing:
+    """See the module's docstring. On the engine thread.
+
+    Args:
+        run: how work on the registered memory is run, `run_on(device)` of that memory.
+        staging: set where that memory is on the host and stands for the device's.
+        synchronizes: wait for the device first. On ROCm, kernels for states may not see what was written into them
+            otherwise; the built-in connector waits too.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        landed_blocks: LandedBlocks,
+        cache_memory: CacheMemory,
+        staging: HostStaging | None = None,
+        *,
+        synchronizes: bool = False,
+    ) -> None:
+        self._run = run
+        self._landed_blocks = landed_blocks
+        self._cache_memory = cache_memory
+        self._staging = staging
+        self._synchronizes = synchronizes
+        # What a device has not done yet, in its order: whether it has, and for which requests.
+        self._running: deque[tuple[Callable[[], bool], set[str]]] = deque()
+
+    def finish(self, loaded: Sequence[Loaded]) -> set[str]:
+        """Begin with these; returns the requests, of these and of those before, that may be used now."""
+        if loaded and self._synchronizes:
+            torch.accelerator.synchronize()
+        landed = [each.landed for each in loaded if each.landed is not None]
+        unfilled = [each.unfilled for each in loaded if each.unfilled is not None]
+        finished = {each.request_id for each in loaded if each.landed is None and each.unfilled is None}
+        if landed or unfilled:
+
+            def change() -> None:
+                self._landed_blocks.put_in_order(landed)
+                self._cache_memory.zero(unfilled)
+
+            self._running.append((self._run(change), {each.request_id for each in loaded} - finished))
+        while self._running and self._running[0][0]():
+            finished |= self._running.popleft()[1]
+        if self._staging is not None:
+            for each in loaded:
+                self._staging.load(each.block_ids)
+        return finished
+
+
+def run_on(device: torch.device) -> Run:
+    """For memory of this device."""
+    if device.type == "cpu":
+        return _run_at_once
+    stream = torch.Stream(device)
+
+    def run_in_stream(work: Callable[[], None]) -> Callable[[], bool]:
+        with stream:
+            work()
+        event: torch.Event = stream.record_event()
+        return lambda: bool(event.query())
+
+    return run_in_stream
+
+
+def _run_at_once(work: Callable[[], None]) -> Callable[[], bool]:
+    work()
+    return lambda: True

@@ -1,0 +1,39 @@
+"""The device of these tests: `--device cuda`, or memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.prefill_ranks import PrefillProcess
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known when pytest is told to collect this folder or something in it."""
+    parser.addoption("--device", default="cpu", help="where the KV of tests/gpu lies: cuda, cuda:1, or cpu")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    device = torch.device(request.config.getoption("--device"))
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device: torch {torch.__version__} sees none")
+    return torch.device(device.type, device.index or 0)
+
+
+@pytest.fixture(scope="session")
+def gpu(device: torch.device) -> torch.device:
+    """For what memory of the host cannot stand for."""
+    if device.type == "cpu":
+        pytest.skip("needs a device (--device cuda)")
+    return device
+
+
+@pytest.fixture(scope="module")
+def prefill(device: torch.device) -> Iterator[PrefillProcess]:
+    with PrefillProcess(device) as process:
+        yield process

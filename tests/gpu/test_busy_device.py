@@ -1,0 +1,108 @@
+"""What is left to do with the blocks of a loaded request, on a device that is busy with a forward pass.
+
+The engine thread must not wait for it, vLLM must not be told before it has been done, and the bytes must be right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from connector.protocol import Landed, Memory
+from connector.worker.cache_memory import CacheMemory
+from connector.worker.finishing import Finishing, Loaded, run_on
+from connector.worker.landing import LandedBlocks
+
+pytestmark = pytest.mark.timeout(120)
+
+BLOCKS, HEADS, TOKENS, CONTENT = 64, 8, 16, 64
+LANDED = [5, 9, 40]
+DONE_SECONDS = 30.0
+
+
+@pytest.fixture
+def cache(device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(BLOCKS * HEADS * TOKENS * CONTENT, dtype=torch.int32, device=device)
+    return numbers.reshape(BLOCKS, HEADS, TOKENS, CONTENT) + 1
+
+
+def request(cache: torch.Tensor) -> Loaded:
+    """Its blocks have tokens before heads, and of the last one the last token was not read."""
+    last = cache[LANDED[-1]]
+    addresses = np.array([head[-1].data_ptr() for head in last])
+    lengths = np.full(HEADS, last[0, -1].nbytes)
+    landed = Landed(heads_first=False, chunks=(1,), kernel_blocks=(np.array(LANDED),))
+    return Loaded("request", ([],), landed, Memory(addresses=addresses, lengths=lengths))
+
+
+def expected(cache: torch.Tensor) -> torch.Tensor:
+    """What the cache must be afterwards."""
+    found = cache.clone()
+    for block in LANDED:
+        found[block] = cache[block].reshape(TOKENS, HEADS, CONTENT).transpose(0, 1)
+    found[LANDED[-1], :, -1] = 0
+    return found
+
+
+def finishing_of(cache: torch.Tensor) -> Finishing:
+    return Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]))
+
+
+def wait(finishing: Finishing, finished: set[str]) -> None:
+    deadline = time.monotonic() + DONE_SECONDS
+    while not finished:
+        assert time.monotonic() < deadline, "the device has not done it"
+        finished = finishing.finish([])
+    assert finished == {"request"}
+
+
+def test_blocks_are_put_in_order_and_zeroed(cache: torch.Tensor) -> None:
+    after, finishing = expected(cache), finishing_of(cache)
+    wait(finishing, finishing.finish([request(cache)]))
+    assert torch.equal(cache, after)
+
+
+@contextmanager
+def forward_pass(device: torch.device) -> Iterator[torch.Event]:
+    """In the current stream; the event is its end."""
+    matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    torch.cuda.synchronize(device)
+    for _ in range(200):
+        matrix = torch.mm(matrix, matrix).clamp_(-1, 1)
+    end = torch.Event(device)
+    end.record()
+    yield end
+    torch.cuda.synchronize(device)
+
+
+def test_the_engine_thread_does_not_wait_for_a_busy_device(cache: torch.Tensor, gpu: torch.device) -> None:
+    after, finishing = expected(cache), finishing_of(cache)
+    loaded = request(cache)
+    finishing.finish([loaded])  # kernels are loaded at their first use, which waits
+    torch.cuda.synchronize(gpu)
+    finishing.finish([])
+    cache.copy_(expected_before(after))
+    with forward_pass(gpu) as end:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            finished = finishing.finish([loaded])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not end.query(), "the pass was over too soon for this test to say anything"
+        wait(finishing, finished)
+        before_the_end = not end.query()
+    print(f"{gpu}: finished {'beside' if before_the_end else 'after'} the forward pass")  # noqa: T201
+    assert torch.equal(cache, after)
+
+
+def expected_before(after: torch.Tensor) -> torch.Tensor:
+    """A cache that becomes `after`, but for what is zeroed."""
+    found = after.clone()
+    for block in LANDED:
+        found[block] = after[block].transpose(0, 1).reshape(HEADS, TOKENS, CONTENT)
+    return found

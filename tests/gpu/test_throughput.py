@@ -1,0 +1,169 @@
+"""How fast the port reads from another process, beside NIXL without it and beside a copy within the device.
+
+The figures are printed (`pytest -s`); only a ratio is asserted.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+import trio
+
+from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl_agent import RealNixlPort
+from tests.bench.source import Source, other_process, pages, tell, wait_for_end
+from tests.gpu.device_memory import DeviceMemory, make_current
+
+pytestmark = pytest.mark.timeout(300)
+
+PAGE_BYTES = 65_536
+PAGES = {"cpu": 1 << 11, "cuda": 1 << 14}
+"""By device: 134 MB, and 1 GB."""
+REPEATS = 7
+OURS_AT_LEAST = 0.7
+"""Of NIXL alone: a task switch and a poll come to a READ of milliseconds."""
+
+
+@pytest.fixture(scope="module")
+def memory(device: torch.device) -> DeviceMemory:
+    memory = DeviceMemory(device)
+    memory.place(np.zeros(length_bytes(device), np.uint8))
+    memory.upload()
+    return memory
+
+
+@pytest.fixture(scope="module")
+def source(device: torch.device) -> Iterator[Source]:
+    with other_process("tests.gpu.test_throughput", device) as (pid, said):
+        yield Source(pid, base64.b64decode(said["metadata"]), said["address"])
+
+
+def shuffled(count: int) -> np.ndarray:
+    return np.random.default_rng(1).permutation(count).astype(np.int32)
+
+
+def length_bytes(device: torch.device) -> int:
+    return PAGES[device.type] * PAGE_BYTES
+
+
+def seconds_of(move: Callable[[], None]) -> float:
+    """The median. The first one, which connects, does not count."""
+    move()
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        move()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def nixl_alone(memory: DeviceMemory, source: Source) -> float:
+    """Seconds of a READ."""
+    import nixl._api as nixl
+
+    kind, count = memory.memory_kind, PAGES[memory.device.type]
+    agent = nixl.nixl_agent(f"raw-{uuid.uuid4()}", nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    (ours,) = memory.ranges
+    registered = agent.register_memory([(ours.address, ours.length_bytes, ours.device_id, "")], kind)
+    peer = agent.add_remote_agent(source.metadata).decode()
+    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(ours.address, PAGE_BYTES, count), kind)
+    remote = agent.prep_xfer_dlist(peer, pages(source.address, PAGE_BYTES, count), kind)
+    ids = shuffled(count)
+
+    def move() -> None:
+        handle = agent.make_prepped_xfer("READ", local, ids, remote, ids[::-1].copy(), b"")
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        assert state == "DONE"
+        agent.release_xfer_handle(handle)
+
+    try:
+        return seconds_of(move)
+    finally:
+        agent.release_dlist_handle(local)
+        agent.release_dlist_handle(remote)
+        agent.remove_remote_agent(peer)
+        agent.deregister_memory(registered)
+
+
+async def through_the_port(memory: DeviceMemory, source: Source) -> float:
+    """Seconds of a READ."""
+    kind, count = memory.memory_kind, PAGES[memory.device.type]
+    (ours,) = memory.ranges
+    send, events = trio.open_memory_channel[NixlEvent](math.inf)
+    port = RealNixlPort.open(str(uuid.uuid4()), [ours], prepare_thread=make_current(memory.device))
+    try:
+        port.set_event_callback(send.send_nowait)
+
+        def run(address: int) -> MemoryRun:
+            return MemoryRun(address, PAGE_BYTES, PAGE_BYTES, count, ours.device_id, kind)
+
+        peer = await port.add_remote_agent(source.metadata)
+        local = await port.prepare_local([run(ours.address)])
+        remote = await port.prepare_remote(peer, [run(source.address)])
+        ids, seconds = shuffled(count), []
+        for _ in range(REPEATS + 1):
+            start = time.perf_counter()
+            handle = port.post_read(local, ids, remote, ids[::-1].copy())
+            while True:
+                event = await events.receive()
+                if isinstance(event, ReadEnded) and event.handle == handle:
+                    assert event.error is None
+                    break
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[1:])
+    finally:
+        with trio.CancelScope(shield=True):
+            await port.aclose(10)
+
+
+def within_the_device(memory: DeviceMemory) -> float:
+    """Seconds of a copy."""
+    (tensor,) = memory.tensors
+    other = torch.empty_like(tensor)
+
+    def move() -> None:
+        other.copy_(tensor)
+        if tensor.device.type != "cpu":
+            torch.cuda.synchronize(tensor.device)
+
+    return seconds_of(move)
+
+
+def test_a_read_is_about_as_fast_as_nixl_alone(memory: DeviceMemory, source: Source) -> None:
+    seconds = {
+        "NIXL alone": nixl_alone(memory, source),
+        "through the port": trio.run(through_the_port, memory, source),
+        "copied within the device": within_the_device(memory),
+    }
+    for what, each in seconds.items():
+        rate = length_bytes(memory.device) / each / 1e9
+        print(f"{memory.device}, pages of 64 KiB, scattered, {what}: {rate:.1f} GB/s")  # noqa: T201
+    assert seconds["NIXL alone"] >= OURS_AT_LEAST * seconds["through the port"]
+
+
+def main() -> None:
+    """The other process: its memory is read."""
+    device = torch.device(sys.argv[1])
+    memory = DeviceMemory(device)
+    memory.place(np.ones(length_bytes(device), np.uint8))
+    memory.upload()
+    port = RealNixlPort.open(str(uuid.uuid4()), memory.ranges, prepare_thread=make_current(device))
+    port.expect_notifications(True)  # a first READ needs this side's polls to connect
+    tell({"metadata": base64.b64encode(port.agent_metadata).decode(), "address": memory.ranges[0].address})
+    wait_for_end()
+    port.close_blocking(5)
+
+
+if __name__ == "__main__":
+    main()

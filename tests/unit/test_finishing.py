@@ -1,0 +1,97 @@
+"""When vLLM is told that a request has been loaded: when a device has done what was left to do, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from connector.layout.landing import landed_steps
+from connector.protocol import Landed, Memory
+from connector.worker.cache_memory import CacheMemory
+from connector.worker.finishing import Finishing, Loaded, run_on
+from connector.worker.landing import LandedBlocks
+
+
+class LateDevice:
+    """Does what it is told when a test says so, in order."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []
+
+    def run(self, work: Callable[[], None]) -> Callable[[], bool]:
+        done = False
+
+        def do() -> None:
+            nonlocal done
+            work()
+            done = True
+
+        self.queue.append(do)
+        return lambda: done
+
+    def do_next(self) -> None:
+        self.queue.pop(0)()
+
+
+def finishing(device: LateDevice) -> tuple[Finishing, torch.Tensor]:
+    """Of 16 blocks with 2 heads of 4 tokens."""
+    cache = torch.arange(1, 16 * 2 * 4 * 8 + 1, dtype=torch.int32).reshape(16, 2, 4, 8)
+    return Finishing(device.run, LandedBlocks({0: [cache]}), CacheMemory([cache])), cache
+
+
+def plain(name: str) -> Loaded:
+    return Loaded(name, ([1],), None, None)
+
+
+def partly(name: str, cache: torch.Tensor, block: int) -> Loaded:
+    """A request of which no READ has written the last token of a block."""
+    address = cache[block, :, -1].data_ptr()
+    unfilled = Memory(addresses=np.array([address]), lengths=np.array([cache[block, 0, -1].nbytes]))
+    return Loaded(name, ([block],), None, unfilled)
+
+
+def other_order(name: str, block: int) -> Loaded:
+    """A request whose block has tokens before heads."""
+    assert landed_steps(heads=2, tokens=4, head_step=32, token_step=8, heads_first=False, chunks=1) is not None
+    return Loaded(name, ([block],), Landed(heads_first=False, chunks=(1,), kernel_blocks=(np.array([block]),)), None)
+
+
+def test_a_request_is_told_when_the_device_has_done_its_part() -> None:
+    device = LateDevice()
+    ours, cache = finishing(device)
+    before = cache.clone()
+    assert ours.finish([partly("a", cache, 3), plain("b")]) == {"b"}
+    assert ours.finish([]) == set()
+    assert torch.equal(cache, before)
+    device.do_next()
+    assert not cache[3, 0, -1].any()
+    assert ours.finish([]) == {"a"}
+    assert ours.finish([]) == set()
+
+
+def test_requests_of_several_steps_are_told_in_the_devices_order() -> None:
+    device = LateDevice()
+    ours, cache = finishing(device)
+    assert ours.finish([partly("a", cache, 3), other_order("b", 4)]) == set()
+    assert ours.finish([other_order("c", 5), plain("d")]) == {"d"}
+    assert len(device.queue) == 2, "one piece of work for all requests of a step"
+    device.do_next()
+    assert ours.finish([]) == {"a", "b"}
+    device.do_next()
+    assert ours.finish([plain("e")]) == {"c", "e"}
+
+
+def test_a_processor_has_done_it_at_once() -> None:
+    _, cache = finishing(LateDevice())
+    ours = Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]))
+    assert ours.finish([partly("a", cache, 3)]) == {"a"}
+    assert not cache[3, 0, -1].any()
+
+
+def test_nothing_is_asked_of_a_device_for_requests_that_are_whole() -> None:
+    device = LateDevice()
+    ours, _ = finishing(device)
+    assert ours.finish([plain("a"), plain("b")]) == {"a", "b"}
+    assert not device.queue
