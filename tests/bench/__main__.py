@@ -1,6 +1,6 @@
 """`make bench`: this connector beside the one built into vLLM, in turns, in one call.
 
-    python -m tests.bench [CASE ...] [--pairs N] [--json FILE] [--plots DIRECTORY] [--list]
+    python -m tests.bench [CASE ...] [--pairs N] [--json FILE] [--pages DIRECTORY] [--list]
 
 For each figure: the median of both sides, and the ratio ours / built-in as the median of the rounds' ratios, with the
 smallest and the largest. A round of one side is followed by one of the other, so both see the same noise; figures of
@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.bench.case import Case
 from tests.bench.cases import CASES
 from tests.bench.limits import Limit, limits
-from tests.bench.report import Figure, as_json, limits_table, table
+from tests.bench.report import Figure, as_json, limits_table, markdown, table
 from tests.bench.sides import WrongResult
 from tests.e2e.engines import EngineFailed
 from tests.rig import BUILTIN, OURS, RigError
@@ -50,8 +50,8 @@ def measure(case: Case, pairs: int) -> list[Figure]:
     return [Figure(case.name, name, values[BUILTIN.label], values[OURS.label]) for name, values in found.items()]
 
 
-def run(names: Sequence[str], pairs: int, json_path: Path | None) -> tuple[list[Figure], list[str]]:
-    """Measure and print one after another; the figures, and the names of cases that failed.
+def run(names: Sequence[str], pairs: int, json_path: Path | None) -> tuple[list[Figure], list[Limit], list[str]]:
+    """Measure and print one after another; the figures, the limits, and the names of cases that failed.
 
     A case fails when an engine dies, is late or answers wrongly, whichever connector it has: the others go on.
     """
@@ -73,7 +73,18 @@ def run(names: Sequence[str], pairs: int, json_path: Path | None) -> tuple[list[
             figures += found
         if json_path is not None:  # after each, so that a run that is broken off is not lost
             json_path.write_text(json.dumps(as_json(figures, measured), indent=2) + "\n")
-    return figures, failed
+    return figures, measured, failed
+
+
+def page_of(figures: Sequence[Figure], measured: Sequence[Limit], pairs: int) -> str:
+    """The page of a run, as docs/performance.md shows it."""
+    head = (
+        "# Beside the built-in connector, case by case\n\n"
+        f"Written by `python -m tests.bench --pages`; {pairs} pairs, fewer where a case takes too long. Medians, and "
+        "the ratio\nours / built-in with the smallest and the largest. What it shows and what it does not: "
+        "[performance.md](../performance.md).\n\n"
+    )
+    return head + markdown(figures, measured, {case.name: case.about for case in CASES})
 
 
 def say(line: str) -> None:
@@ -91,7 +102,7 @@ def main() -> int:
     parser.add_argument("case", nargs="*", help="names; by default all but those that --list has in brackets")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plots", type=Path, metavar="DIRECTORY", help="draw the ratios, as PNG and SVG")
+    parser.add_argument("--pages", type=Path, metavar="DIRECTORY", help="write a table there, and a plot of the ratios")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     arguments = parser.parse_args()
     known = [*BY_NAME, LIMITS]
@@ -101,11 +112,14 @@ def main() -> int:
         list_cases()
         return 0
     by_default = [case.name for case in CASES if case.is_default]
-    figures, failed = run(arguments.case or [*by_default, LIMITS], arguments.pairs, arguments.json)
-    if arguments.plots is not None:
-        from tests.bench.plots import plot
+    figures, measured, failed = run(arguments.case or [*by_default, LIMITS], arguments.pairs, arguments.json)
+    if arguments.pages is not None:
+        from tests.bench.plots import PICTURE, plot
 
-        for path in plot(figures, arguments.plots):
+        page = arguments.pages / f"{PICTURE}.md"
+        paths = plot(figures, arguments.pages)
+        page.write_text(page_of(figures, measured, arguments.pairs))
+        for path in (*paths, page):
             print(path)
     print("\nWhat these figures do not show: tests/bench/README.md")
     if failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,6 +60,28 @@ def limits_table(limits: Iterable[Limit]) -> str:
         for each in limits
     ]
     return "\n".join(lines)
+
+
+def markdown(figures: Sequence[Figure], limits: Sequence[Limit], about: Mapping[str, str]) -> str:
+    """Both tables for a page. `about`: what each case does. Ratios where ours is worse are bold."""
+    lines = ["| case | figure | built-in | ours | ratio (from to) |", "|---|---|---|---|---|"]
+    before = None
+    for each in figures:
+        case = "" if each.case == before else f"`{each.case}`: {about[each.case]}"
+        before = each.case
+        ratio = ""
+        if each.ratio is not None:
+            is_better = each.ratio >= 1 if each.more_is_better else each.ratio <= 1
+            ratio = f"{each.ratio:.2f}" if is_better else f"**{each.ratio:.2f}**"
+            ratio += f" ({min(each.ratios):.2f} to {max(each.ratios):.2f})"
+        medians = (f"{statistics.median(values):.3g}" for values in (each.builtin, each.ours))
+        lines.append(f"| {case} | {each.figure} | {' | '.join(medians)} | {ratio} |")
+    if limits:
+        lines += ["", "| without a connector | median | from | to | |", "|---|---|---|---|---|"]
+    for limit in limits:
+        values = (statistics.median(limit.values), min(limit.values), max(limit.values))
+        lines.append(f"| {limit.name} | {' | '.join(f'{value:.3g}' for value in values)} | {limit.unit} |")
+    return "\n".join(lines) + "\n"
 
 
 def as_json(figures: Iterable[Figure], limits: Iterable[Limit]) -> dict[str, Any]:

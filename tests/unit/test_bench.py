@@ -14,7 +14,7 @@ from tests.bench.case import Case, Round, Rounds, percentile, turns
 from tests.bench.cases import CASES
 from tests.bench.limits import Limit
 from tests.bench.plots import plot
-from tests.bench.report import Figure, as_json, limits_table, table
+from tests.bench.report import Figure, as_json, limits_table, markdown, table
 from tests.rig import BUILTIN, OURS
 
 README = (Path(__file__).parents[1] / "bench" / "README.md").read_text()
@@ -44,6 +44,18 @@ def test_the_table_has_a_line_for_each_figure_also_without_a_ratio() -> None:
     assert lines[1].endswith("(more is better)")
     assert lines[2].split()[-2:] == ["0.000", "0.500"]
     assert "memcpy" in limits_table([Limit("memcpy", "GB/s", [1.0, 2.0])])
+
+
+def test_the_page_has_all_of_it_and_shows_what_is_worse() -> None:
+    worse = Figure("idle", "cores of D", builtin=[0.5], ours=[1.0])
+    page = markdown([SLOWER, FASTER, worse], [Limit("memcpy", "GB/s", [1.0, 2.0, 4.0])], {"four": "x", "idle": "y"})
+    lines = page.splitlines()
+    assert lines[2:5] == [
+        "| `four`: x | done, ms | 10 | 20 | 1.00 (0.50 to 2.00) |",
+        "|  | GB/s | 2 | 4 | 2.00 (1.50 to 2.50) |",
+        "| `idle`: y | cores of D | 0.5 | 1 | **2.00** (2.00 to 2.00) |",
+    ]
+    assert lines[-1] == "| memcpy | 2 | 1 | 4 | GB/s |"
 
 
 def test_the_json_has_every_value() -> None:

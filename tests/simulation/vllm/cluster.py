@@ -70,6 +70,7 @@ class VllmCluster(Cluster):
     """See the module's docstring."""
 
     def __init__(self, plan: Plan, agenda: Agenda) -> None:
+        self._knobs = draw_knobs(plan.seed)
         super().__init__(plan, agenda)
         requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
         model = self._shape.model
@@ -82,10 +83,14 @@ class VllmCluster(Cluster):
         self._shape = msgspec.structs.replace(
             self._shape, requests_per_second=requests_per_second, model=model, engines=engines
         )
-        self._knobs = draw_knobs(plan.seed)
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
+
+    def _engine_ids(self) -> int:
+        """Parameters that were damaged on their way describe an engine with other sizes, once more for each engine; and
+        P gets to know the decode engines that it reads back from."""
+        return 2 * (super()._engine_ids() + (self._shape.decodes if self._knobs.reads_back else 0))
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
         self._requests.coverage["overlapping steps"] += self._knobs.overlaps
@@ -122,6 +127,7 @@ class VllmCluster(Cluster):
     async def _ask(self, prefill: VllmEngine, decode: VllmEngine) -> None:
         answered = await self._talk(prefill, decode, self._draw_prompt(), None)
         while self._knobs.reads_back and answered is not None and self._chance.random() < 0.6:
+            await trio.sleep(RANK_LAG_SECONDS_MAX)  # see `_prefill_prompt`
             prompt = self._draw_next_prompt(answered)
             if len(prompt) + ANSWER_TOKENS_MAX > MAX_MODEL_TOKENS:
                 return
