@@ -15,7 +15,8 @@ import pytest
 
 from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER, Answer, PrefillDecode
 from tests.e2e.cluster import Room, Traces
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet, free_port
+from tests.e2e.test_routers import ask, example, running
 from tests.e2e.tiny_model import tiny_llama, vocabulary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -91,6 +92,7 @@ def turn(service: PrefillDecode, key: str, tokens: list[int], params: Any) -> tu
 
 
 def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: PrefillDecode) -> None:
+    before = service.prefill_client.metric("vllm:nixl_actor_completed_receives_total")
     tokens, params, there = said(3 * BLOCK_SIZE_TOKENS + 5, "first"), REQUEST_TRANSFER, 0
     for number in range(TURNS):
         key = f"turn-{number}"
@@ -102,7 +104,7 @@ def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: 
         there = answered.kv_transfer_params["remote_num_tokens"]
         assert there == len(tokens) + ANSWER_TOKENS - 1
         tokens, params = [*tokens, *answered.token_ids, *said(20, number)], answered.kv_transfer_params
-    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == TURNS - 1
+    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == before + TURNS - 1
     for client in (service.prefill_client, service.decode_client):
         assert client.blocks_are_free()
     for engine in (conversing.prefill, conversing.decode):
@@ -116,3 +118,16 @@ def test_a_client_that_comes_too_late_is_answered_all_the_same(conversing: Conve
     assert service.decode_client.blocks_are_free(KEPT_SECONDS + 15)
     turn(service, "late", [*tokens, *answered.token_ids, *said(20, "later")], answered.kv_transfer_params)
     assert conversing.traces.last_record("late-p").reason.startswith("LeaseOver")
+
+
+def test_behind_the_example_router(conversing: Conversing, service: PrefillDecode, tmp_path: Path) -> None:
+    before = service.prefill_client.metric("vllm:nixl_actor_completed_receives_total")
+    port = free_port()
+    command = example(conversing.prefill, conversing.decode, port, "--conversations")
+    tokens = said(100, "routed")
+    with running(command, port, tmp_path / "router.log") as client:
+        for number in range(3):
+            answer = ask(client, tokens, f"routed-{number}", conversation="one")
+            assert answer == service.alone(tokens).token_ids
+            tokens = [*tokens, *answer, *said(20, f"routed {number}")]
+    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == before + 2

@@ -44,6 +44,7 @@ from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from statemachine.failures import BadParams, Failure, LeaseOver
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
+from tests.simulation.shapes import RANK_LAG_SECONDS_MAX
 from tests.simulation.verdict import Violation
 
 SCHEDULING_SLACK_SECONDS = 0.5
@@ -133,6 +134,8 @@ class Lent:
         granted_seconds: when its engine decided to lend.
         deadline_ns: until when its holders and the grant keep it.
         latest_ns: no hold keeps it longer.
+        overtaken_ns: a hold that came as the engine had decided, and this rank may not have heard of it yet, may have
+            been promised so much.
         freed_seconds: when it ended, or its process did.
         holders: by engine id, as far as messages have arrived.
         waiting: the consumers that have not let go of the blocks: their engine, and since when they were announced.
@@ -150,6 +153,7 @@ class Lent:
     granted_seconds: float = 0.0
     deadline_ns: int = 0
     latest_ns: int | None = None
+    overtaken_ns: int = 0
     ends: int = 0
     freed_seconds: float = inf
     holders: dict[str, Holder] = field(default_factory=dict)
@@ -366,6 +370,8 @@ class Oracles:
         holder.released.discard(rank)
         deadline_ns = now_ns + to_ns(self.options.kv_lease_duration)
         if lent.latest_ns is not None:
+            if trio.current_time() <= lent.granted_seconds + RANK_LAG_SECONDS_MAX:
+                lent.overtaken_ns = max(lent.overtaken_ns, deadline_ns)
             deadline_ns = min(deadline_ns, lent.latest_ns)
         lent.deadline_ns = max(lent.deadline_ns, deadline_ns)
 
@@ -460,7 +466,7 @@ class Oracles:
                 )
 
     def _check_in_time(self, lent: Lent, now_ns: int) -> None:
-        late_seconds = (now_ns - lent.deadline_ns) / NS_PER_SECOND
+        late_seconds = (now_ns - max(lent.deadline_ns, lent.overtaken_ns)) / NS_PER_SECOND
         if late_seconds > HANDED_BACK_SECONDS and not self._keeper_crashed(lent):
             whose = f"rank {lent.tp_rank} of {lent.owner}"
             self.complain("in time", f"{whose} freed {lent.request_id} {late_seconds:.3f} s after its deadline")

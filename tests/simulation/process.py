@@ -33,14 +33,12 @@ from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
-from tests.simulation.shapes import EngineShape, Model
+from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
 
 PORT = 5600
 DESCRIPTORS_AHEAD_MAX = 8
 """Few, because requests are small here: READs shall have to wait for their turn."""
 
-RANK_LAG_SECONDS_MAX = 0.0005
-"""How much later than the first one another rank may take up a step."""
 DRIFT_PPB_MAX = 500_000
 """How fast or slow the crystal of a machine may run."""
 SLEW_PPB_MAX = 83_333_000

@@ -7,6 +7,8 @@ import enum
 
 import msgspec
 
+RANK_LAG_SECONDS_MAX = 0.0005
+"""How much later than the first one another rank may take up a step."""
 BLOCK_TOKENS = 16
 """Of engines whose blocks have the usual size."""
 BLOCK_TOKENS_MAX = 32

@@ -74,10 +74,16 @@ class VllmCluster(Cluster):
         super().__init__(plan, agenda)
         requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
         model = self._shape.model
-        if model.second is SecondGroup.STATE:
+        has_window, is_drawn = model.second is not SecondGroup.NONE, model.second is SecondGroup.WINDOW
+        if has_window:
             model = msgspec.structs.replace(model, second=SecondGroup.WINDOW)
+        # With windows and prefix caches, a reader refuses blocks that do not fill whole ones of its own.
+        is_uniform = has_window and (self._knobs.reads_back or not is_drawn)
         engines = {
-            name: EngineShape(tp_size=engine.tp_size, block_tokens=max(BLOCK_TOKENS, engine.block_tokens))
+            name: EngineShape(
+                tp_size=engine.tp_size,
+                block_tokens=BLOCK_TOKENS if is_uniform else max(BLOCK_TOKENS, engine.block_tokens),
+            )
             for name, engine in self._shape.engines.items()
         }
         self._shape = msgspec.structs.replace(

@@ -1,0 +1,130 @@
+"""A router for prefill and decode engines, as small as it can be: for tests and for reading, not for production.
+
+    pip install httpx starlette uvicorn
+    python router.py --prefill http://p1:8100 http://p2:8100 --decode http://d1:8200 --port 8000
+
+Each prompt goes to a prefill engine with `max_tokens` 1, and then, with the `kv_transfer_params` of its answer as they
+are, to a decode engine, whose answer is passed on as it comes. Engines take turns. Where no prefill engine answers, or
+one answers without parameters (it lends nothing any more), the decode engine computes the prompt itself.
+
+With `--conversations`, for engines with `bidirectional_kv_xfer`: what a decode engine said of the blocks that it keeps
+goes to the prefill engine with the next prompt that has the same `X-Conversation-Id` header.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+REQUEST_TRANSFER = {"do_remote_decode": True, "do_remote_prefill": False}
+NOT_FOR_ONE_TOKEN = ("stream_options", "max_completion_tokens")
+CONVERSATIONS_MAX = 100_000
+PREFILL_SECONDS_MAX = 120.0
+
+_log = logging.getLogger("router")
+
+
+class Router:
+    """Takes turns among the engines."""
+
+    def __init__(self, prefill: list[str], decode: list[str], *, keeps_conversations: bool) -> None:
+        self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
+        self._prefills = len(prefill)
+        # By conversation: the decode engine that has answered last, and what it said of its blocks.
+        self._conversations: OrderedDict[str, tuple[str, dict[str, Any]]] | None = None
+        if keeps_conversations:
+            self._conversations = OrderedDict()
+        self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+    async def complete(self, request: Request) -> Response:
+        """Any of the two calls of OpenAI's interface."""
+        body = await request.json()
+        headers = {"X-Request-Id": request.headers.get("x-request-id") or str(uuid.uuid4())}
+        conversation = request.headers.get("x-conversation-id")
+        decode, params = self._recall(conversation)
+        body["kv_transfer_params"] = await self._prefilled(request.url.path, body, headers, params)
+        asked = self._http.build_request("POST", decode + request.url.path, json=body, headers=headers)
+        try:
+            answer = await self._http.send(asked, stream=True)
+        except httpx.HTTPError as error:
+            return JSONResponse({"error": f"decode engine {decode}: {error!r}"}, status_code=502)
+        if body.get("stream"):
+            return StreamingResponse(_passed_on(answer), answer.status_code, media_type="text/event-stream")
+        content = await answer.aread()
+        self._remember(conversation, decode, content)
+        return Response(content, answer.status_code, media_type="application/json")
+
+    async def _prefilled(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """The parameters with which a decode engine finds the prompt's KV; None: it has to compute it."""
+        one_token = {key: value for key, value in body.items() if key not in NOT_FOR_ONE_TOKEN}
+        one_token |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params or REQUEST_TRANSFER}
+        for _ in range(self._prefills):
+            engine = next(self._prefill)
+            try:
+                answer = await self._http.post(
+                    engine + path, json=one_token, headers=headers, timeout=PREFILL_SECONDS_MAX
+                )
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                _log.warning("prefill engine %s: %r", engine, error)
+                continue
+            found: dict[str, Any] | None = answer.json().get("kv_transfer_params")
+            return found
+        return None
+
+    def _recall(self, conversation: str | None) -> tuple[str, dict[str, Any] | None]:
+        if self._conversations is not None and conversation in self._conversations:
+            assert conversation is not None
+            return self._conversations.pop(conversation)
+        return next(self._decode), None
+
+    def _remember(self, conversation: str | None, decode: str, content: bytes) -> None:
+        if self._conversations is None or conversation is None:
+            return
+        with contextlib.suppress(ValueError):
+            if params := json.loads(content).get("kv_transfer_params"):
+                self._conversations[conversation] = decode, params
+        while len(self._conversations) > CONVERSATIONS_MAX:
+            self._conversations.popitem(last=False)
+
+
+async def _passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in answer.aiter_raw():
+            yield chunk
+    finally:
+        await answer.aclose()  # a client that left: the engine is told, and gives up its request
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--conversations", action="store_true")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args()
+    router = Router(arguments.prefill, arguments.decode, keeps_conversations=arguments.conversations)
+    routes = [Route(f"/v1/{call}", router.complete, methods=["POST"]) for call in ("completions", "chat/completions")]
+    routes.append(Route("/health", lambda _: Response()))
+    uvicorn.run(Starlette(routes=routes), host=arguments.host, port=arguments.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
