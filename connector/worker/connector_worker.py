@@ -34,7 +34,7 @@ from connector.step_metadata import HandshakeMetadata, StepMetadata
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
-from connector.worker.finishing import Finishing, run_on
+from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
@@ -66,7 +66,7 @@ class ConnectorWorker:
         self._is_copy = False
         self._trace: TraceSink | None = None
         self._staging: HostStaging | None = None
-        self._finishing: Finishing | None = None
+        self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
@@ -226,8 +226,8 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
         results = self.ledger.take_results()
-        if self._finishing is not None:
-            results.finished_recving |= self._finishing.finish(self.ledger.take_loaded())
+        if (loaded := self.ledger.take_loaded()) or self._finishing.running:
+            results.finished_recving |= self._finishing.finish(loaded)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 

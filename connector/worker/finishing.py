@@ -69,8 +69,8 @@ class Finishing:
         self._cache_memory = cache_memory
         self._staging = staging
         self._synchronizes = synchronizes
-        # What a device has not done yet, in its order: whether it has, and for which requests.
-        self._running: deque[tuple[Callable[[], bool], set[str]]] = deque()
+        self.running: deque[tuple[Callable[[], bool], set[str]]] = deque()
+        """What a device may not have done yet, in its order: whether it has, and for which requests."""
 
     def finish(self, loaded: Sequence[Loaded]) -> set[str]:
         """Begin with these; returns the requests, of these and of those before, that may be used now."""
@@ -85,9 +85,9 @@ class Finishing:
                 self._landed_blocks.put_in_order(landed)
                 self._cache_memory.zero(unfilled)
 
-            self._running.append((self._run(change), {each.request_id for each in loaded} - finished))
-        while self._running and self._running[0][0]():
-            finished |= self._running.popleft()[1]
+            self.running.append((self._run(change), {each.request_id for each in loaded} - finished))
+        while self.running and self.running[0][0]():
+            finished |= self.running.popleft()[1]
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
@@ -97,7 +97,7 @@ class Finishing:
 def run_on(device: torch.device) -> Run:
     """For memory of this device."""
     if device.type == "cpu":
-        return _run_at_once
+        return run_at_once
     stream = torch.Stream(device)
 
     def run_in_stream(work: Callable[[], None]) -> Callable[[], bool]:
@@ -109,6 +109,7 @@ def run_on(device: torch.device) -> Run:
     return run_in_stream
 
 
-def _run_at_once(work: Callable[[], None]) -> Callable[[], bool]:
+def run_at_once(work: Callable[[], None]) -> Callable[[], bool]:
+    """For memory of the host."""
     work()
     return lambda: True
