@@ -34,9 +34,10 @@ answer names no blocks, so the decode engine computes the prompt itself, and the
 
 Read-back (`bidirectional_kv_xfer`). D keeps the blocks of a finished request as P does, for `decoder_kv_blocks_ttl`,
 and its answer names them. The next prompt of the conversation comes to P with these parameters: P reads what it has not
-cached of the tokens that both have in common, as D would, and computes the rest. All that this saves is time, so
-whatever is wrong with such parameters, or cannot be read (a state of more tokens than the prompt has), P computes
-itself. Only from engines that answer for their leases: of a built-in D nobody knows whether it still has the blocks.
+cached of what both are known to begin with (`prefix_digest`), as D would, and computes the rest. All that this saves is
+time, so whatever is wrong with such parameters, or cannot be read (a state of more tokens than the prompt has), P
+computes itself. Only from engines that answer for their leases: of a built-in D nobody knows whether it still has the
+blocks.
 
 A lease of D ends in its time, whoever holds it. Otherwise two engines can wait for each other: P's queue holds D's
 blocks, P has none free for its queue because they are lent to D, and D's queue, which holds those, waits for D's. For
@@ -79,6 +80,7 @@ from connector.protocol import (
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
+from connector.scheduler.prefix_digest import prefix_digests
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.params import (
@@ -356,13 +358,14 @@ class ConnectorScheduler:
         return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=self._clock.now_ns())
 
     def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
-        """Of those that a D has, as many as this prompt begins with. Of a prompt that is loaded whole vLLM computes the
-        last token again, which a state does not allow."""
+        """Of those that a D has, as many as this prompt is known to begin with (`prefix_digest`). Of a prompt that is
+        loaded whole vLLM computes the last token again, which a state does not allow."""
         theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
-        if theirs < ours:
-            return theirs
+        said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
+        equal = [tokens for tokens, digest in prefix_digests(request, sorted(said)) if said[tokens] == digest]
+        tokens = max(equal, default=0)
         # A clipped table or a state is that of all of their tokens.
-        return ours if self._keeps_everything else 0
+        return tokens if self._keeps_everything or ours > tokens == theirs else 0
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""
@@ -460,6 +463,7 @@ class ConnectorScheduler:
 
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
+        digests: list[tuple[int, str]] = []
         is_for_decode = _wants_remote_decode(request)
         if is_for_decode:
             lease_seconds, tokens = self._options.kv_lease_duration, request.num_computed_tokens
@@ -468,6 +472,7 @@ class ConnectorScheduler:
             expires_seconds = time.perf_counter() + lease_seconds
             # The token that was sampled last may be computed in a step that is still under way.
             tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            digests = prefix_digests(request, sorted({min(tokens, request.num_prompt_tokens), tokens}))
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
         blocks = sum(map(len, lent))
         self._commands.append(
@@ -485,6 +490,7 @@ class ConnectorScheduler:
             num_tokens=tokens,
             lease_number=lease.number,
             expires_seconds=expires_seconds,
+            prefix_digests=digests,
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:

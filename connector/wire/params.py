@@ -5,8 +5,8 @@ P puts the dict that `build_remote_prefill` makes into its response, the router 
 type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
 what was found. Keys that are not listed here are ignored, because routers add their own.
 
-The keys and their meaning are those of the built-in connector. One is ours, and ignored by a built-in D:
-`lease_number` (see `RemotePrefill`); a built-in P does not send it.
+The keys and their meaning are those of the built-in connector. Two are ours, and ignored by a built-in engine, which
+does not send them: `lease_number` and `prefix_digests` (see `RemotePrefill`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are the fields looked at one by one to find the culprit, so the common case stays cheap.
@@ -28,7 +28,7 @@ from statemachine.failures import BadParams
 LEASE_NUMBER_MAX = 2**63 - 1
 """Largest number of a lease. 0 is not a number in the parameters: it stands for their silence."""
 
-
+PREFIX_DIGESTS_MAX = 8
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 """All of which parameters have that name an engine to read from."""
 
@@ -67,6 +67,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose KV the blocks hold."""
     lease_number: int | None = None
     """Tells apart leases of requests with the same id on P; None when P is a built-in one."""
+    prefix_digests: tuple[tuple[int, str], ...] = ()
+    """From D, for P: numbers of tokens that the blocks hold, and a digest of so many."""
 
 
 class ParamsKind(enum.Enum):
@@ -137,6 +139,7 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
         pp_size=wire.pp_size,
         num_tokens=wire.remote_num_tokens,
         lease_number=wire.lease_number,
+        prefix_digests=wire.prefix_digests,
     )
 
 
@@ -153,6 +156,7 @@ def build_remote_prefill(
     dcp_size: int = 1,
     pp_size: int = 1,
     expires_seconds: float | None = None,
+    prefix_digests: Sequence[tuple[int, str]] = (),
 ) -> dict[str, Any]:
     """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
 
@@ -177,6 +181,7 @@ def build_remote_prefill(
         "remote_blocks_expiry_time": expires_seconds,
         "transfer_mode": "pull",
         "lease_number": lease_number,
+        **({"prefix_digests": [list(each) for each in prefix_digests]} if lends_back else {}),
     }
 
 
@@ -199,6 +204,8 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
     blocks = Annotated[tuple[group, ...], Meta(max_length=limits.groups_max)]
     size = Annotated[int, Meta(ge=1, le=limits.parallel_size_max)]
     size_words = f"an integer from 1 to {limits.parallel_size_max}"
+    length = Annotated[int, Meta(ge=1, le=limits.tokens_max)]
+    digest = Annotated[str, Meta(max_length=64)]
     seconds = Annotated[float, Meta(ge=0, le=1e12)]
     seconds_words = "a finite number of seconds, or null"
     return (
@@ -231,6 +238,12 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
             Annotated[int, Meta(ge=1, le=LEASE_NUMBER_MAX)] | None,
             f"an integer from 1 to {LEASE_NUMBER_MAX}, or null",
             None,
+        ),
+        _WireField(
+            "prefix_digests",
+            Annotated[tuple[tuple[length, digest], ...], Meta(max_length=PREFIX_DIGESTS_MAX)],
+            f"at most {PREFIX_DIGESTS_MAX} pairs of a number of tokens and a digest",
+            (),
         ),
     )
 

@@ -9,11 +9,16 @@ import logging
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
+from connector.scheduler.prefix_digest import prefix_digests
 from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, state, window
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
@@ -127,20 +132,85 @@ def test_d_computes_few_tokens_itself() -> None:
 
 @pytest.mark.parametrize(
     ("specs", "tokens"),
-    [([full()], 30), ([full(), window(40)], 0), ([full(), chunked(64)], 0), ([full(), state("none")], 0)],
+    [([full()], len(PROMPT)), ([full(), window(40)], 0), ([full(), chunked(64)], 0), ([full(), state("none")], 0)],
     ids=["full", "window", "chunks", "state"],
 )
-def test_a_prompt_that_is_shorter_than_what_d_has(specs: list[KVCacheSpec], tokens: int) -> None:
-    """A client may cut its conversation. A state, or what a window has left, is that of all of D's tokens."""
+def test_a_prompt_that_goes_on_otherwise(specs: list[KVCacheSpec], tokens: int) -> None:
+    """A chat template may leave out or add something of the answer. Of the prompt before it the KV is the same; a
+    state, or what a window has left, is that of all of D's tokens."""
     prefill, decode = engine("p", *specs), engine("d", *specs)
     params = first_turn(decode, prefill)
     fresh = engine("p", *specs)
-    fresh.submit("second", PROMPT[:30], params)
+    fresh.submit("second", [*PROMPT, 499, *[SAMPLED_TOKEN] * ANSWER, *range(500, 520)], params)
     fresh.step()
     pull = fresh.pull_of("second")
     assert pull.awaited is bool(tokens)
     if tokens:
         assert pull.num_tokens == tokens
+
+
+def _edited(prompt: list[int]) -> list[int]:
+    return [*prompt[:3], 999, *prompt[4:]]
+
+
+@pytest.mark.parametrize("prompt", [_edited(NEXT_PROMPT), PROMPT[:30], list(reversed(NEXT_PROMPT))])
+def test_what_a_prompt_does_not_begin_with_is_not_read(prompt: list[int]) -> None:
+    """A client edits what was said before, cuts it, or its router mistakes one conversation for another."""
+    params = first_turn(engine("d"), engine("p"))
+    fresh = engine("p")
+    fresh.run("second", prompt, params)
+    assert fresh.computed["second"] == len(prompt)
+    (pull,) = [each for each in fresh.commands if isinstance(each, StartPull)]
+    assert not pull.awaited, "D may have its blocks back"
+
+
+def _without_digests(params: dict[str, Any]) -> None:
+    del params["prefix_digests"]
+
+
+def _other_digests(params: dict[str, Any]) -> None:
+    params["prefix_digests"] = [[tokens, "0" * 32] for tokens, _ in params["prefix_digests"]]
+
+
+@pytest.mark.parametrize("change", [_without_digests, _other_digests])
+def test_without_a_digest_that_fits_nothing_is_read(change: Any) -> None:
+    params = first_turn(engine("d"), engine("p"))
+    change(params)
+    fresh = engine("p")
+    fresh.run("second", NEXT_PROMPT, params)
+    assert fresh.computed["second"] == len(NEXT_PROMPT)
+
+
+def test_a_digest_is_of_all_that_kv_depends_on() -> None:
+    """Tokens, what stands for images among them, the adapter, and the salt that keeps users apart."""
+
+    def request(tokens: list[int], **others: Any) -> Request:
+        sampling = SamplingParams(max_tokens=1)
+        return Request("r", tokens, sampling, None, **others)
+
+    def image(identifier: str, offset: int) -> MultiModalFeatureSpec:
+        place = PlaceholderRange(offset=offset, length=2)
+        return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
+
+    tokens = list(range(100, 140))
+    adapter = LoRARequest("adapter", 1, "/nowhere")
+    requests = [
+        request(tokens),
+        request([*tokens[:19], 1, *tokens[20:]]),
+        request(tokens, mm_features=[image("one", 5)]),
+        request(tokens, mm_features=[image("other", 5)]),
+        request(tokens, mm_features=[image("one", 6)]),
+        request(tokens, lora_request=adapter),
+        request(tokens, cache_salt="mine"),
+    ]
+    found = [dict(prefix_digests(each, [10, 20, 40])) for each in requests]
+    assert len({each[20] for each in found}) == len({each[40] for each in found}) == len(requests)
+    assert found[0][10] == found[1][10]
+    assert found[0] == dict(prefix_digests(request(tokens), [10, 20, 40]))
+    behind = request(tokens, mm_features=[image("one", 25)])
+    assert dict(prefix_digests(behind, [20])) == {20: found[0][20]}
+    embeds = Request("e", None, SamplingParams(max_tokens=1), None, prompt_embeds=torch.zeros(4, 8))
+    assert prefix_digests(embeds, [2]) == []
 
 
 def _without_number(params: dict[str, Any]) -> None:
