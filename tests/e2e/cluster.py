@@ -199,30 +199,26 @@ class OnePrefillTwoDecode:
             },
         }
         self._engines = EngineSet()
-        try:
-            self.prefill, self.failing, self.recomputing = self._engines.start(
-                _options(
-                    directory,
-                    "prefill",
-                    core=0,
-                    kv_role="kv_producer",
-                    engine_id="the-prefill-engine",
-                    extra_config={"kv_lease_duration": LEASE_SECONDS},
-                    arguments=_blocks(PREFILL_BLOCKS),
-                    **common,
-                ),
-                _options(directory, "decode-fail", **decode),
-                _options(
-                    directory,
-                    "decode-recompute",
-                    kv_load_failure_policy="recompute",
-                    environment={"UCX_TLS": "tcp,self"},
-                    **decode,
-                ),
-            )
-        except BaseException:
-            self._engines.stop()
-            raise
+        self.prefill, self.failing, self.recomputing = self._engines.start(
+            _options(
+                directory,
+                "prefill",
+                core=0,
+                kv_role="kv_producer",
+                engine_id="the-prefill-engine",
+                extra_config={"kv_lease_duration": LEASE_SECONDS},
+                arguments=_blocks(PREFILL_BLOCKS),
+                **common,
+            ),
+            _options(directory, "decode-fail", **decode),
+            _options(
+                directory,
+                "decode-recompute",
+                kv_load_failure_policy="recompute",
+                environment={"UCX_TLS": "tcp,self"},
+                **decode,
+            ),
+        )
         self.fail = PrefillDecode(self.prefill, self.failing)
         self.recompute = PrefillDecode(self.prefill, self.recomputing)
         self.services = (self.fail, self.recompute)
@@ -251,14 +247,10 @@ class BuiltinAndOurs:
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
         self._engines = EngineSet()
-        try:
-            self.ours, self.builtin = self._engines.start(
-                _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
-                _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
-            )
-        except BaseException:
-            self._engines.stop()
-            raise
+        self.ours, self.builtin = self._engines.start(
+            _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
+            _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
+        )
 
     def close(self) -> None:
         self._engines.stop()

@@ -415,12 +415,18 @@ class EngineSet:
         self.stop(STOP_TIMEOUT_SECONDS if value is None else STOP_AFTER_ERROR_TIMEOUT_SECONDS)
 
     def start(self, *options: EngineOptions, progress: StartProgress | None = None) -> list[Engine]:
-        """Start all, then wait until all are healthy. Starting takes most of a minute, so side by side pays."""
-        started = [self.launch(each) for each in options]
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        report = None if progress is None else partial(progress, started)
-        for engine in started:
-            engine.wait_healthy(max(1.0, deadline - time.monotonic()), report)
+        """Start all, then wait until all are healthy. Starting takes most of a minute, so side by side pays. If one
+        fails, all of these are ended."""
+        started: list[Engine] = []
+        try:
+            started.extend(self.launch(each) for each in options)
+            deadline = time.monotonic() + START_TIMEOUT_SECONDS
+            report = None if progress is None else partial(progress, started)
+            for engine in started:
+                engine.wait_healthy(max(1.0, deadline - time.monotonic()), report)
+        except BaseException:
+            _end(started, STOP_AFTER_ERROR_TIMEOUT_SECONDS)
+            raise
         return started
 
     def launch(self, options: EngineOptions) -> Engine:
@@ -430,13 +436,18 @@ class EngineSet:
         return engine.start()
 
     def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
-        """End all of them; SIGTERM goes to all before any is waited for, and the time is for all together."""
-        deadline = time.monotonic() + timeout_seconds
-        for engine in self._engines:
-            engine.terminate()
-        for engine in self._engines:
-            engine.stop(max(0.0, deadline - time.monotonic()))
+        """End all of them."""
+        _end(self._engines, timeout_seconds)
         self._engines.clear()
+
+
+def _end(engines: Sequence[Engine], timeout_seconds: float) -> None:
+    """SIGTERM goes to all before any is waited for, and the time is for all together."""
+    deadline = time.monotonic() + timeout_seconds
+    for engine in engines:
+        engine.terminate()
+    for engine in engines:
+        engine.stop(max(0.0, deadline - time.monotonic()))
 
 
 _REAPER = """

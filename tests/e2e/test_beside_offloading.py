@@ -40,14 +40,10 @@ class Combined:
             "arguments": ("--num-gpu-blocks-override", str(BLOCKS)),
         }
         self._engines = EngineSet()
-        try:
-            self.prefill, self.decode = self._engines.start(
-                EngineOptions(name="ours-first", beside_offloading="before", core=0, **common),
-                EngineOptions(name="ours-last", beside_offloading="after", core=1, **common),
-            )
-        except BaseException:
-            self._engines.stop()
-            raise
+        self.prefill, self.decode = self._engines.start(
+            EngineOptions(name="ours-first", beside_offloading="before", core=0, **common),
+            EngineOptions(name="ours-last", beside_offloading="after", core=1, **common),
+        )
 
     def close(self) -> None:
         self._engines.stop()

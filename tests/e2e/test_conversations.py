@@ -44,21 +44,17 @@ class Conversing:
             "arguments": ("--no-async-scheduling",),
         }
         self._engines = EngineSet()
-        try:
-            self.prefill, self.decode = self._engines.start(
-                EngineOptions(
-                    name="reads-back",
-                    kv_role="kv_producer",
-                    kv_load_failure_policy="recompute",
-                    prefix_caching=False,
-                    core=0,
-                    **common,
-                ),
-                EngineOptions(name="lends-back", kv_role="kv_consumer", core=1, **common),
-            )
-        except BaseException:
-            self._engines.stop()
-            raise
+        self.prefill, self.decode = self._engines.start(
+            EngineOptions(
+                name="reads-back",
+                kv_role="kv_producer",
+                kv_load_failure_policy="recompute",
+                prefix_caching=False,
+                core=0,
+                **common,
+            ),
+            EngineOptions(name="lends-back", kv_role="kv_consumer", core=1, **common),
+        )
 
     def close(self) -> None:
         self._engines.stop()
@@ -80,15 +76,15 @@ def said(count: int, seed: object) -> list[int]:
     return random.Random(f"said {seed}").choices(range(3, len(vocabulary()) - 1), k=count)
 
 
-def turn(service: PrefillDecode, key: str, tokens: list[int], params: Any) -> tuple[Answer, Answer]:
-    """What P and D answer to one prompt; `params` came with D's answer to the one before."""
+def turn(service: PrefillDecode, key: str, tokens: list[int], params: Any) -> Answer:
+    """What D answers to one prompt; `params` came with D's answer to the one before."""
     prefilled = service.prefill_client.complete(tokens, max_tokens=1, request_id=f"{key}-p", kv_transfer_params=params)
     assert prefilled.ok, prefilled.error
     assert prefilled.kv_transfer_params is not None
     answered = service.decode(tokens, prefilled.kv_transfer_params, f"{key}-d")
     assert answered.ok, answered.error
     assert answered.token_ids == service.alone(tokens).token_ids
-    return prefilled, answered
+    return answered
 
 
 def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: PrefillDecode) -> None:
@@ -96,7 +92,7 @@ def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: 
     tokens, params, there = said(3 * BLOCK_SIZE_TOKENS + 5, "first"), REQUEST_TRANSFER, 0
     for number in range(TURNS):
         key = f"turn-{number}"
-        _, answered = turn(service, key, tokens, params)
+        answered = turn(service, key, tokens, params)
         assert answered.kv_transfer_params is not None
         if number:
             request, _ = conversing.traces.assert_plain(f"{key}-p")
@@ -114,7 +110,7 @@ def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: 
 def test_a_client_that_comes_too_late_is_answered_all_the_same(conversing: Conversing, service: PrefillDecode) -> None:
     """D has freed its blocks and uses them for others; P computes the prompt."""
     tokens = said(100, "late")
-    _, answered = turn(service, "early", tokens, REQUEST_TRANSFER)
+    answered = turn(service, "early", tokens, REQUEST_TRANSFER)
     assert service.decode_client.blocks_are_free(KEPT_SECONDS + 15)
     turn(service, "late", [*tokens, *answered.token_ids, *said(20, "later")], answered.kv_transfer_params)
     assert conversing.traces.last_record("late-p").reason.startswith("LeaseOver")

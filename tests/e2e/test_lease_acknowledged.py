@@ -57,30 +57,26 @@ class PrefillAndTwoRanks:
             "trace_directory": self.trace_directory,
         }
         self._engines = EngineSet()
-        try:
-            self.prefill, self.decode = self._engines.start(
-                EngineOptions(
-                    name="prefill",
-                    core=0,
-                    kv_role="kv_producer",
-                    arguments=("--num-gpu-blocks-override", str(PREFILL_BLOCKS)),
-                    **common,
+        self.prefill, self.decode = self._engines.start(
+            EngineOptions(
+                name="prefill",
+                core=0,
+                kv_role="kv_producer",
+                arguments=("--num-gpu-blocks-override", str(PREFILL_BLOCKS)),
+                **common,
+            ),
+            EngineOptions(
+                name="decode",
+                kv_role="kv_consumer",
+                kv_load_failure_policy="recompute",
+                arguments=(
+                    *("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
+                    *("--data-parallel-size", "2"),
                 ),
-                EngineOptions(
-                    name="decode",
-                    kv_role="kv_consumer",
-                    kv_load_failure_policy="recompute",
-                    arguments=(
-                        *("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
-                        *("--data-parallel-size", "2"),
-                    ),
-                    environment={"UCX_TLS": "tcp,self", "VLLM_CPU_OMP_THREADS_BIND": "1|0"},
-                    **common,
-                ),
-            )
-        except BaseException:
-            self._engines.stop()
-            raise
+                environment={"UCX_TLS": "tcp,self", "VLLM_CPU_OMP_THREADS_BIND": "1|0"},
+                **common,
+            ),
+        )
         self.service = PrefillDecode(self.prefill, self.decode)
 
     def close(self) -> None:
