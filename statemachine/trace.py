@@ -1,8 +1,8 @@
 """What a transition record is, and the sink that it goes to.
 
 One record per transition of any machine. The fields are flat and stable: the trace log (JSON lines), the metrics, the
-timeline and the conformance check all read the same record. P's and D's records join on the remote request id: the
-`subject` of P's lease is the `remote_request_id` of D's request.
+timeline and the conformance check all read the same record. P's and D's records join on the remote request id and the
+number of the lease: the `subject` of P's lease is the `remote_request_id` of D's request.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         detail: the failure in words.
         peer: engine id of the other side, where there is one.
         remote_request_id: request id on the prefill engine (machines request and hold).
+        lease_number: of the lease on the prefill engine (machines request, hold and lease); 0 where it has none.
         blocks, bytes, descriptors: amounts, where known.
         seconds_in_from: time spent in `from_state`.
     """
@@ -51,6 +52,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
     peer: str | None = None
     remote_request_id: str | None = None
+    lease_number: int | None = None
     blocks: int | None = None
     bytes: int | None = None
     descriptors: int | None = None

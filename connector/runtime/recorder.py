@@ -73,7 +73,7 @@ class Recorder:
         elif from_state != state.value:
             self._entered_ns[key] = now_ns
         failure: Failure | None = getattr(after, "failure", None)
-        name, remote_request_id = _names(subject, after)
+        name, remote_request_id, lease_number = _names(subject, after)
         blocks, length_bytes, descriptors = _NO_AMOUNTS
         if isinstance(after, lease.Lease):
             blocks = after.blocks or None  # not known before the grant
@@ -96,6 +96,7 @@ class Recorder:
                 detail=str(failure) if failure is not None else None,
                 peer=peer_id,
                 remote_request_id=remote_request_id,
+                lease_number=lease_number,
                 blocks=blocks,
                 bytes=length_bytes,
                 descriptors=descriptors,
@@ -105,12 +106,13 @@ class Recorder:
         self._seq += 1
 
 
-def _names(subject: Hashable, value: object) -> tuple[str, str | None]:
-    """What the record calls the instance, and the id on P of the request that it is about."""
+def _names(subject: Hashable, value: object) -> tuple[str, str | None, int | None]:
+    """What the record calls the instance; the id on P of the request that it is about, and the number of its lease."""
     if isinstance(value, request.Request):
-        return value.request_id, value.lease.request_id or None  # parameters that make no sense name none
+        named = value.lease
+        return value.request_id, named.request_id or None, named.number  # parameters that make no sense name none
     if isinstance(value, hold.Hold):
-        return f"{value.lease.request_id}/{value.rank}", value.lease.request_id
+        return f"{value.lease.request_id}/{value.rank}", value.lease.request_id, value.lease.number
     if isinstance(subject, LeaseName):
-        return subject.request_id, None
-    return str(subject), None
+        return subject.request_id, None, subject.number
+    return str(subject), None, None

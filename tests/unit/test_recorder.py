@@ -134,6 +134,7 @@ def test_a_record_says_who_when_and_what(lend: Callable[..., None], sink: ListSi
         from_state="computing",
         event="Granted",
         to_state="held",
+        lease_number=7,
         blocks=7,
         seconds_in_from=1.0,
     )

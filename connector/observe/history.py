@@ -1,0 +1,234 @@
+"""What a request went through, put together from transition records of several processes.
+
+    records --histories--> one History for each machine instance --stories--> one Story for each request
+
+A request is seen from several sides: by the machine `request` on each rank of D, by `hold` (D's knowledge of P's
+lease), by `peer` (D's knowledge of the engine), and by the machine `lease` on each rank of P. D's and P's sides join
+on the request id that P gave and the number of the lease: the subject of the lease is the `remote_request_id` of the
+request, whose `peer` is P's engine id.
+vLLM wraps the id that the client sent (`cmpl-<id>-0-<random>`), differently on P and on D, so a person's name for a
+request is looked for inside of these.
+
+It does not matter where the records come from: files, a running engine, or a simulated run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from connector.clock import NS_PER_SECOND
+from statemachine import hold, lease, peer, request
+from statemachine.trace import TransitionRecord
+
+TERMINAL: dict[str, frozenset[str]] = {
+    machine.name: frozenset(state.value for state in machine.terminal)
+    for machine in (request.MACHINE, hold.MACHINE, lease.MACHINE, peer.MACHINE)
+}
+"""States that end an instance, by the name of its machine."""
+
+LeaseKey: TypeAlias = tuple[str | None, str | None, int]
+"""Engine id of P, request id there, number of the lease (0: the parameters carried none)."""
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One state that an instance was in, from `entered_ns` on its process's monotonic clock and `wall` in Unix time.
+
+    `seconds`: how long, None for the state that it was in last. `event` led here; `reason` and `detail` are what the
+    value carried then.
+    """
+
+    state: str
+    event: str
+    wall: float
+    entered_ns: int
+    seconds: float | None
+    reason: str | None
+    detail: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Everything that one machine instance went through. `records` are in the order in which they were written."""
+
+    records: tuple[TransitionRecord, ...]
+    visits: tuple[Visit, ...]
+
+    @property
+    def machine(self) -> str:
+        return self.records[0].machine
+
+    @property
+    def subject(self) -> str:
+        return self.records[0].subject
+
+    @property
+    def engine_id(self) -> str:
+        """Who wrote it."""
+        return self.records[0].engine_id
+
+    @property
+    def rank(self) -> int:
+        return self.records[0].rank
+
+    @property
+    def peer(self) -> str | None:
+        return next((record.peer for record in self.records if record.peer), None)
+
+    @property
+    def remote_request_id(self) -> str | None:
+        return next((record.remote_request_id for record in self.records if record.remote_request_id), None)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states in order, each stay counted once."""
+        return tuple(visit.state for visit in self.visits)
+
+    @property
+    def state(self) -> str:
+        """The last one."""
+        return self.visits[-1].state
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in TERMINAL.get(self.machine, frozenset())
+
+    @property
+    def reason(self) -> str | None:
+        return self.records[-1].reason
+
+    @property
+    def detail(self) -> str | None:
+        return self.records[-1].detail
+
+    @property
+    def seconds(self) -> float:
+        """From the first record to the last."""
+        return (self.records[-1].mono_ns - self.records[0].mono_ns) / NS_PER_SECOND
+
+    @property
+    def blocks(self) -> int:
+        return max(record.blocks or 0 for record in self.records)
+
+    @property
+    def length_bytes(self) -> int:
+        return max(record.bytes or 0 for record in self.records)
+
+
+@dataclass(kw_only=True)
+class Story:
+    """One request of one D engine, or one lease that no D is known to have read: all ranks, both sides."""
+
+    requests: list[History] = field(default_factory=list)
+    """On D, a rank each."""
+    holds: list[History] = field(default_factory=list)
+    leases: list[History] = field(default_factory=list)
+    """On P, a rank each."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every id that the request has somewhere."""
+        own = {each.subject for each in (*self.requests, *self.leases)}
+        return frozenset(own | {each.remote_request_id for each in self.requests if each.remote_request_id})
+
+    @property
+    def is_over(self) -> bool:
+        """On D; where D's side is not known, on P."""
+        return all(each.is_over for each in self.requests or self.leases)
+
+
+def histories(records: Iterable[TransitionRecord]) -> list[History]:
+    """One history for each machine instance, in the order of their first records.
+
+    The records of one process have to be in the order in which they were written; processes may be mixed. A subject
+    whose `from_state` is None once more is another instance.
+    """
+    latest: dict[tuple[object, ...], list[TransitionRecord]] = {}
+    instances: list[list[TransitionRecord]] = []
+    for record in records:
+        key = (record.engine_id, record.role, record.rank, record.machine, record.peer, record.subject)
+        if record.from_state is None or key not in latest:
+            latest[key] = []
+            instances.append(latest[key])
+        latest[key].append(record)
+    return [History(records=tuple(instance), visits=_visits(instance)) for instance in instances]
+
+
+def stories(all_histories: Iterable[History]) -> list[Story]:
+    """One story for each request on D and for each lease that nobody on a known D has asked for, in the order in which
+    they began by the wall clock.
+
+    Parallel samples of one prompt are a story each, with the same leases. A D that is asked twice with the same ids and
+    parameters has two stories: its first instance on each rank belongs to the first.
+    """
+    of_machine: dict[str, list[History]] = {}
+    for history in all_histories:
+        of_machine.setdefault(history.machine, []).append(history)
+    leases = _grouped((_lease_key(each, each.engine_id), each) for each in of_machine.get("lease", ()))
+    holds = _grouped(((each.engine_id, _lease_key(each, each.peer)), each) for each in of_machine.get("hold", ()))
+    requests = _grouped(
+        ((each.engine_id, each.subject, _lease_key(each, each.peer)), each) for each in of_machine.get("request", ())
+    )
+    found: list[Story] = []
+    read: set[LeaseKey] = set()
+    for (engine_id, _, lease_key), instances in requests.items():
+        read.add(lease_key)
+        known_holds, known_leases = holds.get((engine_id, lease_key), []), leases.get(lease_key, [])
+        found.extend(
+            Story(requests=on_ranks, holds=known_holds, leases=known_leases) for on_ranks in _rounds(instances)
+        )
+    found.extend(Story(leases=on_ranks) for key, on_ranks in leases.items() if key not in read)
+    return sorted(found, key=lambda story: (story.requests or story.leases)[0].records[0].wall)
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _lease_key(history: History, engine_id: str | None) -> LeaseKey:
+    """`engine_id`: P's."""
+    first = history.records[0]
+    request_id = first.subject if first.machine == "lease" else history.remote_request_id
+    return engine_id, request_id, first.lease_number or 0
+
+
+def _grouped(items: Iterable[tuple[K, History]]) -> dict[K, list[History]]:
+    groups: dict[K, list[History]] = {}
+    for key, history in items:
+        groups.setdefault(key, []).append(history)
+    return groups
+
+
+def _rounds(instances: Sequence[History]) -> list[list[History]]:
+    """The first instance of every rank, then the second of every rank, and so on."""
+    by_rank: dict[int, list[History]] = {}
+    for instance in instances:
+        by_rank.setdefault(instance.rank, []).append(instance)
+    rounds = zip_longest(*(by_rank[rank] for rank in sorted(by_rank)))
+    return [[each for each in one_round if each is not None] for one_round in rounds]
+
+
+def _visits(records: Sequence[TransitionRecord]) -> tuple[Visit, ...]:
+    entered = [records[0]]
+    if records[0].from_state is not None:  # the creation is missing; show what is known
+        entered.insert(0, msgspec.structs.replace(records[0], to_state=records[0].from_state, event="(not recorded)"))
+    entered += [record for record in records[1:] if record.to_state != record.from_state]
+    ends_ns = [*(record.mono_ns for record in entered[1:]), None]
+    return tuple(
+        Visit(
+            state=record.to_state,
+            event=record.event,
+            wall=record.wall,
+            entered_ns=record.mono_ns,
+            seconds=None if end_ns is None else (end_ns - record.mono_ns) / NS_PER_SECOND,
+            reason=record.reason,
+            detail=record.detail,
+        )
+        for record, end_ns in zip(entered, ends_ns, strict=True)
+    )
