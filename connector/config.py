@@ -27,6 +27,8 @@ TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
 
+_SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_timeout_seconds")
+
 _log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -97,8 +99,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
 
 
-class OptionError(ValueError):
-    """An option of `kv_connector_extra_config` is unknown or has a value that it cannot have."""
+class OptionError(Exception):
+    """An option of `kv_connector_extra_config` is unknown, has a value that it cannot have, or contradicts another one.
+
+    Not a ValueError: pydantic, which checks vLLM's configuration, would wrap one, and end with lines of its own.
+    """
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(
@@ -155,6 +160,13 @@ def _check_together(options: ConnectorOptions) -> None:
             f"option lease_margin_seconds ({options.lease_margin_seconds:g}) leaves nothing of kv_lease_duration "
             f"({options.kv_lease_duration:g})",
         )
+
+
+def in_force(options: ConnectorOptions) -> str:
+    """For the log: the options that matter to everybody, and those that are not left at their defaults."""
+    values, defaults = msgspec.to_builtins(options), msgspec.to_builtins(ConnectorOptions())
+    shown = [name for name, value in values.items() if name in _SHOWN_ALWAYS or value != defaults[name]]
+    return ", ".join(f"{name}={msgspec.json.encode(values[name]).decode()}" for name in shown)
 
 
 def _unknown(name: object, valid: list[str]) -> str:

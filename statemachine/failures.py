@@ -240,6 +240,21 @@ class LeaseNotProven(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class LeaseExpired(Failure, frozen=True, kw_only=True):
+    """On P: a lease has ended, and not because its readers were done. Its blocks are freed."""
+
+    lent_seconds: float
+    blocks: int
+    holders: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} block(s) were lent for {self.lent_seconds:.1f} s and not released ({self.holders}); they "
+            "are freed. Did the decode engine end, or the router not send it the kv_transfer_params? If its queue is "
+            "longer, raise kv_lease_duration and lease_limit_seconds on this engine"
+        )
+
+
 class DeadlineExceeded(Failure, frozen=True, kw_only=True):
     """The whole request took longer than the option request_timeout_seconds. `phase` is where it was."""
 

@@ -31,6 +31,7 @@ EXAMPLES: list[Failure] = [
     failures.BadParams(field="remote_port", expected="int in 1..65535", found="'x'"),
     failures.LeaseOver(**_PEER, remote_request_id="cmpl-3", why="expired"),
     failures.LeaseNotProven(**_PEER, remote_request_id="cmpl-3", waited_seconds=1.25),
+    failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
     failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
     failures.AbortedByClient(),
     failures.Quarantined(reads=3, waited_seconds=30.0, cause="LeaseOver"),
