@@ -7,6 +7,8 @@ name that was probably meant and lists all of them.
 The built-in connector's options keep their names, defaults and meaning, so that a configuration can be taken over.
 `kv_recompute_threshold` and `decoder_kv_blocks_ttl` have no effect without `bidirectional_kv_xfer`, there as here; a
 warning says so.
+
+Options that contradict each other are refused as well: a value that is fine alone may make another one useless.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+
+_SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_timeout_seconds")
 
 _log = get_logger()
 
@@ -97,8 +101,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
 
 
-class OptionError(ValueError):
-    """An option of `kv_connector_extra_config` is unknown or has a value that it cannot have."""
+class OptionError(Exception):
+    """An option of `kv_connector_extra_config` is unknown, has a value that it cannot have, or contradicts another one.
+
+    Not a ValueError: pydantic, which checks vLLM's configuration, would wrap one, and end with lines of its own.
+    """
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(
@@ -125,36 +132,82 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         # A long lease may come from a configuration of the built-in connector, which has no such option.
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
-    _check_together(options)
-    for name in _OF_READ_BACK:
-        if name in extra_config and not options.bidirectional_kv_xfer:
-            _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
+    _check_together(options, extra_config)
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
     return options
 
 
-def _check_together(options: ConnectorOptions) -> None:
+def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOptions) -> None:
+    """One line for each option that was set and has no effect."""
+    for name in _OF_READ_BACK:
+        if name in extra_config and not options.bidirectional_kv_xfer:
+            _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
+
+
+def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) -> None:
     """What no option can be blamed for alone."""
-    if options.backoff_max_seconds < options.backoff_initial_seconds:
-        raise OptionError(
-            "backoff_max_seconds",
-            f"option backoff_max_seconds ({options.backoff_max_seconds:g}) is less than backoff_initial_seconds "
-            f"({options.backoff_initial_seconds:g})",
+
+    def require(holds: bool, option: str, relation: str, other: str, why: str) -> None:
+        if not holds:
+            values = msgspec.structs.asdict(options)
+            problem = f"option {option} ({values[option]:g}) is {relation} {other} ({values[other]:g}): {why}"
+            raise OptionError(option, problem)
+
+    lease_seconds, request_seconds = options.kv_lease_duration, options.request_timeout_seconds
+    require(
+        options.backoff_max_seconds >= options.backoff_initial_seconds,
+        "backoff_max_seconds",
+        "less than",
+        "backoff_initial_seconds",
+        "pauses only grow",
+    )
+    require(
+        options.lease_limit_seconds >= lease_seconds,
+        "lease_limit_seconds",
+        "less than",
+        "kv_lease_duration",
+        "blocks would be given up before their first lease has ended",
+    )
+    require(
+        2 * options.lease_margin_seconds <= lease_seconds,
+        "lease_margin_seconds",
+        "more than half of",
+        "kv_lease_duration",
+        "too little of a lease is left to prove anything by, and requests would end with LeaseNotProven",
+    )
+    require(
+        request_seconds >= options.handshake_timeout_seconds,
+        "request_timeout_seconds",
+        "less than",
+        "handshake_timeout_seconds",
+        "a request would end with DeadlineExceeded before it is known that its prefill engine does not answer",
+    )
+    require(
+        options.quiesce_timeout_seconds > options.backend_grace_seconds,
+        "quiesce_timeout_seconds",
+        "not more than",
+        "backend_grace_seconds",
+        "the blocks of every READ that fails would be quarantined before it counts as ended",
+    )
+    for name in ("backoff_max_seconds", "incompatible_backoff_seconds"):
+        # Not where only engine_ttl is set: that may come from a configuration of the built-in connector.
+        is_asked_for = name in extra_config and options.engine_ttl > 0
+        require(
+            not is_asked_for or options.engine_ttl >= getattr(options, name),
+            "engine_ttl",
+            "less than",
+            name,
+            "an engine would be forgotten during its pause, and tried again at once",
         )
-    if options.lease_limit_seconds < options.kv_lease_duration:
-        raise OptionError(
-            "lease_limit_seconds",
-            f"option lease_limit_seconds ({options.lease_limit_seconds:g}) is less than kv_lease_duration "
-            f"({options.kv_lease_duration:g})",
-        )
-    if options.lease_margin_seconds >= options.kv_lease_duration:
-        raise OptionError(
-            "lease_margin_seconds",
-            f"option lease_margin_seconds ({options.lease_margin_seconds:g}) leaves nothing of kv_lease_duration "
-            f"({options.kv_lease_duration:g})",
-        )
+
+
+def in_force(options: ConnectorOptions) -> str:
+    """For the log: the options that matter to everybody, and those that are not left at their defaults."""
+    values, defaults = msgspec.to_builtins(options), msgspec.to_builtins(ConnectorOptions())
+    shown = [name for name, value in values.items() if name in _SHOWN_ALWAYS or value != defaults[name]]
+    return ", ".join(f"{name}={msgspec.json.encode(values[name]).decode()}" for name in shown)
 
 
 def _unknown(name: object, valid: list[str]) -> str:

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
-from connector.config import parse_options
+from connector.config import parse_options, warn_of_idle_options
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
@@ -59,11 +59,13 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        options = parse_options(extra_config)
         require_supported(vllm_config, kv_cache_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            warn_of_idle_options(extra_config, options)
             self._scheduler = ConnectorScheduler(
                 vllm_config, kv_cache_config, options, clock=BootClock(), life=uuid.uuid4().hex
             )
@@ -93,6 +95,16 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is done layer by layer. Raises OptionError.
+
+        vLLM asks when it makes its configuration, in the first process, before any model is loaded (unless CUDA graphs
+        are off). So wrong options are found here where they can be, and else when the connector is made.
+        """
+        parse_options(extra_config)
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

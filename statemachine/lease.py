@@ -80,7 +80,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         deadline_ns: until when the blocks are kept; in `computing`, what holders have been promised so far.
-        latest_ns: no renewal goes beyond this; set by the grant.
+        granted_ns, latest_ns: when it was granted, and what no renewal goes beyond; set by the grant.
+        is_renewable: it lasts for as long as somebody holds it; otherwise for a fixed time.
         blocks: how many are lent, for the trace.
     """
 
@@ -88,15 +89,20 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.COMPUTING
     holders: tuple[Holder, ...] = ()
     deadline_ns: int = 0
+    granted_ns: int = 0
     latest_ns: int = 0
+    is_renewable: bool = True
     blocks: int = 0
 
 
 class Granted(Event, frozen=True, kw_only=True):
-    """The prefill finished; the blocks are lent until `deadline_ns`, and with renewals until `latest_ns` at most."""
+    """The prefill finished; the blocks are lent until `deadline_ns`, and with renewals until `latest_ns` at most.
+    `granted_ns` and `is_renewable` are for people."""
 
     deadline_ns: int
     latest_ns: int
+    granted_ns: int = 0
+    is_renewable: bool = True
     blocks: int = 0
 
 
@@ -181,7 +187,13 @@ def _grant(lease: Lease, event: Granted) -> tuple[Lease, Effects]:
     deadline_ns = max(lease.deadline_ns, event.deadline_ns)
     latest_ns = max(deadline_ns, event.latest_ns)
     held = msgspec.structs.replace(
-        lease, state=State.HELD, deadline_ns=deadline_ns, latest_ns=latest_ns, blocks=event.blocks
+        lease,
+        state=State.HELD,
+        deadline_ns=deadline_ns,
+        granted_ns=event.granted_ns,
+        latest_ns=latest_ns,
+        is_renewable=event.is_renewable,
+        blocks=event.blocks,
     )
     if _is_read(held):
         return msgspec.structs.replace(held, state=State.DONE), (FreeBlocks(expired=False),)

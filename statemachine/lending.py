@@ -178,11 +178,15 @@ class Lending:
 
     Args:
         observe: told of every step; for the trace.
+        observe_end: told of the last step of each lease; for the log.
     """
 
-    def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
+    def __init__(
+        self, limits: LendingLimits, observe: Observer | None = None, observe_end: Observer | None = None
+    ) -> None:
         self._limits = limits
         self._observe = observe
+        self._observe_end = observe_end
         # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX.
@@ -225,7 +229,14 @@ class Lending:
                 self._begin(lease)
                 deadline_ns = now_ns + (fixed_ns or self._limits.lease_ns)
                 latest_ns = now_ns + (fixed_ns or self._limits.total_ns)
-                self._step(lease, machine.Granted(deadline_ns=deadline_ns, latest_ns=latest_ns, blocks=blocks))
+                granted = machine.Granted(
+                    deadline_ns=deadline_ns,
+                    latest_ns=latest_ns,
+                    granted_ns=now_ns,
+                    is_renewable=not fixed_ns,
+                    blocks=blocks,
+                )
+                self._step(lease, granted)
             case Withdrawn(lease=lease):
                 if lease in self._leases:
                     self._step(lease, machine.Withdrawn())
@@ -335,6 +346,8 @@ class Lending:
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
+            if self._observe_end is not None:
+                self._observe_end("lease", name, before, event, after)
         if self._observe is not None:
             self._observe("lease", name, before, event, after)
 
@@ -366,7 +379,7 @@ class Lending:
     # --- for the explorer -------------------------------------------------------------------------------------------
 
     def copy(self) -> Lending:
-        other = type(self)(self._limits, self._observe)
+        other = type(self)(self._limits, self._observe, self._observe_end)
         other._leases = dict(self._leases)
         other._ended = dict(self._ended)
         other._newest = dict(self._newest)
@@ -381,6 +394,7 @@ class Lending:
                 lease,
                 holders=tuple(sorted(lease.holders, key=lambda holder: holder.engine_id)),
                 deadline_ns=max(0, lease.deadline_ns - now_ns),
+                granted_ns=0,
                 latest_ns=max(0, lease.latest_ns - now_ns),
             )
             for lease in self._leases.values()

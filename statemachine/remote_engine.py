@@ -428,6 +428,7 @@ class RemoteEngine:
     Args:
         identity: of this rank; makes the jitter of its back-off its own.
         observe: told of every step; for the trace.
+        observe_peer: told of every step of the connection; for the log.
     """
 
     def __init__(
@@ -438,12 +439,14 @@ class RemoteEngine:
         *,
         identity: str = "",
         observe: Observer | None = None,
+        observe_peer: Observer | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
         self._limits = limits
         self._identity = identity
         self._observe = observe
+        self._observe_peer = observe_peer
         self._peer = peer.Peer(engine_id=engine_id)
         # Requests that have not ended. Removed in the step that reports them, so each is reported exactly once.
         self._requests: dict[str, request.Request] = {}
@@ -782,6 +785,8 @@ class RemoteEngine:
         before = self._peer
         self._peer, effects = peer.MACHINE.step(before, event)
         self._see("peer", self.engine_id, before, event, self._peer)
+        if self._observe_peer is not None:
+            self._observe_peer("peer", self.engine_id, before, event, self._peer)
         for effect in effects:
             match effect:
                 case peer.StartHandshake():
@@ -1179,7 +1184,7 @@ class RemoteEngine:
 
     def copy(self) -> RemoteEngine:
         other = type(self)(self.engine_id, self.address, self._limits, identity=self._identity)
-        other._observe = self._observe
+        other._observe, other._observe_peer = self._observe, self._observe_peer
         other._peer = self._peer
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
@@ -1228,6 +1233,16 @@ class RemoteEngine:
         # When it was heard of matters until a built-in engine is met, and only for the length of a lease.
         age_ns = min(now_ns - claim.heard_ns, self._limits.lease_ns)
         return (claim.lease, frozenset(claim.users), holds, age_ns if not claim.holds else 0)
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def request_in_hand(self, request_id: str) -> request.Request | None:
+        """One that was started and has not ended."""
+        return self._requests.get(request_id)
+
+    def deadline_of(self, request_id: str) -> int | None:
+        """When a request that has not ended fails at the latest, but for the wait for its READs."""
+        return self._timers.get(("deadline", request_id))
 
 
 MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE)

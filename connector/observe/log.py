@@ -1,28 +1,63 @@
-"""Lines for people: one per failure, one block per crash.
+"""Lines for people: how the engine is set up, what becomes of its peers, and every request that went wrong.
 
-Failures are data; this is the only place that makes them into text for a terminal. Three rules hold for every line:
+Failures are data; this is the only place that makes them into text for a terminal. What is said when:
+
+    at start            what runs, with which options; what is registered, where it listens        info
+    a peer              connected; lost or out of reach, with what was noticed first; back         info
+    a request           it ended otherwise than loaded: kind, request, engine, age, what to do     warning
+                        it has waited for WAIT_SAID_AFTER_SECONDS: for what, and how much longer   info
+    a lease on P        nobody released it in time: who held it, for how long, what to do          warning
+    what others send    it makes no sense, or names what is not lent                               warning
+    a bug               with its traceback; what a peer does wrong never has one                   error
+
+The first word of a warning is the kind of the failure, which is also the `reason` in the trace. What followed from
+a lost peer is in the lines of the requests that it cost; the line of the peer has the cause.
+
+`EventLog` hears of peers and leases as the recorder does: as an observer of what the cores step. It is told of the
+rare steps only (of connections, and ends of leases), so a request that is served costs no call. `FailureLog` is told of
+failures by whoever carries out their report.
+
+Three rules hold for every line:
 
 * Text from outside (request ids, engine ids, messages of exceptions) never reaches the terminal raw: control
   characters are escaped and the length is bounded, so that no peer can forge a line or flood the log with one.
 * A burst is shortened, and says so. A dead prefill engine may fail a thousand requests in a second; the first lines
-  say everything that there is to say, and the trace holds every single one.
+  say everything that there is to say, and the trace holds every single one. It leaves room for what fails otherwise.
 * A client that goes away is not a failure of the system; it is logged at debug level and takes no other line's place.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
+from connector.clock import NS_PER_SECOND
 from connector.wire.bounded import shorten
-from statemachine.failures import AbortedByClient, Failure
+from statemachine import lease, peer, request
+from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure
+from statemachine.kernel import Event
+from statemachine.trace import Observer
+
+if TYPE_CHECKING:
+    from connector.clock import Clock
 
 LINES_PER_WINDOW = 30
-"""Failures that are logged within one window; the others are counted."""
+"""Lines of one kind of log within one window; the others are counted."""
+
+LINES_PER_CAUSE = 5
+"""Of these, lines of one kind of failure with one engine."""
 
 WINDOW_SECONDS = 10.0
+
+CAUSES_COUNTED_MAX = 16
+"""Pairs of kind and engine whose lines are counted apart within a window; the others are counted together."""
+
+WAIT_SAID_AFTER_SECONDS = 2.0
+"""A request that waits longer is said once while it waits."""
 
 SUBJECT_LENGTH_MAX = 200
 SENTENCE_LENGTH_MAX = 1000
@@ -48,11 +83,54 @@ def get_logger() -> logging.Logger:
     return logging.getLogger(_LOGGER_NAME)
 
 
-class FailureLog:
-    """One line per failure: subject, kind, sentence. For use by one thread; called with a subject and why it failed.
+class _Window:
+    """How many lines may be written now. `admits` says whether this one may, and counts it if not.
 
-    At most `LINES_PER_WINDOW` lines within `WINDOW_SECONDS`. When that is reached one line says that more are being
-    left out, and the next failure after the window is preceded by one that says how many were.
+    At most `LINES_PER_WINDOW` lines within `WINDOW_SECONDS`, and `LINES_PER_CAUSE` of them for one cause. The first
+    line that is left out of a cause is replaced by one that says so; the next line after the window is preceded by one
+    that says how many were left out.
+    """
+
+    def __init__(self, writer: str, level: int, now: Now) -> None:
+        self._writer = writer
+        self._level = level
+        self._now = now
+        self._end = now() + WINDOW_SECONDS
+        self._lines = 0
+        self._lines_of: dict[str, int] = {}
+        self._left_out: dict[str, int] = {}
+
+    def admits(self, cause: str) -> bool:
+        self._roll()
+        if cause not in self._lines_of and len(self._lines_of) >= CAUSES_COUNTED_MAX:
+            cause = "other causes"
+        lines = self._lines_of.get(cause, 0)
+        if self._lines < LINES_PER_WINDOW and lines < LINES_PER_CAUSE:
+            self._lines += 1
+            self._lines_of[cause] = lines + 1
+            return True
+        if cause not in self._left_out:
+            said = "%s: further lines are only counted until %g s are over [%s]"
+            get_logger().log(self._level, said, cause, WINDOW_SECONDS, self._writer)
+        self._left_out[cause] = self._left_out.get(cause, 0) + 1
+        return False
+
+    def _roll(self) -> None:
+        now = self._now()
+        if now < self._end:
+            return
+        if self._left_out:
+            counted = ", ".join(f"{cause} {lines}" for cause, lines in self._left_out.items())
+            total = sum(self._left_out.values())
+            get_logger().log(self._level, "%d more lines were left out: %s [%s]", total, counted, self._writer)
+        self._end = now + WINDOW_SECONDS
+        self._lines = 0
+        self._lines_of.clear()
+        self._left_out.clear()
+
+
+class FailureLog:
+    """One warning per failure: kind, subject, sentence. For use by one thread; called with a subject and why it failed.
 
     Args:
         engine_id, rank: who writes; in every line, because engines often share a terminal.
@@ -60,51 +138,157 @@ class FailureLog:
     """
 
     def __init__(self, engine_id: str, rank: int, *, now: Now = time.monotonic) -> None:
-        self._writer = f"{shorten(engine_id, SUBJECT_LENGTH_MAX)} rank {rank}"
-        self._now = now
-        self._window_end = now() + WINDOW_SECONDS
-        self._lines = 0
-        self._suppressed = 0
+        self._writer = _writer(engine_id, rank)
+        self._window = _Window(self._writer, logging.WARNING, now)
 
     def __call__(self, subject: str, failure: Failure) -> None:
         if isinstance(failure, AbortedByClient):
-            self._write(logging.DEBUG, subject, failure)
-            return
-        self._roll_window()
-        if self._lines < LINES_PER_WINDOW:
-            self._lines += 1
-            self._write(logging.WARNING, subject, failure)
-            return
-        if self._suppressed == 0:
-            get_logger().warning(
-                "[%s] %d failures within %g s; further ones are only counted until that time is over",
-                self._writer,
-                LINES_PER_WINDOW,
-                WINDOW_SECONDS,
-            )
-        self._suppressed += 1
-
-    def _roll_window(self) -> None:
-        now = self._now()
-        if now < self._window_end:
-            return
-        if self._suppressed:
-            get_logger().warning("[%s] %d more failures were not logged", self._writer, self._suppressed)
-        self._window_end = now + WINDOW_SECONDS
-        self._lines = 0
-        self._suppressed = 0
-
-    def _write(self, level: int, subject: str, failure: Failure) -> None:
+            level = logging.DEBUG
+        else:
+            level = logging.WARNING
+            if not self._window.admits(_cause(failure)):
+                return
         logger = get_logger()
         if logger.isEnabledFor(level):
             logger.log(
                 level,
-                "[%s] %s: %s: %s",
-                self._writer,
-                shorten(subject, SUBJECT_LENGTH_MAX),
+                "%s: %s: %s [%s]",
                 failure.kind,
+                shorten(subject, SUBJECT_LENGTH_MAX),
                 shorten(str(failure), SENTENCE_LENGTH_MAX),
+                self._writer,
             )
+
+
+class EventLog:
+    """What becomes of peers and leases, and requests that wait. For use by one thread.
+
+    Args:
+        engine_id, rank: who writes.
+        clock: that of the cores.
+        log_failure: where a lease that has expired is said.
+        now: monotonic clock in seconds, for the bound on lines.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        rank: int,
+        *,
+        clock: Clock,
+        log_failure: Callable[[str, Failure], None],
+        now: Now = time.monotonic,
+    ) -> None:
+        self._writer = _writer(engine_id, rank)
+        self._clock = clock
+        self._log_failure = log_failure
+        self._window = _Window(self._writer, logging.INFO, now)
+
+    def observer_of_peer(self, describe: Callable[[], str]) -> Observer:
+        """For the core of one remote engine. `describe` names it and says where it is."""
+        return _PeerObserver(self, self._clock, describe)
+
+    def observe_lease_end(
+        self, machine: str, subject: Hashable, before: object, event: Event | None, after: object
+    ) -> None:
+        """Told of the step that ends a lease. One that lends blocks back for a fixed time may well end unread."""
+        assert isinstance(after, lease.Lease)
+        if after.state is not lease.State.EXPIRED or not (after.is_renewable or after.holders):
+            return
+        failure = LeaseExpired(
+            lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,
+            blocks=after.blocks,
+            holders=_holders(after),
+        )
+        self._log_failure(f"request {after.name.request_id}", failure)
+
+    def waits(self, subject: str, what: str) -> None:
+        """A request has waited for a while; `what` says for what, and until when."""
+        self.write("waiting", f"{subject} still waits: {what}")
+
+    def write(self, cause: str, text: str) -> None:
+        """One line, unless there were too many with this cause."""
+        if self._window.admits(cause):
+            get_logger().info("%s [%s]", shorten(text, SENTENCE_LENGTH_MAX), self._writer)
+
+
+class _PeerObserver:
+    """Hears of every step of one connection, and says what became of it.
+
+    An outage begins with the first failure that is noticed and ends when the engine is connected again. Within it a
+    failed attempt is said again only when it fails otherwise than the one before: that tells more of the cause.
+    """
+
+    def __init__(self, log: EventLog, clock: Clock, describe: Callable[[], str]) -> None:
+        self._log = log
+        self._clock = clock
+        self._describe = describe
+        self._handshake_began_ns = 0
+        self._away_since_ns: int | None = None
+        self._last_kind: str | None = None
+
+    def __call__(self, machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
+        assert isinstance(before, peer.Peer)
+        assert isinstance(after, peer.Peer)
+        came_from, is_in = before.state, after.state
+        if is_in is came_from:
+            return
+        if is_in is peer.State.HANDSHAKING:
+            self._handshake_began_ns = self._clock.now_ns()
+        elif is_in is peer.State.READY:
+            self._say_connected()
+        elif came_from is peer.State.HANDSHAKING and isinstance(event, peer.HandshakeFailed):
+            self._say_away("cannot be reached", event.failure)
+        elif came_from is peer.State.READY and isinstance(event, peer.ConnectionSuspect):
+            self._say_away("is lost", event.failure)
+        elif isinstance(event, peer.Retired):
+            self._write("given up", "is given up: another one is at its address, it was idle for long, or we stop")
+
+    def _say_connected(self) -> None:
+        now_ns = self._clock.now_ns()
+        took = f"the handshake took {(now_ns - self._handshake_began_ns) / NS_PER_SECOND:.3f} s"
+        if self._away_since_ns is None:
+            self._write("connected", f"is connected; {took}")
+        else:
+            self._write("back", f"is back after {(now_ns - self._away_since_ns) / NS_PER_SECOND:.1f} s; {took}")
+        self._away_since_ns = self._last_kind = None
+
+    def _say_away(self, what: str, failure: Failure) -> None:
+        if self._away_since_ns is None:
+            self._away_since_ns = self._clock.now_ns()
+        if failure.kind != self._last_kind:
+            self._last_kind = failure.kind
+            self._write(failure.kind, f"{what}: {failure.kind}: {failure}")
+
+    def _write(self, cause: str, text: str) -> None:
+        self._log.write(cause, f"engine {self._describe()} {text}")
+
+
+def describe_wait(waiting: request.Request, peer_state: peer.State) -> str:
+    """What a request waits for that has not ended."""
+    reads = f"{len(waiting.in_flight)} READ(s)"
+    match waiting.state:
+        case request.State.PENDING_HANDSHAKE if peer_state is peer.State.HANDSHAKING:
+            return "for the handshake with that engine"
+        case request.State.PENDING_HANDSHAKE:
+            return f"for the connection to that engine, which is {peer_state.value}"
+        case request.State.READING:
+            return f"for {reads} from that engine to end"
+        case request.State.PROVING:
+            return "all its bytes are here, and that engine is asked whether it still kept the blocks"
+        case request.State.DRAINING:
+            kind = waiting.failure.kind if waiting.failure is not None else "a failure"
+            return f"it has failed ({kind}), and {reads} may still write into its blocks"
+        case _:
+            return f"it is {waiting.state.value}"
+
+
+def distribution_version(name: str) -> str:
+    """Of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def log_crash(actor_name: str, error: BaseException) -> None:
@@ -128,3 +312,23 @@ def _without_middle(lines: list[str]) -> list[str]:
         f"... {left_out} lines left out ...",
         *lines[-TRACEBACK_LINES_AT_END:],
     ]
+
+
+def _writer(engine_id: str, rank: int) -> str:
+    return f"{shorten(engine_id, SUBJECT_LENGTH_MAX)} rank {rank}"
+
+
+def _cause(failure: Failure) -> str:
+    if isinstance(failure, PeerFailure):
+        return f"{failure.kind} of engine {shorten(failure.peer)}"
+    return failure.kind
+
+
+def _holders(ended: lease.Lease) -> str:
+    """Who wanted its blocks, and how far each has come."""
+    if not ended.holders:
+        return "no decode engine has asked for it"
+    return "held by " + ", ".join(
+        f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done)"
+        for holder in ended.holders
+    )

@@ -28,12 +28,12 @@ What this port cannot do
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
 
+from connector.observe.log import log_crash
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -64,8 +64,6 @@ has `registration_timeout_seconds` of `connector.config`."""
 
 TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
-
-logger = logging.getLogger(__name__)
 
 
 class RealNixlPort:
@@ -298,4 +296,4 @@ class RealNixlPort:
             self._on_event(item)
 
     def _note_error(self, error: BaseException) -> None:
-        logger.error("NIXL port %s failed to pass something on", self._agent_name, exc_info=error)
+        log_crash(f"NIXL port {self._agent_name}", error)

@@ -33,7 +33,6 @@ import codecs
 import contextlib
 import ctypes
 import importlib
-import logging
 import os
 import threading
 import time
@@ -45,6 +44,7 @@ import numpy as np
 
 from connector.clock import BootClock
 from connector.cpu_affinity import leave_single_cpu
+from connector.observe.log import get_logger
 from connector.ports.command_queue import CommandQueue
 from connector.ports.nixl import (
     AgentName,
@@ -99,7 +99,7 @@ PROBE_BYTES = 8
 
 CLOCK = BootClock()
 
-logger = logging.getLogger(__name__)
+_log = get_logger()
 
 
 class CallRefused(Exception):
@@ -498,8 +498,10 @@ class AgentCore:
         except UnicodeDecodeError as error:
             self.notification_polls_lost += 1
             if self.notification_polls_lost == 1:
-                logger.warning(
-                    "NIXL agent %s lost notifications: the name of a sender, %r, is not UTF-8", self._name, error.object
+                _log.warning(
+                    "NIXL agent %s lost notifications: the name of a sender, %s, is not UTF-8",
+                    self._name,
+                    repr(error.object)[:200],
                 )
             return []
         return [

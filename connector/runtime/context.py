@@ -12,6 +12,7 @@ from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
+from connector.observe.log import EventLog
 from connector.ports.side_channel import SideChannel
 from connector.protocol import Outcome
 from connector.runtime.pace import Pace
@@ -30,6 +31,7 @@ class ActorContext:
         pace: of long computations.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure.
+        event_log: what becomes of peers, for people; None: nobody wants to know.
         log_crash: writes a line with a traceback: what raised it, what it raised.
     """
 
@@ -44,6 +46,7 @@ class ActorContext:
     emit: Callable[[Outcome], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
+    event_log: EventLog | None
 
 
 def engine_limits(options: ConnectorOptions) -> EngineLimits:

@@ -27,6 +27,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.layout.geometry import BlockIdError
+from connector.observe.log import WAIT_SAID_AFTER_SECONDS, describe_wait
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
@@ -55,6 +56,7 @@ class _Pull:
     """What the core need not know of a request: its block tables, what they came to, and how much has arrived."""
 
     command: StartPull
+    began_ns: int
     resolved: Resolved | None = None
     bytes: int | None = None
     descriptors: int | None = None
@@ -85,7 +87,10 @@ class PeerActor:
             engine_limits(context.options),
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=context.recorder.observer(address.engine_id, self._amounts),
+            observe_peer=context.event_log.observer_of_peer(self._describe) if context.event_log is not None else None,
         )
+        # Requests that may come to wait for long, with the moment at which that is said; in the order of these.
+        self._to_be_said: deque[tuple[int, str]] = deque()
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
         self._pulls: dict[str, _Pull] = {}
@@ -151,7 +156,7 @@ class PeerActor:
                 raise crash
             if self.core.is_finished:
                 return
-            self._wakes_at_ns = self.core.next_deadline()
+            self._wakes_at_ns = self._next_deadline()
             with trio.move_on_after(self._seconds_to_wake()):
                 await self._attention.wait()
 
@@ -161,10 +166,20 @@ class PeerActor:
         if self._is_running and not self._is_at_work:
             self._work()
             # What is due is done by the task, once for all who tell something in this turn: leases are held together.
-            next_ns = self.core.next_deadline()
+            next_ns = self._next_deadline()
             is_too_late = next_ns is not None and self._sleeps_beyond(next_ns)
             if self._crash is not None or self.core.is_finished or is_too_late:
                 self._attention.set()
+
+    def _next_deadline(self) -> int | None:
+        """Of the core, and of what is to be said."""
+        next_ns = self.core.next_deadline()
+        while self._to_be_said and self._to_be_said[0][1] not in self._pulls:
+            self._to_be_said.popleft()  # it has ended: nobody has to wake up for it
+        if not self._to_be_said:
+            return next_ns
+        said_ns = self._to_be_said[0][0]
+        return said_ns if next_ns is None else min(next_ns, said_ns)
 
     def _sleeps_beyond(self, deadline_ns: int) -> bool:
         """Whether the task wakes up after it. If it is due, always: our clock goes on while a machine is suspended, and
@@ -180,12 +195,37 @@ class PeerActor:
         try:
             self._hear_all()
             if advance:
+                self._say_who_waits()
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
                 self._hear_all()
         except Exception as error:
             self._crash = error
         finally:
             self._is_at_work = False
+
+    def _say_who_waits(self) -> None:
+        """Once for each request that has waited for a while and has not ended."""
+        log, now_ns = self._context.event_log, self._context.clock.now_ns()
+        while self._to_be_said and self._to_be_said[0][0] <= now_ns:
+            request_id = self._to_be_said.popleft()[1]
+            waiting, deadline_ns = self.core.request_in_hand(request_id), self.core.deadline_of(request_id)
+            if log is None or waiting is None:
+                continue
+            left = "" if deadline_ns is None else f"; it fails in {(deadline_ns - now_ns) / NS_PER_SECOND:.0f} s"
+            log.waits(self._subject(request_id), describe_wait(waiting, self.core.state) + left)
+
+    def _subject(self, request_id: str) -> str:
+        """What the log calls a request."""
+        pull = self._pulls[request_id]
+        since_ns = self._context.clock.now_ns() - pull.began_ns
+        age_seconds = pull.command.age_seconds + since_ns / NS_PER_SECOND
+        return f"request {request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
+
+    def _describe(self) -> str:
+        """What the log calls the engine."""
+        names_and_sizes = zip(("TP", "DCP", "PP"), self._key.sizes, strict=True)
+        sizes = ", ".join(f"{name} {size}" for name, size in names_and_sizes if name == "TP" or size > 1)
+        return f"{self._key.engine_id} at {self.core.address} ({sizes})"
 
     def _hear_all(self) -> None:
         while self._inbox:
@@ -252,7 +292,10 @@ class PeerActor:
             case StartPull(awaited=False):
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
-                self._pulls[command.request_id] = _Pull(command=command)
+                now_ns = self._context.clock.now_ns()
+                self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns)
+                if self._context.event_log is not None:
+                    self._to_be_said.append((now_ns + to_ns(WAIT_SAID_AFTER_SECONDS), command.request_id))
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
                 kind = core.Announced
@@ -345,9 +388,9 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
-        pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         if failure is not None:
-            self._context.log_failure(request_id, failure)
+            self._context.log_failure(self._subject(request_id), failure)
+        pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -367,7 +410,6 @@ class PeerActor:
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.emit(HandshakeFailureNoted())
-        self._context.log_failure(f"handshake with {self.core.engine_id}", effect.failure)
 
     def _amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
         """For the trace: blocks, bytes and descriptors of a request."""

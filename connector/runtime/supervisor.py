@@ -24,6 +24,7 @@ from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
+from connector.observe.log import EventLog
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import Listener, SideChannel
 from connector.protocol import (
@@ -68,6 +69,7 @@ class Supervisor:
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
+        event_log: what becomes of peers and leases, for people; None: nobody wants to know.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
     """
@@ -85,6 +87,7 @@ class Supervisor:
         emit: Callable[[Outcome], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
+        event_log: EventLog | None = None,
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     ) -> None:
@@ -104,6 +107,7 @@ class Supervisor:
             limits=lending_limits(options),
             clock=clock,
             observe=recorder.observer(None),
+            observe_end=event_log.observe_lease_end if event_log is not None else None,
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,
@@ -123,6 +127,7 @@ class Supervisor:
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,
+            event_log=event_log,
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
@@ -267,7 +272,10 @@ class Supervisor:
             )
         )
         assert ended.failure is not None
-        self._context.log_failure(fresh.request_id, ended.failure)
+        subject = f"request {fresh.request_id}"
+        if isinstance(command, StartPull):
+            subject += f", engine {command.peer.engine_id} at {command.peer}, known for {command.age_seconds:.1f} s"
+        self._context.log_failure(subject, ended.failure)
 
     async def _retire_idle(self) -> None:
         clock, idle_ns = self._context.clock, self._idle_ns

@@ -56,15 +56,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector import DISTRIBUTION
 from connector.clock import NS_PER_SECOND, Clock
-from connector.config import ConnectorOptions
+from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
-from connector.observe.log import get_logger
+from connector.observe.log import FailureLog, distribution_version, get_logger
 from connector.protocol import (
     AbortPull,
     Command,
@@ -105,6 +107,8 @@ if TYPE_CHECKING:
 
 LEFT_TO_REQUESTS = 0.25
 """Share of D's blocks that has to be free for it to keep those of a request that has finished."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _log = get_logger()
 
@@ -174,6 +178,17 @@ class ConnectorScheduler:
         self._commands: list[Command] = []
         self._listener: ListenerThread | None = None
         self._block_pool: BlockPool | None = None
+        self._log_failure = FailureLog(self._engine_id, 0)
+        _log.info(
+            "%s %s (vLLM %s) as %s; kv_load_failure_policy=%s, %s; all other options have their defaults [%s]",
+            DISTRIBUTION,
+            distribution_version(DISTRIBUTION),
+            vllm.__version__,
+            vllm_config.kv_transfer_config.kv_role,
+            vllm_config.kv_transfer_config.kv_load_failure_policy,
+            in_force(options),
+            self._engine_id,
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -283,6 +298,8 @@ class ConnectorScheduler:
         if self._listener is None:
             self._listener = ListenerThread(self._host, self._port, ranks, self._life)
             self._listener.start()
+            local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
+            _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
@@ -349,7 +366,7 @@ class ConnectorScheduler:
         try:
             remote = parse_remote_prefill(params_untrusted)
         except ParamsError as error:
-            _log.warning("request %s is computed whole: %s", request.request_id, error.failure)
+            self._log_failure(f"request {request.request_id}, which is computed whole", error.failure)
             return None
         if remote.lease_number is None or len(remote.block_ids) != len(self._groups):
             _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
@@ -424,7 +441,7 @@ class ConnectorScheduler:
         if isinstance(pull.remote, RemotePrefill):
             self._commands.append(self._start_pull(request_id, pull, pull.remote, (), None, awaited=False))
         else:
-            _log.warning("request %s: %s", request_id, pull.remote)
+            self._log_failure(f"request {request_id}, for which nothing is read", pull.remote)
 
     def _start_pull(
         self,

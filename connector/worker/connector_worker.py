@@ -20,7 +20,7 @@ from vllm.utils.network_utils import get_ip
 
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
-from connector.observe.log import FailureLog, get_logger, log_crash
+from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
@@ -128,6 +128,27 @@ class ConnectorWorker:
         except ThreadStartError:
             nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
             raise
+        self._log_start(registration, place.number)
+
+    def _log_start(self, registration: Registration, rank_number: int) -> None:
+        layout, metadata = registration.layout, self._handshake_metadata
+        assert metadata is not None
+        _log.info(
+            "%.2f GB of KV cache in %d memory ranges (%s) are registered with NIXL %s, back ends %s; control socket "
+            "%s:%d; TP %d of %d, PP %d [%s rank %d]",
+            sum(each.length_bytes for each in registration.ranges) / 1e9,
+            len(registration.ranges),
+            layout.memory_kind,
+            distribution_version("nixl"),
+            ", ".join(self._options.backends),
+            metadata.control_host,
+            metadata.control_port,
+            layout.tp_rank,
+            layout.tp_size,
+            layout.pp_rank,
+            layout.engine_id,
+            rank_number,
+        )
 
     @property
     def is_staged(self) -> bool:
@@ -147,6 +168,7 @@ class ConnectorWorker:
     ) -> Supervisor:
         layout = registration.layout
         clock = self._clock
+        log_failure = FailureLog(layout.engine_id, rank_number)
         side_channel = ZmqSideChannel()
         control_host, control = _open_control_socket(side_channel)
         self._handshake_metadata = HandshakeMetadata(
@@ -171,8 +193,9 @@ class ConnectorWorker:
                 engine_id=layout.engine_id, rank=rank_number, role="worker", clock=clock, sink=self._trace
             ),
             emit=self.ledger.record,
-            log_failure=FailureLog(layout.engine_id, rank_number),
+            log_failure=log_failure,
             log_crash=log_crash,
+            event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
         )
 

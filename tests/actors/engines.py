@@ -24,6 +24,7 @@ from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
+from connector.observe.log import EventLog
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener
@@ -386,6 +387,10 @@ def _rank(
     control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
     trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
+
+    def log_failure(subject: str, failure: Failure) -> None:
+        failures.append((subject, failure))
+
     supervisor = Supervisor(
         options=options,
         local=local,
@@ -395,8 +400,9 @@ def _rank(
         clock=clock,
         recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="worker", clock=clock, sink=trace),
         emit=outcomes.tell,
-        log_failure=lambda subject, failure: failures.append((subject, failure)),
+        log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
+        event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
     )
     return Engine(
         engine_id, options, local, memory, supervisor, port, control, clock, trace, outcomes, failures, crashes

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.config import ConnectorOptions, OptionError, parse_options
+from connector.config import ConnectorOptions, OptionError, in_force, parse_options, warn_of_idle_options
 
 
 def _error(extra: dict[Any, Any]) -> OptionError:
@@ -103,16 +103,17 @@ def test_ill_typed_value_is_named_and_shown(name: str, value: Any) -> None:
 
 def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     options = {"kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}
+    both = {**options, "bidirectional_kv_xfer": True}
     with caplog.at_level(logging.WARNING):
-        parse_options({**options, "bidirectional_kv_xfer": True}, {})
+        warn_of_idle_options(both, parse_options(both, {}))
         assert not caplog.records
-        parse_options(options, {})
+        warn_of_idle_options(options, parse_options(options, {}))
     assert [record.args for record in caplog.records] == [("kv_recompute_threshold",), ("decoder_kv_blocks_ttl",)]
 
 
 def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        parse_options({"num_threads": 2}, {})
+        warn_of_idle_options({"num_threads": 2}, parse_options({"num_threads": 2}, {}))
     assert not caplog.records
 
 
@@ -121,10 +122,42 @@ def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"backoff_initial_seconds": 10, "backoff_max_seconds": 5}, "backoff_max_seconds"),
         ({"kv_lease_duration": 0.05}, "lease_margin_seconds"),
+        ({"kv_lease_duration": 3, "lease_margin_seconds": 1.6}, "lease_margin_seconds"),
+        ({"request_timeout_seconds": 4}, "request_timeout_seconds"),
+        ({"handshake_timeout_seconds": 121}, "request_timeout_seconds"),
+        ({"quiesce_timeout_seconds": 0.5}, "quiesce_timeout_seconds"),
+        ({"backend_grace_seconds": 40}, "quiesce_timeout_seconds"),
+        ({"engine_ttl": 20, "backoff_max_seconds": 30}, "engine_ttl"),
+        ({"engine_ttl": 20, "incompatible_backoff_seconds": 30}, "engine_ttl"),
     ],
 )
 def test_options_that_contradict_each_other(extra: dict[str, float], option: str) -> None:
-    assert _error(extra).option == option
+    error = _error(extra)
+    assert error.option == option
+    assert f"option {option} (" in str(error)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"engine_ttl": 20},
+        {"engine_ttl": 0, "backoff_max_seconds": 30},
+        {"kv_lease_duration": 3, "lease_margin_seconds": 1.5},
+        {"request_timeout_seconds": 5},
+        {"quiesce_timeout_seconds": 0.6},
+    ],
+)
+def test_options_that_go_together(extra: dict[str, float]) -> None:
+    parse_options(extra, {})
+
+
+def test_what_is_in_force_names_what_matters_and_what_was_changed() -> None:
+    assert in_force(parse_options({}, {})) == (
+        "kv_lease_duration=30.0, request_timeout_seconds=120.0, handshake_timeout_seconds=5.0"
+    )
+    changed = in_force(parse_options({"backends": ["GDS"], "kv_lease_duration": 10}, {"NIXL_ACTOR_TRACE_DIR": "/t"}))
+    assert 'kv_lease_duration=10.0, backends=["GDS"], ' in changed
+    assert changed.endswith('trace_directory="/t"')
 
 
 def test_trace_directory_from_the_environment() -> None:

@@ -14,6 +14,8 @@ _PEER = {"peer": "prefill-7", "address": "10.1.2.3:5600"}
 
 EXAMPLES: list[Failure] = [
     failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0),
+    failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0, detail="no connection came about"),
+    failures.AddressNotResolved(**_PEER, host="prefill-7.kv", error="Name or service not known"),
     failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
     failures.HandshakeRefused(**_PEER, detail="no such rank"),
     failures.WrongEngine(**_PEER, found="prefill-8"),
@@ -29,6 +31,7 @@ EXAMPLES: list[Failure] = [
     failures.BadParams(field="remote_port", expected="int in 1..65535", found="'x'"),
     failures.LeaseOver(**_PEER, remote_request_id="cmpl-3", why="expired"),
     failures.LeaseNotProven(**_PEER, remote_request_id="cmpl-3", waited_seconds=1.25),
+    failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
     failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
     failures.AbortedByClient(),
     failures.Quarantined(reads=3, waited_seconds=30.0, cause="LeaseOver"),

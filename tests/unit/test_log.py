@@ -8,14 +8,37 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.observe import log
-from connector.observe.log import LINES_PER_WINDOW, WINDOW_SECONDS, FailureLog, get_logger, log_crash
-from statemachine.failures import AbortedByClient, ActorCrashed, BadParams, DeadlineExceeded, Failure
+from connector.observe.log import (
+    CAUSES_COUNTED_MAX,
+    LINES_PER_CAUSE,
+    LINES_PER_WINDOW,
+    WINDOW_SECONDS,
+    EventLog,
+    FailureLog,
+    describe_wait,
+    distribution_version,
+    get_logger,
+    log_crash,
+)
+from statemachine import lending, peer, remote_engine, request
+from statemachine.failures import (
+    AbortedByClient,
+    ActorCrashed,
+    BadParams,
+    ConnectionRefused,
+    DeadlineExceeded,
+    Failure,
+    HandshakeTimeout,
+)
+from statemachine.lease import LeaseName
 
 TIMEOUT = DeadlineExceeded(timeout_seconds=120.0, phase="reading")
 
@@ -84,10 +107,10 @@ def test_lines_reach_the_handler_that_vllm_sets_up() -> None:
     assert re.search(r"ERROR .*  \| ValueError: ours with a traceback$", output, re.MULTILINE)
 
 
-def test_a_line_names_writer_subject_kind_and_says_why(lines: Lines) -> None:
-    FailureLog("decode-1", 3)("cmpl-7", TIMEOUT)
+def test_a_line_names_kind_subject_and_writer_and_says_why(lines: Lines) -> None:
+    FailureLog("decode-1", 3)("request cmpl-7", TIMEOUT)
     (text,) = lines.texts
-    assert text == f"[decode-1 rank 3] cmpl-7: DeadlineExceeded: {TIMEOUT}"
+    assert text == f"DeadlineExceeded: request cmpl-7: {TIMEOUT} [decode-1 rank 3]"
     assert lines.records[0].levelno == logging.WARNING
 
 
@@ -100,38 +123,68 @@ def test_an_abort_is_a_debug_line_only(lines: Lines) -> None:
     assert [record.levelno for record in lines.records] == [logging.DEBUG]
 
 
-def test_a_burst_is_shortened_and_counted(lines: Lines) -> None:
+def refused(engine: int) -> Failure:
+    return ConnectionRefused(peer=f"prefill-{engine}", address="h:1")
+
+
+def test_a_burst_of_one_cause_is_shortened_and_counted(lines: Lines) -> None:
     clock = Seconds()
     failure_log = FailureLog("decode-1", 0, now=clock)
-    for number in range(LINES_PER_WINDOW + 70):
-        failure_log(f"cmpl-{number}", TIMEOUT)
-    # All that fit, and one line that says that the silence which follows is not a recovery.
-    assert len(lines.texts) == LINES_PER_WINDOW + 1
-    assert f"{LINES_PER_WINDOW} failures within {WINDOW_SECONDS:g} s" in lines.texts[-1]
+    for number in range(1000):
+        failure_log(f"cmpl-{number}", refused(1))
+    # Those that fit, and one line that says that the silence which follows is not a recovery.
+    assert len(lines.texts) == LINES_PER_CAUSE + 1
+    assert lines.texts[-1].startswith("ConnectionRefused of engine prefill-1: further lines are only counted")
 
     clock.now += WINDOW_SECONDS
     lines.records.clear()
-    failure_log("cmpl-after", TIMEOUT)
-    assert len(lines.texts) == 2
-    assert "70 more failures were not logged" in lines.texts[0]
-    assert "cmpl-after" in lines.texts[1]
+    failure_log("cmpl-after", refused(1))
+    said, after = lines.texts
+    assert said.startswith("995 more lines were left out: ConnectionRefused of engine prefill-1 995")
+    assert "cmpl-after" in after
 
     # Said once.
     clock.now += WINDOW_SECONDS
     lines.records.clear()
-    failure_log("cmpl-later", TIMEOUT)
+    failure_log("cmpl-later", refused(1))
     assert len(lines.texts) == 1
+
+
+def test_a_burst_leaves_room_for_what_fails_otherwise(lines: Lines) -> None:
+    failure_log = FailureLog("decode-1", 0, now=Seconds())
+    for number in range(1000):
+        failure_log(f"cmpl-{number}", refused(1))
+    lines.records.clear()
+    failure_log("cmpl-x", TIMEOUT)
+    failure_log("cmpl-y", refused(2))
+    assert [text.split(":")[0] for text in lines.texts] == ["DeadlineExceeded", "ConnectionRefused"]
+
+
+def test_many_causes_are_bounded_together(lines: Lines) -> None:
+    clock = Seconds()
+    failure_log = FailureLog("decode-1", 0, now=clock)
+    for number in range(1000):
+        for engine in range(50):
+            failure_log(f"cmpl-{number}", refused(engine))
+    first = len(lines.texts)
+    assert LINES_PER_WINDOW < first <= LINES_PER_WINDOW + CAUSES_COUNTED_MAX + 1
+    clock.now += WINDOW_SECONDS
+    failure_log("cmpl-after", TIMEOUT)
+    counted = lines.texts[first]
+    assert counted.startswith(f"{50_000 - LINES_PER_WINDOW} more lines were left out")
+    assert "other causes" in counted
+    assert len(counted) < 3000
 
 
 def test_a_new_window_has_its_lines_again(lines: Lines) -> None:
     clock = Seconds()
     failure_log = FailureLog("decode-1", 0, now=clock)
     for _ in range(3):
-        for number in range(LINES_PER_WINDOW):
+        for number in range(LINES_PER_CAUSE):
             failure_log(f"cmpl-{number}", TIMEOUT)
         clock.now += WINDOW_SECONDS
-    assert len(lines.texts) == 3 * LINES_PER_WINDOW
-    assert not any("not logged" in text for text in lines.texts)
+    assert len(lines.texts) == 3 * LINES_PER_CAUSE
+    assert not any("left out" in text for text in lines.texts)
 
 
 def test_aborts_take_no_other_failure_s_place(lines: Lines) -> None:
@@ -219,3 +272,214 @@ def test_a_long_traceback_keeps_its_start_and_its_end(lines: Lines, monkeypatch:
     assert "lines left out" in shown[4]
     assert shown[-1].startswith("  | line 999x")
     assert len(shown[-1]) < 600
+
+
+# --- peers and leases, as the cores tell of them ----------------------------------------------------------------------
+
+SECOND = 1_000_000_000
+LEASE = LeaseName("cmpl-p", 7)
+
+
+class CoreClock:
+    """Of cores and their log."""
+
+    def __init__(self) -> None:
+        self.ns = 1000 * SECOND
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall(self) -> float:
+        raise AssertionError("not for people's lines")
+
+
+class Told:
+    """A core of a decode rank, and its log."""
+
+    def __init__(self) -> None:
+        self.clock = CoreClock()
+        self.log = EventLog("decode-1", 0, clock=self.clock, log_failure=FailureLog("decode-1", 0), now=Seconds())
+        limits = remote_engine.EngineLimits(
+            lease_ns=30 * SECOND,
+            margin_ns=SECOND,
+            request_ns=120 * SECOND,
+            quiesce_ns=30 * SECOND,
+            grace_ns=SECOND,
+            backoff_first_ns=SECOND,
+            backoff_max_ns=30 * SECOND,
+            incompatible_ns=60 * SECOND,
+            retries=1,
+        )
+        self.core = remote_engine.RemoteEngine(
+            "prefill-1",
+            "h:1",
+            limits,
+            observe_peer=self.log.observer_of_peer(lambda: "prefill-1 at h:1 (TP 2)"),
+        )
+        self.requests = 0
+        self.connections = 0
+
+    def feed(self, event: remote_engine.Event, seconds: float = 0.0) -> None:
+        self.clock.ns += round(seconds * SECOND)
+        effects = self.core.handle(event, self.clock.ns)
+        for effect in effects:
+            if isinstance(effect, remote_engine.TearDown):
+                self.feed(remote_engine.TornDown(connection=effect.connection))
+
+    def want(self) -> str:
+        self.requests += 1
+        name = f"cmpl-{self.requests}"
+        self.feed(remote_engine.Started(request_id=name, lease=LeaseName(name, self.requests), address="h:1", age_ns=0))
+        return name
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.ns += round(seconds * SECOND)
+        self.core.advance(self.clock.ns)
+
+    def connect(self, seconds: float) -> None:
+        self.connections += 1
+        connected = remote_engine.Connected(connection=self.connections, ranks=1, is_builtin=False, life="a")
+        self.feed(connected, seconds)
+
+
+def test_a_peer_is_connected_lost_and_back(lines: Lines) -> None:
+    told = Told()
+    told.want()
+    told.connect(0.25)
+    assert lines.texts == ["engine prefill-1 at h:1 (TP 2) is connected; the handshake took 0.250 s [decode-1 rank 0]"]
+    lines.records.clear()
+    told.feed(remote_engine.LinkLost(connection=1, detail="reset by peer"))
+    (text,) = lines.texts
+    assert text.startswith("engine prefill-1 at h:1 (TP 2) is lost: ControlLinkLost: ")
+    assert "reset by peer" in text
+    lines.records.clear()
+    told.want()
+    told.feed(remote_engine.ConnectFailed(failure=refused(1)), 0.5)
+    # Otherwise than before, which tells more of the cause; and once, however often it is tried.
+    for _ in range(3):
+        told.pass_time(40)
+        told.want()
+        told.feed(remote_engine.ConnectFailed(failure=refused(1)))
+    (text,) = lines.texts
+    assert "cannot be reached: ConnectionRefused" in text
+    lines.records.clear()
+    told.pass_time(9.5)
+    told.want()
+    told.connect(0.0)
+    assert lines.texts == [
+        "engine prefill-1 at h:1 (TP 2) is back after 130.0 s; the handshake took 0.000 s [decode-1 rank 0]"
+    ]
+    assert {record.levelno for record in lines.records} == {logging.INFO}
+
+
+def test_a_peer_that_was_never_reached(lines: Lines) -> None:
+    told = Told()
+    told.want()
+    told.feed(remote_engine.ConnectFailed(failure=HandshakeTimeout(peer="prefill-1", address="h:1", timeout_seconds=5)))
+    (text,) = lines.texts
+    assert "cannot be reached: HandshakeTimeout" in text
+
+
+def test_a_peer_that_is_given_up(lines: Lines) -> None:
+    told = Told()
+    told.want()
+    told.connect(0)
+    lines.records.clear()
+    told.feed(remote_engine.Retire())
+    (text,) = lines.texts
+    assert "is given up" in text
+
+
+def test_a_request_that_is_served_says_nothing_more(lines: Lines) -> None:
+    told = Told()
+    told.want()
+    told.connect(0)
+    lines.records.clear()
+    for _ in range(3):
+        told.want()
+    told.pass_time(10)
+    assert lines.texts == []
+
+
+class Lender:
+    def __init__(self) -> None:
+        self.clock = CoreClock()
+        log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
+        limits = lending.LendingLimits(lease_ns=30 * SECOND, heartbeat_ns=20 * SECOND, total_ns=900 * SECOND)
+        self.core = lending.Lending(limits, observe_end=log.observe_lease_end)
+
+    def feed(self, event: lending.Event) -> None:
+        self.core.handle(event, self.clock.ns)
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.ns += round(seconds * SECOND)
+        self.core.advance(self.clock.ns)
+
+
+HELD = lending.HoldAsked(reply_to=b"", engine_id="decode-1", rank=0, ranks=2, sent_ns=0, leases=(LEASE,))
+RELEASED = lending.ReleaseAsked(reply_to=b"", engine_id="decode-1", rank=0, ranks=2, leases=(LEASE,))
+
+
+def test_a_lease_that_nobody_asked_for_is_said_when_it_expires(lines: Lines) -> None:
+    lender = Lender()
+    lender.feed(lending.Granted(lease=LEASE, blocks=4))
+    lender.pass_time(30.5)
+    (text,) = lines.texts
+    assert text.startswith("LeaseExpired: request cmpl-p: 4 block(s) were lent for 30.5 s and not released (no decode")
+    assert "kv_transfer_params" in text
+    assert lines.records[0].levelno == logging.WARNING
+
+
+def test_a_lease_that_expires_names_its_holders(lines: Lines) -> None:
+    lender = Lender()
+    lender.feed(lending.Granted(lease=LEASE, blocks=4))
+    lender.pass_time(20)
+    lender.feed(HELD)
+    lender.feed(RELEASED)
+    lender.pass_time(10)
+    lender.pass_time(20)
+    (text,) = lines.texts
+    assert "lent for 50.0 s" in text
+    assert "held by decode-1 (1 of 2 ranks are done)" in text
+
+
+def test_a_lease_that_was_read_or_lent_back_says_nothing(lines: Lines) -> None:
+    lender = Lender()
+    lender.feed(lending.Granted(lease=LEASE, blocks=4))
+    for rank in range(2):
+        lender.feed(msgspec.structs.replace(RELEASED, rank=rank))
+    lender.feed(lending.Granted(lease=LeaseName("back", 8), blocks=4, fixed_ns=480 * SECOND))
+    lender.pass_time(480)
+    assert lender.core.open_leases == 0
+    assert lines.texts == []
+
+
+def waiting(state: request.State, **fields: Any) -> request.Request:
+    return request.Request(
+        request_id="r",
+        lease=LEASE,
+        peer="prefill-1",
+        retries_left=1,
+        state=state,
+        in_flight=frozenset({0, 1}),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "peer_state", "said"),
+    [
+        (waiting(request.State.PENDING_HANDSHAKE), peer.State.HANDSHAKING, "for the handshake"),
+        (waiting(request.State.PENDING_HANDSHAKE), peer.State.DRAINING, "which is draining"),
+        (waiting(request.State.READING), peer.State.READY, "for 2 READ(s)"),
+        (waiting(request.State.PROVING), peer.State.READY, "asked whether it still kept the blocks"),
+        (waiting(request.State.DRAINING, failure=TIMEOUT), peer.State.READY, "it has failed (DeadlineExceeded)"),
+    ],
+)
+def test_what_a_request_waits_for(of: request.Request, peer_state: peer.State, said: str) -> None:
+    assert said in describe_wait(of, peer_state)
+
+
+def test_versions_are_those_of_the_distributions() -> None:
+    assert distribution_version("msgspec") == msgspec.__version__
+    assert distribution_version("no such distribution") == "of unknown version"

@@ -1,0 +1,114 @@
+"""What the log says of peers, of requests that wait or fail, and of leases that expire: real NIXL and sockets."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.protocol import PeerAddress
+from tests.actors.engines import engine, lend_by_all, until
+from tests.actors.test_peers import failure_of, nobody, reads
+from tests.actors.test_pull import run
+from tests.rig.network import BlackHole, free_port
+
+SOON_SECONDS = 0.3
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """The lines of one engine so far."""
+    caplog.set_level(logging.INFO, logger="vllm.nixl_actor_connector")
+
+    def of(engine_id: str) -> list[str]:
+        return [text for record in caplog.records if (text := record.getMessage()).endswith(f"[{engine_id} rank 0]")]
+
+    return of
+
+
+def test_a_peer_is_connected_lost_and_back(said: Callable[[str], list[str]]) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(backoff_initial_seconds=0.1)
+        async with engine("d", options=options) as d:
+            async with engine("p", serves=True) as p:
+                await reads(d, p, "before")
+                port = p.address.port
+                assert len(said("d")) == 1
+                assert re.match(r"engine p at 127.0.0.1:\d+ \(TP 1\) is connected; the handshake took", said("d")[0])
+                for number in range(3):  # a request that is served says nothing
+                    await reads(d, p, f"served-{number}")
+                assert len(said("d")) == 1
+            await until(lambda: len(said("d")) == 2)
+            assert "is lost: ControlLinkLost: " in said("d")[1]
+            d.pull("a", nobody("p", port), [1], [1])
+            await failure_of(d, "a")
+            assert "cannot be reached: ConnectionRefused: " in said("d")[2]
+            async with engine("p", serves=True, port=port) as again:
+                await trio.sleep(0.2)
+                await reads(d, again, "after")
+                assert re.search(r"is back after \d+\.\d s; the handshake took", said("d")[-1])
+                assert len(said("d")) == 4
+
+    run(test)
+
+
+def test_a_request_that_fails_is_named_with_its_engine_and_its_age(said: Callable[[str], list[str]]) -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            d.pull("a", nobody("gone", port := free_port()), [1], [1])
+            await failure_of(d, "a")
+            ((subject, failure),) = d.failures
+            assert re.fullmatch(rf"request a, engine gone at 127.0.0.1:{port} \(TP 1\), known for \d+\.\d s", subject)
+            assert failure.kind == "ConnectionRefused"
+
+    run(test)
+
+
+def test_a_request_that_waits_is_said_once(said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            async with engine("p", serves=True) as p, engine("d") as d:
+                d.pull("waits", nobody("hung", silent.port), [1], [1])
+                await trio.sleep(SOON_SECONDS / 2)
+                await reads(d, p, "served")
+                waiting = await until(lambda: [line for line in said("d") if "still waits" in line])
+                assert len(waiting) == 1
+                assert waiting[0].startswith("request waits, engine hung at 127.0.0.1:")
+                assert "still waits: for the handshake with that engine; it fails in" in waiting[0]
+                await trio.sleep(2 * SOON_SECONDS)
+                assert [line for line in said("d") if "still waits" in line] == waiting
+                assert d.received("waits") is None
+
+    run(test)
+
+
+def test_a_lease_that_expires_is_said_on_p(said: Callable[[str], list[str]]) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=0.3)
+        async with engine("p", serves=True, options=options) as p:
+            lend_by_all([p], "forgotten")
+            await until(lambda: p.sent("forgotten"))
+            ((subject, failure),) = p.failures
+            assert subject == "request forgotten"
+            assert failure.kind == "LeaseExpired"
+            assert "no decode engine has asked for it" in str(failure)
+
+    run(test)
+
+
+def test_the_name_of_a_peer_cannot_forge_a_line(said: Callable[[str], list[str]]) -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            forged = PeerAddress(engine_id="p\nERROR forged", host="127.0.0.1", port=free_port(), tp_size=1)
+            d.pull("a", forged, [1], [1])
+            await failure_of(d, "a")
+            (line,) = said("d")
+            assert line.isprintable()
+
+    run(test)
