@@ -82,6 +82,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         deadline_ns: until when the blocks are kept; in `computing`, what holders have been promised so far.
         latest_ns: no renewal goes beyond this; set by the grant.
         blocks: how many are lent, for the trace.
+        age_ns: for how long the engine had known the request when this was made, for the trace.
     """
 
     name: LeaseName
@@ -90,6 +91,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ns: int = 0
     latest_ns: int = 0
     blocks: int = 0
+    age_ns: int = 0
 
 
 class Granted(Event, frozen=True, kw_only=True):
