@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from connector.observe.log import get_logger
+from connector.observe.trace_log import FILE_BYTES, FILES_KEPT
 from connector.wire.bounded import render_untrusted
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
@@ -99,6 +100,12 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
+    trace_file_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)] = FILE_BYTES
+    """A trace file that has reached this size is followed by another one."""
+    trace_files_kept: Annotated[int, Meta(ge=1, le=10_000)] = FILES_KEPT
+    """Of the trace files of one process, the newest that are kept."""
+    trace_sample: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the requests that is traced, each as a whole, and the same ones on P and on D if both have the same."""
 
 
 class OptionError(Exception):

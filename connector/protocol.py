@@ -75,11 +75,12 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request waits for KV, but its parameters do not say where that lies."""
+    """The request waits for KV, but its parameters do not say where that lies. `age_seconds` is as in StartPull."""
 
     request_id: str
     local_block_ids: list[int]
     failure: BadParams
+    age_seconds: float = 0.0
 
 
 class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -104,9 +105,10 @@ class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request that will be lent has been scheduled."""
+    """A request that will be lent has been scheduled. `age_seconds`: how long ago this engine first heard of it."""
 
     lease: LeaseName
+    age_seconds: float = 0.0
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -83,6 +83,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         granted_ns, latest_ns: when it was granted, and what no renewal goes beyond; set by the grant.
         is_renewable: it lasts for as long as somebody holds it; otherwise for a fixed time.
         blocks: how many are lent, for the trace.
+        age_ns: for how long the engine had known the request when this was made, for the trace.
     """
 
     name: LeaseName
@@ -93,6 +94,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     latest_ns: int = 0
     is_renewable: bool = True
     blocks: int = 0
+    age_ns: int = 0
 
 
 class Granted(Event, frozen=True, kw_only=True):

@@ -65,9 +65,11 @@ class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computing(Event, frozen=True, kw_only=True):
-    """A request that will be lent has been scheduled; again after a preemption."""
+    """A request that will be lent has been scheduled; again after a preemption. `age_ns`: how long the engine has known
+    it."""
 
     lease: LeaseName
+    age_ns: int = 0
 
 
 class Granted(Event, frozen=True, kw_only=True):
@@ -223,8 +225,8 @@ class Lending:
                 self._count_notification(event)
             case HeartbeatNotified():
                 self._renew(event, now_ns)
-            case Computing(lease=lease):
-                self._begin(lease)
+            case Computing(lease=lease, age_ns=age_ns):
+                self._begin(lease, age_ns)
             case Granted(lease=lease, blocks=blocks, fixed_ns=fixed_ns):
                 self._begin(lease)
                 deadline_ns = now_ns + (fixed_ns or self._limits.lease_ns)
@@ -319,7 +321,7 @@ class Lending:
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: LeaseName) -> None:
+    def _begin(self, name: LeaseName, age_ns: int = 0) -> None:
         """Know this lease; a request is announced again when it is scheduled again after a preemption."""
         if name in self._leases:
             return
@@ -331,7 +333,7 @@ class Lending:
         # The engine may lend under a name without a number again: then what was remembered of it means another one.
         self._ended.pop(name, None)
         self._newest[name.request_id] = name
-        fresh = Lease(name=name)
+        fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh
         if self._observe is not None:
             self._observe("lease", name, None, None, fresh)
@@ -396,6 +398,7 @@ class Lending:
                 deadline_ns=max(0, lease.deadline_ns - now_ns),
                 granted_ns=0,
                 latest_ns=max(0, lease.latest_ns - now_ns),
+                age_ns=0,
             )
             for lease in self._leases.values()
         )

@@ -601,7 +601,11 @@ class RemoteEngine:
     def _start(self, event: Started, now_ns: int) -> None:
         request_id = event.request_id
         fresh = request.Request(
-            request_id=request_id, lease=event.lease, peer=self.engine_id, retries_left=self._limits.retries
+            request_id=request_id,
+            lease=event.lease,
+            peer=self.engine_id,
+            retries_left=self._limits.retries,
+            age_ns=event.age_ns,
         )
         self._requests[request_id] = fresh
         self._waiting[request_id] = None
@@ -1218,9 +1222,10 @@ class RemoteEngine:
         )
 
     def _freeze_request(self, value: request.Request, now_ns: int) -> request.Request:
-        if not value.last_completed_ns:
+        if not (value.last_completed_ns or value.age_ns):
             return value
-        return msgspec.structs.replace(value, last_completed_ns=value.last_completed_ns - now_ns)
+        last_completed_ns = value.last_completed_ns and value.last_completed_ns - now_ns
+        return msgspec.structs.replace(value, last_completed_ns=last_completed_ns, age_ns=0)
 
     def _freeze_claim(self, claim: _Claim, now_ns: int) -> Hashable:
         holds = tuple(

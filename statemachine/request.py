@@ -66,6 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         ending, failure: how a draining request will end, and how a failed or expired one ended.
         is_retryable: draining may lead back to pending_handshake.
         last_completed_ns: when the last READ of this attempt so far had all its bytes here.
+        age_ns: for how long the engine had known the request when this was made, for the trace.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     is_retryable: bool = False
     last_completed_ns: int = 0
+    age_ns: int = 0
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Asked(Event, frozen=True, kw_only=True):
     Attributes:
         place: where the engine is said to be, as host:port.
         is_awaited: a report is awaited, so a refusal is one. Otherwise nobody misses what is not done.
+        age_ns: how long the engine has known the request.
         message: what it wants; opaque to the core.
     """
 
@@ -79,6 +80,7 @@ class Asked(Event, frozen=True, kw_only=True):
     lease: LeaseName
     is_awaited: bool
     message: Any
+    age_ns: int = 0
 
 
 class AbortAsked(Event, frozen=True, kw_only=True):
@@ -94,6 +96,7 @@ class Rejected(Event, frozen=True, kw_only=True):
     request_id: str
     failure: BadParams
     message: Any
+    age_ns: int = 0
 
 
 class Stopped(Event, frozen=True, kw_only=True):
@@ -254,8 +257,9 @@ class Roster:
                 key = self._of_request.get(request_id)
                 if key is not None and key in self._entries:
                     return [HandOver(key=key, message=message)]
-            case Rejected(request_id=request_id, failure=failure, message=message):
-                return [_refuse(message, request_id, LeaseName("", 0), "", request.ParamsRejected(failure=failure))]
+            case Rejected(request_id=request_id, failure=failure):
+                rejected = request.ParamsRejected(failure=failure)
+                return [_refuse(event, request_id, LeaseName("", 0), "", rejected)]
             case Connecting(key=key, place=place):
                 self._look_at(key, place)
             case Connected(key=key):
@@ -297,7 +301,7 @@ class Roster:
         if not asked.is_awaited:
             return []
         failed = request.PeerFailed(failure=failure)
-        return [_refuse(asked.message, asked.request_id, asked.lease, asked.key.engine_id, failed)]
+        return [_refuse(asked, asked.request_id, asked.lease, asked.key.engine_id, failed)]
 
     def _make_room(self) -> list[Effect]:
         """Retire one member; no effect if all are in use."""
@@ -368,8 +372,12 @@ def _remove(index: dict[str, dict[PeerKey, None]], name: str, key: PeerKey) -> N
 
 
 def _refuse(
-    message: Any, request_id: str, lease: LeaseName, peer: str, event: request.PeerFailed | request.ParamsRejected
+    asked: Asked | Rejected,
+    request_id: str,
+    lease: LeaseName,
+    peer: str,
+    event: request.PeerFailed | request.ParamsRejected,
 ) -> Refuse:
-    fresh = request.Request(request_id=request_id, lease=lease, peer=peer, retries_left=0)
+    fresh = request.Request(request_id=request_id, lease=lease, peer=peer, retries_left=0, age_ns=asked.age_ns)
     ended, _ = request.MACHINE.step(fresh, event)
-    return Refuse(message=message, fresh=fresh, event=event, ended=ended)
+    return Refuse(message=asked.message, fresh=fresh, event=event, ended=ended)

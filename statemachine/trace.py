@@ -22,7 +22,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         seq: number of the record in its process, from 0, without gaps.
         wall: Unix time in seconds; for people and for joining processes, never for arithmetic on durations.
         mono_ns: monotonic clock of the process, in nanoseconds.
-        engine_id, rank, role: who wrote it; role is `worker` or `scheduler`.
+        engine_id, rank, role: who wrote it: the engine, which of its worker processes (only these step machines), and
+            the engine's `kv_role`: `kv_producer`, `kv_consumer` or `kv_both`.
         machine: `request`, `hold`, `peer` or `lease`.
         subject: request id (request, lease), engine id (peer), `<request id on P>/<rank of P>` (hold).
         from_state: None when the instance was created.
@@ -35,6 +36,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         lease_number: of the lease on the prefill engine (machines request, hold and lease); 0 where it has none.
         blocks, bytes, descriptors: amounts, where known.
         seconds_in_from: time spent in `from_state`.
+        age_seconds: of a request or lease that was created just now: how long ago its engine's scheduler first heard of
+            it. All of that it has waited in vLLM's queue, on the way there and on the way to this process.
     """
 
     seq: int
@@ -57,6 +60,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None = None
     descriptors: int | None = None
     seconds_in_from: float | None = None
+    age_seconds: float | None = None
 
 
 Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]

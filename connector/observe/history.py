@@ -114,6 +114,12 @@ class History:
         return (self.records[-1].mono_ns - self.records[0].mono_ns) / NS_PER_SECOND
 
     @property
+    def queued_seconds(self) -> float | None:
+        """Of a request or lease: how long its engine knew it before the first record, which is the wait in vLLM's
+        queue."""
+        return self.records[0].age_seconds
+
+    @property
     def blocks(self) -> int:
         return max(record.blocks or 0 for record in self.records)
 
@@ -186,6 +192,20 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
         )
     found.extend(Story(leases=on_ranks) for key, on_ranks in leases.items() if key not in read)
     return sorted(found, key=lambda story: (story.requests or story.leases)[0].records[0].wall)
+
+
+def matching(all_stories: Iterable[Story], name: str) -> list[Story]:
+    """The stories of what a person calls `name`: an id that the request has somewhere; or what the client sent, which
+    vLLM has wrapped into these; or any part of one."""
+    candidates = list(all_stories)
+    for fits in (
+        lambda own: name == own,
+        lambda own: f"-{name}-" in f"-{own}-",
+        lambda own: name in own,
+    ):
+        if found := [story for story in candidates if any(map(fits, story.names))]:
+            return found
+    return []
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

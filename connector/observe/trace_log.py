@@ -1,18 +1,35 @@
-"""The state-transition trace on disk: JSON lines, one transition per line, one file per process.
+"""The state-transition trace on disk: JSON lines, one transition per line, a sequence of files for each process.
 
-`open_trace_log` makes the sink that the machines of one process write to, `read_trace` gives the records of all
-processes back. Every line holds all fields of `TransitionRecord`; a field without a value is null.
+`open_trace_log` makes the sink that the machines of one process write to; `read_processes` and `read_trace` give the
+records of all processes back.
+
+What a file holds. The first line is a `FileHeader`: the version of the schema, who writes (engine, rank, role, process,
+version of the connector) and which file of the sequence this is. Every other line is one `TransitionRecord` with all
+its fields; a field without a value is null. The schema has a number, `SCHEMA`. Fields are added without a new one,
+because a reader skips what it does not know and takes what it does not find for null; where a field would change its
+meaning or go, the number grows, and a reader refuses a number that it does not know (`TraceSchemaError`). An excerpt
+without a header, such as grep makes, is read as well.
+
+Size. A file that has reached `file_bytes` is followed by the next one, and the oldest is deleted when there are more
+than `files_kept`. No file is renamed, so that whoever reads one is not disturbed. Numbers of records go on from file to
+file without gaps. What processes left that have ended is not touched.
+
+Sampling. Below a share of 1 only some requests are traced, and these whole: the choice is a hash of the request id on
+P, which P's lease and D's request and hold have in common, so both sides choose the same without asking each other.
+Transitions of peers are always traced. Failures are not preferred: that a request fails is known at its end, and to one
+side; the log has a line for each in any case, and shares of outcomes stay what they are. Numbers have gaps then.
 
 Writing is structlog's bound logger around a plain file: one processor, which renders with msgspec, and nothing of
 structlog's global configuration, which belongs to whoever embeds vLLM. A line goes to the operating system in one
-write before the call returns, so a process that is killed loses nothing that it traced. The file is created, never
+write before the call returns, so a process that is killed loses nothing that it traced. A file is created, never
 continued: two processes that had the same id one after the other (as in containers, where an engine is process 1 after
-every restart) get two files, each with numbers from 0 without gaps.
+every restart) get two sequences, each with numbers from 0. The first one is created with the first record, so an engine
+that fails to start leaves none; that a file can be created is tried at start all the same.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
-with one line in the log, and no exception leaves `write`. The file grows without bound while it is on, by about 470
-bytes per transition. What a transition costs is measured by tests/bench/bench_trace.py; a third of it is the write to
-the operating system, which is not batched because the last lines before a kill are the ones that people look for.
+with one line in the log, and no exception leaves `write`. A transition takes about 490 bytes. What it costs is measured
+by tests/bench/bench_trace.py; a third of it is the write to the operating system, which is not batched because the last
+lines before a kill are the ones that people look for.
 """
 
 from __future__ import annotations
@@ -20,8 +37,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgspec
 import structlog
@@ -30,15 +53,60 @@ from connector.observe.log import get_logger
 from connector.wire.bounded import shorten
 from statemachine.trace import TransitionRecord
 
+SCHEMA = 1
+"""Of what is written here; the highest that is read."""
+
+PACKAGE = "nixl-actor-connector"
+
+FILE_BYTES = 256 << 20
+FILES_KEPT = 8
+"""Defaults: two gigabytes for each process, which are some four million transitions."""
+
 FILE_NAME_LENGTH_MAX = 150
 """Longest part of a file name that is made from an engine id, in characters; file systems allow 255 bytes in all."""
 
 FILES_PER_NAME_MAX = 1000
-"""Files of processes with the same engine id, role, rank and process id in one directory."""
+"""Sequences of processes with the same engine id, role, rank and process id in one directory."""
 
 _NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+_FILE_NAME = re.compile(r"(?P<stem>.+?)(?:\.(?P<part>\d+))?\.jsonl")
+_HEADER_START = b'{"schema":'
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(TransitionRecord)
+
+
+class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a file.
+
+    Attributes:
+        schema: version of the meaning of all lines.
+        part: number of the file in its process's sequence, from 0.
+        engine_id, rank, role: as in every record.
+        process: kind of the process: `worker`.
+        pid, host: which process, on which machine.
+        version: of the connector.
+        started: when the sink was opened, Unix time in seconds.
+        sample: share of the requests that is traced.
+    """
+
+    schema: int  # first, so that a reader can tell a header from a record
+    part: int
+    engine_id: str
+    rank: int
+    role: str
+    process: str
+    pid: int
+    host: str
+    version: str
+    started: float
+    sample: float
+
+
+class _Schema(msgspec.Struct):
+    """The part of a header that every version of it has."""
+
+    schema: int
+    version: str = "unknown"
 
 
 class TraceDirectoryError(Exception):
@@ -63,19 +131,54 @@ class TraceFileError(Exception):
         self.reason = reason
 
 
+class TraceSchemaError(Exception):
+    """A file was written by a later version, in a schema that this one does not know."""
+
+    def __init__(self, path: Path, schema: int, version: str) -> None:
+        super().__init__(
+            f"{path} has schema {schema}, and this version of {PACKAGE} ({installed_version()}) reads {SCHEMA} at "
+            f"most; read it with version {shorten(version, 50)}, which wrote it, or a later one"
+        )
+        self.path = path
+        self.schema = schema
+
+
+def installed_version() -> str:
+    """Of the connector; `unknown` where it runs without having been installed."""
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def is_sampled(request_id: str, share: float) -> bool:
+    """Whether a request is among that share of all; `request_id` is the one on P."""
+    return zlib.crc32(request_id.encode("utf-8", "surrogatepass")) < share * 2**32
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
 class JsonLinesSink:
-    """A `statemachine.trace.TraceSink`: one line per record, to a file that it owns.
+    """A `statemachine.trace.TraceSink`: one line per record, to a sequence of files that it owns.
 
     `write` belongs to one thread; `close` may come from another one, and what is written after it is dropped.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path = path
-        self._file = file
-        self._log: _TransitionLogger | None = _TransitionLogger(structlog.BytesLogger(file), [render_record], {})
+    def __init__(self, files: RotatingFiles, *, sample: float = 1.0) -> None:
+        self._files = files
+        self._sample = sample
+        self._log: _TransitionLogger | None = _TransitionLogger(
+            structlog.BytesLogger(cast(BinaryIO, files)), [render_record], {}
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file that is written to, or will be with the first record."""
+        return self._files.path
 
     def write(self, record: TransitionRecord) -> None:
         """Append one line. Never raises: an error switches the sink off for good."""
@@ -83,17 +186,92 @@ class JsonLinesSink:
         if log is None:
             return
         try:
+            if self._sample < 1.0 and not self._is_sampled(record):
+                return
             log.transition(record)
         except Exception as error:  # whatever it is: a trace is not worth a request
             if self._log is not None:  # otherwise the file was closed under our hands
                 get_logger().error("the state-transition trace %s ends here: %s", self.path, shorten(str(error), 300))
             self.close()
 
+    def _is_sampled(self, record: TransitionRecord) -> bool:
+        request_id = record.subject if record.machine == "lease" else record.remote_request_id
+        # A peer is no request's; and parameters that make no sense name none.
+        return request_id is None or is_sampled(request_id, self._sample)
+
     def close(self) -> None:
         """Idempotent; never raises."""
         self._log = None
         with contextlib.suppress(OSError):  # what could not be written before cannot be written now
+            self._files.close()
+
+
+class RotatingFiles:
+    """The files of one process, as one binary file to append to; see the module's docstring.
+
+    `write` is given whole lines. Every method but `close` raises OSError.
+
+    Args:
+        stem: path of the first file, without its ending.
+        header: of the first file.
+        file_bytes, files_kept: a file ends with the line that takes it to so many bytes; so many files stay.
+    """
+
+    def __init__(self, stem: Path, header: FileHeader, *, file_bytes: int, files_kept: int) -> None:
+        self.path = _part_path(stem, 0)
+        self._stem = stem
+        self._header = header
+        self._file_bytes = file_bytes
+        self._kept: deque[Path] = deque()
+        self._files_kept = files_kept
+        self._file: BinaryIO | None = None
+        self._left_bytes = 0
+        self._is_closed = False
+
+    def write(self, line: bytes) -> int:
+        if self._left_bytes <= 0:
+            self._begin()
+        assert self._file is not None
+        self._left_bytes -= len(line)
+        return self._file.write(line)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._file is not None:
             self._file.close()
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise ValueError("write to closed files")
+        if self._file is None:
+            file = self._create_first()
+        else:
+            self._file.close()
+            self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
+            self.path = _part_path(self._stem, self._header.part)
+            file = _create(self.path)
+        self._file = file
+        self._kept.append(self.path)
+        if len(self._kept) > self._files_kept:
+            with contextlib.suppress(FileNotFoundError):  # somebody has tidied up
+                self._kept.popleft().unlink()
+        line = _encoder.encode(self._header) + b"\n"
+        file.write(line)
+        self._left_bytes = max(1, self._file_bytes - len(line))
+
+    def _create_first(self) -> BinaryIO:
+        for number in range(FILES_PER_NAME_MAX):
+            stem = self._stem.with_name(f"{self._stem.name}-{number}") if number else self._stem
+            with contextlib.suppress(FileExistsError):
+                self.path = _part_path(stem, 0)
+                file = _create(self.path)
+                self._stem = stem
+                return file
+        raise FileExistsError(f"{FILES_PER_NAME_MAX} files named {self._stem.name} are in {self._stem.parent}")
 
 
 class _TransitionLogger(structlog.BoundLoggerBase):
@@ -105,7 +283,10 @@ class _TransitionLogger(structlog.BoundLoggerBase):
 
 def render_record(logger: object, method_name: str, event_dict: structlog.typing.EventDict) -> bytes:
     """structlog processor, pure: the line for the record in `event_dict`, without its end."""
-    record = event_dict["record"]
+    return _line(event_dict["record"])
+
+
+def _line(record: TransitionRecord) -> bytes:
     try:
         return _encoder.encode(record)
     except UnicodeEncodeError:
@@ -117,26 +298,54 @@ def _expressible(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def open_trace_log(directory: str | Path, *, engine_id: str, role: str, rank: int) -> JsonLinesSink:
-    """Create `directory` if needed, and in it `<engine id>-<role>-<rank>-<process id>.jsonl` for this process.
+def open_trace_log(
+    directory: str | Path,
+    *,
+    engine_id: str,
+    role: str,
+    rank: int,
+    file_bytes: int = FILE_BYTES,
+    files_kept: int = FILES_KEPT,
+    sample: float = 1.0,
+) -> JsonLinesSink:
+    """Create `directory` if needed, and make sure that files can be created in it; they are with the first record.
 
-    Characters of the engine id that do not belong into a file name become `_`. If the name is taken, a number follows
-    the process id.
+    They are called `<engine id>-<role>-<rank>-<process id>.jsonl`, `….1.jsonl`, `….2.jsonl` and so on. Characters of
+    the engine id that do not belong into a file name become `_`. If the name is taken, a number follows the process id.
 
     Raises TraceDirectoryError.
     """
     directory = Path(directory)
     name = _NOT_IN_FILE_NAMES.sub("_", engine_id)[:FILE_NAME_LENGTH_MAX]
-    stem = f"{name}-{role}-{rank}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for number in range(FILES_PER_NAME_MAX):
-            path = directory / (f"{stem}-{number}.jsonl" if number else f"{stem}.jsonl")
-            with contextlib.suppress(FileExistsError):
-                return JsonLinesSink(path, open(path, "xb", opener=_open_for_append))
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise TraceDirectoryError(shorten(str(directory), 300), str(error)) from error
-    raise TraceDirectoryError(shorten(str(directory), 300), f"{FILES_PER_NAME_MAX} files named {stem} are in it")
+    header = FileHeader(
+        schema=SCHEMA,
+        part=0,
+        engine_id=_expressible(engine_id),
+        rank=rank,
+        role=role,
+        process="worker",
+        pid=os.getpid(),
+        host=os.uname().nodename,
+        version=installed_version(),
+        started=time.time(),
+        sample=sample,
+    )
+    stem = directory / f"{name}-{role}-{rank}-{header.pid}"
+    return JsonLinesSink(RotatingFiles(stem, header, file_bytes=file_bytes, files_kept=files_kept), sample=sample)
+
+
+def _part_path(stem: Path, part: int) -> Path:
+    return stem.with_name(f"{stem.name}.{part}.jsonl" if part else f"{stem.name}.jsonl")
+
+
+def _create(path: Path) -> BinaryIO:
+    return open(path, "xb", opener=_open_for_append)
 
 
 def _open_for_append(path: str, flags: int) -> int:
@@ -148,34 +357,119 @@ def _open_for_append(path: str, flags: int) -> int:
 
 
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process wrote. `torn_bytes`: length of a last line without an end, which is not among the records."""
+    """One file. `header` is None in an excerpt. `torn_bytes`: length of a last line without an end, which is not among
+    the records."""
 
+    path: Path
+    header: FileHeader | None
     records: list[TransitionRecord]
     torn_bytes: int
 
+    def located(self) -> Iterator[tuple[int, TransitionRecord]]:
+        """The records with the numbers of their lines, from 1."""
+        return enumerate(self.records, start=1 if self.header is None else 2)
+
+
+class ProcessTrace(NamedTuple):
+    """What is left of what one process wrote: its files in order."""
+
+    files: tuple[TraceFile, ...]
+
+    @property
+    def header(self) -> FileHeader | None:
+        """Of the first file that is left."""
+        return self.files[0].header
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every transition of the process, from its first one, is here."""
+        return all(
+            file.header is not None and file.header.part == part and file.header.sample == 1.0
+            for part, file in enumerate(self.files)
+        )
+
+    @property
+    def records(self) -> list[TransitionRecord]:
+        """In the order in which they were written."""
+        return [record for file in self.files for record in file.records]
+
 
 def read_trace_file(path: Path) -> TraceFile:
-    """The records of one file, in the order in which they were written. Raises OSError and TraceFileError."""
-    *lines, torn = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
+    """One file. Raises OSError, TraceFileError and TraceSchemaError."""
+    whole, end, torn = path.read_bytes().rpartition(b"\n")
+    header, start = None, 0
+    if whole.startswith(_HEADER_START):
+        first, _, rest = whole.partition(b"\n")
+        header, whole, start = _read_header(path, first), rest, 1
+        if not rest:
+            end = b""
+    try:
+        records = _decoder.decode_lines(whole) if end else []
+        if len(records) != whole.count(b"\n") + bool(end):  # empty lines are skipped
+            raise msgspec.DecodeError("an empty line")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        records = list(_decode_one_by_one(path, whole.split(b"\n"), start))
+    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+
+
+def _decode_one_by_one(path: Path, lines: Sequence[bytes], start: int) -> Iterator[TransitionRecord]:
+    """To say which line is wrong."""
+    for number, line in enumerate(lines, start=start + 1):
         try:
-            records.append(_decoder.decode(line))
+            yield _decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TraceFileError(path, number, shorten(str(error), 200)) from None
-    return TraceFile(records=records, torn_bytes=len(torn))
+
+
+def _read_header(path: Path, line: bytes) -> FileHeader:
+    try:
+        schema = msgspec.json.decode(line, type=_Schema)
+        if schema.schema > SCHEMA:
+            raise TraceSchemaError(path, schema.schema, schema.version)
+        return msgspec.json.decode(line, type=FileHeader)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFileError(path, 1, shorten(str(error), 200)) from None
+
+
+def read_processes(directory: str | Path) -> list[ProcessTrace]:
+    """What each process wrote that traced to `directory`, which may be a single file too.
+
+    A line that its process was still writing, or was killed in, is left out; one log line says how many those are.
+
+    Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
+    """
+    sequences: dict[str, list[tuple[int, Path]]] = {}
+    directory = Path(directory)
+    for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
+        if (named := _FILE_NAME.fullmatch(path.name)) is not None:
+            sequences.setdefault(named["stem"], []).append((int(named["part"] or 0), path))
+    processes = [ProcessTrace(tuple(_read_parts(parts))) for parts in sequences.values()]
+    torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
+    if torn_files:
+        get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
+    return [process for process in processes if process.files]
+
+
+def _read_parts(parts: Iterable[tuple[int, Path]]) -> Iterator[TraceFile]:
+    for _, path in sorted(parts):
+        with contextlib.suppress(FileNotFoundError):  # its process has deleted it meanwhile
+            yield read_trace_file(path)
+
+
+def merged(processes: Iterable[ProcessTrace]) -> list[TransitionRecord]:
+    """The records of all of them by wall clock time; those of one process in the order in which they were written, also
+    where its wall clock was set back."""
+    keyed: list[tuple[float, int, TransitionRecord]] = []
+    for process in processes:
+        latest = 0.0
+        for file in process.files:
+            for record in file.records:
+                latest = max(latest, record.wall)
+                keyed.append((latest, record.seq, record))
+    keyed.sort(key=lambda each: each[:2])
+    return [record for _, _, record in keyed]
 
 
 def read_trace(directory: str | Path) -> list[TransitionRecord]:
-    """The records of all processes that wrote to `directory`, by wall clock time and number.
-
-    A line that its process was still writing, or was killed in, is left out; one log line says how many those are.
-    Within one process the order is that of its numbers as long as the wall clock was not set back.
-
-    Raises OSError, and TraceFileError when a whole line is not a transition record.
-    """
-    files = [read_trace_file(path) for path in sorted(Path(directory).glob("*.jsonl"))]
-    torn_files = sum(file.torn_bytes > 0 for file in files)
-    if torn_files:
-        get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
-    return sorted((record for file in files for record in file.records), key=lambda record: (record.wall, record.seq))
+    """The records of all processes that wrote to `directory`; `merged`, and raises as `read_processes` does."""
+    return merged(read_processes(directory))

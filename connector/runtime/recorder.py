@@ -101,9 +101,15 @@ class Recorder:
                 bytes=length_bytes,
                 descriptors=descriptors,
                 seconds_in_from=(now_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
+                age_seconds=_age_seconds(after) if before is None else None,
             )
         )
         self._seq += 1
+
+
+def _age_seconds(made: object) -> float | None:
+    age_ns: int | None = getattr(made, "age_ns", None)
+    return None if age_ns is None else age_ns / NS_PER_SECOND
 
 
 def _names(subject: Hashable, value: object) -> tuple[str, str | None, int | None]:

@@ -201,7 +201,9 @@ class Supervisor:
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):
-                self._tell_roster(roster.Rejected(request_id=request_id, failure=failure, message=command))
+                age_ns = to_ns(command.age_seconds)
+                rejected = roster.Rejected(request_id=request_id, failure=failure, message=command, age_ns=age_ns)
+                self._tell_roster(rejected)
             case LeaseComputing() | LeaseGranted() | LeaseWithdrawn():
                 self._lease_keeper.deliver(command)
 
@@ -220,6 +222,7 @@ class Supervisor:
                 lease=command.lease,
                 is_awaited=is_awaited,
                 message=command,
+                age_ns=to_ns(command.age_seconds),
             )
         )
 

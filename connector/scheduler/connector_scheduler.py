@@ -171,6 +171,8 @@ class ConnectorScheduler:
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
         # still ask for leases of this one. 48 bits leave room up to the 63 of the wire.
         self._lease_numbers = itertools.count(1 + int(life[:12], 16))
+        # When this engine first heard of the requests that will be lent and were not scheduled yet, by request id.
+        self._heard_ns: dict[str, int] = {}
         # Leases of the requests that run and will be lent, by request id.
         self._computing: dict[str, LeaseName] = {}
         # Why this engine lends nothing any more; None: it does.
@@ -193,7 +195,10 @@ class ConnectorScheduler:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Take note of a request that will read from a prefill engine, and keep its lease alive from now on."""
+        """Take note of a request that will read from a prefill engine, and keep its lease alive from now on. Of one
+        that will be lent, note when it came."""
+        if self._will_lend(request):
+            self._heard_ns[request.request_id] = self._clock.now_ns()
         if _wants_remote_decode(request):
             self._leave_tokens_to_decode(request)
             pull = self._pull_back(request)
@@ -238,7 +243,9 @@ class ConnectorScheduler:
             self._skip_load(request_id, pull)
         if self._stopped is None and self._will_lend(request) and request_id not in self._computing:
             lease = self._computing[request_id] = self._new_lease(request_id)
-            self._commands.append(LeaseComputing(lease=lease))
+            now_ns = self._clock.now_ns()
+            age_seconds = (now_ns - self._heard_ns.pop(request_id, now_ns)) / NS_PER_SECOND
+            self._commands.append(LeaseComputing(lease=lease, age_seconds=age_seconds))
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -246,6 +253,7 @@ class ConnectorScheduler:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
         request_id = request.request_id
         self._failed.discard(request_id)
+        self._heard_ns.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._skip_load(request_id, pull)
@@ -433,7 +441,8 @@ class ConnectorScheduler:
         )
         if isinstance(remote, BadParams):
             local = [block_id for group in groups for block_id in group.local_block_ids]
-            return RejectPull(request_id=request_id, local_block_ids=local, failure=remote)
+            age_seconds = self._age_seconds(pull)
+            return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
         return self._start_pull(request_id, pull, remote, groups, tokens, awaited=True)
 
     def _skip_load(self, request_id: str, pull: WaitingPull) -> None:

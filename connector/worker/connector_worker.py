@@ -64,6 +64,8 @@ class ConnectorWorker:
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._is_copy = False
+        # kv_producer, kv_consumer or kv_both.
+        self._role: str = vllm_config.kv_transfer_config.kv_role
         self._trace: TraceSink | None = None
         self._staging: HostStaging | None = None
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
@@ -101,7 +103,13 @@ class ConnectorWorker:
         )
         if self._options.trace_directory is not None:
             self._trace = open_trace_log(
-                self._options.trace_directory, engine_id=layout.engine_id, role="worker", rank=place.number
+                self._options.trace_directory,
+                engine_id=layout.engine_id,
+                role=self._role,
+                rank=place.number,
+                file_bytes=self._options.trace_file_bytes,
+                files_kept=self._options.trace_files_kept,
+                sample=self._options.trace_sample,
             )
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -190,7 +198,7 @@ class ConnectorWorker:
             control=control,
             clock=clock,
             recorder=Recorder(
-                engine_id=layout.engine_id, rank=rank_number, role="worker", clock=clock, sink=self._trace
+                engine_id=layout.engine_id, rank=rank_number, role=self._role, clock=clock, sink=self._trace
             ),
             emit=self.ledger.record,
             log_failure=log_failure,

@@ -398,7 +398,7 @@ def _rank(
         side_channel=side_channel,
         control=control,
         clock=clock,
-        recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="worker", clock=clock, sink=trace),
+        recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="kv_both", clock=clock, sink=trace),
         emit=outcomes.tell,
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),

@@ -310,7 +310,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             side_channel=side_channel,
             control=side_channel.listen(HOST, 0),
             clock=clock,
-            recorder=Recorder(engine_id="decode", rank=0, role="worker", clock=clock, sink=connected),
+            recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
             emit=lambda outcome: None,
             log_failure=lambda subject, failure: connected.failures.append(str(failure)),
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),

@@ -88,7 +88,7 @@ def observed(life: Life, sink: JsonLinesSink | None) -> float:
     """Seconds for one round of transitions, each told to the observer as the cores do; that instances are made is told
     before."""
     machine, first, events = life
-    recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="worker", clock=BootClock(), sink=sink)
+    recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="kv_consumer", clock=BootClock(), sink=sink)
     observe = recorder.observer(ENGINE_ID, lambda _: (2048, 1 << 28, 4096))
     name, step, subjects = machine.name, machine.step, [(LEASE, number) for number in range(INSTANCES_PER_ROUND)]
     if observe is not None:
@@ -135,7 +135,7 @@ def main() -> None:
     print(f"{'machine':10}{'table':>11}{'off':>11}{'on':>11}{'on median':>11}{'bytes':>11}")
     for life in LIVES:
         with tempfile.TemporaryDirectory() as directory:
-            sink = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="worker", rank=0)
+            sink = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="kv_consumer", rank=0)
             fastest, median = measure(life, sink)
             sink.close()
             lines = sink.path.read_bytes().splitlines()

@@ -14,18 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from connector.observe.history import TERMINAL, History, Story, histories, matching, stories
+from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
 from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
-from tests.e2e.trace_table import (
-    LEASE_STATES_TERMINAL,
-    REQUEST_STATES_TERMINAL,
-    History,
-    histories,
-    joined,
-    read_records,
-)
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 BLOCK_BYTES = BLOCK_SIZE_TOKENS * KV_BYTES_PER_TOKEN
@@ -81,9 +75,13 @@ class Traces:
 
     def both(self, request_id: str) -> tuple[History | None, History | None]:
         """D's request and P's lease."""
-        processes = read_records(self.directory)
+        story = next(iter(self.stories(request_id)), Story())
+        return next(iter(story.requests), None), next(iter(story.leases), None)
+
+    def stories(self, request_id: str) -> list[Story]:
+        """Everything that went by this name."""
         # The first part of what vLLM appends to the id, so that `a` is not found in `a-next`.
-        return joined(f"{request_id}-0", histories(processes, "request"), histories(processes, "lease"))
+        return matching(stories(histories(read_trace(self.directory))), f"{request_id}-0")
 
     def request_in(self, request_id: str, *states: str) -> History:
         """D's request once it has come to one of `states`."""
@@ -93,20 +91,15 @@ class Traces:
 
     def ended_request(self, request_id: str) -> History:
         """D's request once it has ended."""
-        ended = REQUEST_STATES_TERMINAL
+        ended = TERMINAL["request"]
         return wait_for(lambda: _reached(self.both(request_id)[0], ended), f"end of request {request_id}")
 
     def ended_on_ranks(self, request_id: str, ranks: int) -> list[History]:
         """D's request as each of its ranks saw it, once it has ended on all of them."""
 
         def ended() -> list[History] | None:
-            requests = histories(read_records(self.directory), "request")
-            found = [each for each in requests if f"-{request_id}-0-" in each.subject]
-            return (
-                found
-                if len(found) == ranks and all(_reached(each, REQUEST_STATES_TERMINAL) for each in found)
-                else None
-            )
+            found = [request for story in self.stories(request_id) for request in story.requests]
+            return found if len(found) == ranks and all(each.is_over for each in found) else None
 
         return wait_for(ended, f"end of request {request_id} on {ranks} ranks")
 
@@ -121,16 +114,14 @@ class Traces:
 
     def ended_lease(self, request_id: str, timeout_seconds: float = SETTLE_SECONDS) -> History:
         """P's lease once it has ended."""
-        ended = LEASE_STATES_TERMINAL
+        ended = TERMINAL["lease"]
         return wait_for(
             lambda: _reached(self.both(request_id)[1], ended), f"end of the lease of {request_id}", timeout_seconds
         )
 
     def last_record(self, request_id: str) -> TransitionRecord:
         """The record with which D's request ended."""
-        request = self.ended_request(request_id)
-        records = (record for process in read_records(self.directory) for record in process)
-        return [each for each in records if each.machine == "request" and each.subject == request.subject][-1]
+        return self.ended_request(request_id).records[-1]
 
     def assert_plain(self, request_id: str) -> tuple[History, History]:
         """Both sides once they have ended: the request was read and the lease ended by its release."""

@@ -19,10 +19,12 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
+from connector.observe.history import Story, histories, matching, stories
+from connector.observe.trace_log import read_trace
 from tests.e2e.client import Answer, PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, ROOT, Engine, EngineFailed, EngineOptions, EngineSet
 from tests.e2e.tiny_model import tiny_llama
-from tests.e2e.trace_table import Row, histories, joined, read_records, render
+from tests.e2e.trace_table import Row, render
 
 RUNS = ROOT / "traces"
 SETTLE_SECONDS = 10.0
@@ -171,11 +173,10 @@ class Outcome:
 
 def rows_from(outcomes: Sequence[Outcome], traces: Path) -> list[Row]:
     """One row per prompt, joined with what the traces in the folder say so far."""
-    processes = read_records(traces)
-    requests, leases = histories(processes, "request"), histories(processes, "lease")
+    told = stories(histories(read_trace(traces)))
     rows = []
     for outcome in outcomes:
-        request, lease = joined(outcome.prompt.request_id, requests, leases)
+        story = next(iter(matching(told, outcome.prompt.request_id)), Story())
         rows.append(
             Row(
                 request_id=outcome.prompt.request_id,
@@ -183,8 +184,8 @@ def rows_from(outcomes: Sequence[Outcome], traces: Path) -> list[Row]:
                 prompt_tokens=outcome.alone.prompt_tokens,
                 verdict=outcome.verdict,
                 right=outcome.right,
-                request=request,
-                lease=lease,
+                request=next(iter(story.requests), None),
+                lease=next(iter(story.leases), None),
             )
         )
     return rows

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from connector.observe.history import TERMINAL
 from tests.e2e.client import Answer, PrefillDecode
 from tests.e2e.cluster import (
     HANDSHAKE_TIMEOUT_SECONDS,
@@ -28,7 +29,6 @@ from tests.e2e.cluster import (
     prompt,
 )
 from tests.e2e.stalls import Stall, watched
-from tests.e2e.trace_table import REQUEST_STATES_TERMINAL
 from tests.rig.network import BlackHole, dead_params, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -264,7 +264,7 @@ def kill_while_eight_requests_run(cluster: OnePrefillTwoDecode, time: str) -> No
         cluster.prefill.pause()
         answers = {key: start(pool, services[key], key, params[key]) for key in early}
         for key in early:
-            cluster.traces.request_in(key, "reading", "proving", *REQUEST_STATES_TERMINAL)
+            cluster.traces.request_in(key, "reading", "proving", *TERMINAL["request"])
         cluster.prefill.start_to_kill()
         answers |= {key: start(pool, services[key], key, params[key]) for key in late}
         undisturbed = [checks.submit(assert_undisturbed, service, normal[id(service)]) for service in cluster.services]

@@ -17,12 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
+from connector.observe.history import TERMINAL
+from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, PrefillDecode
 from tests.e2e.cluster import Room, blocks_of, prompt, wait_for
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, LOOPBACK, EngineOptions, EngineSet
 from tests.e2e.tiny_model import tiny_llama
-from tests.e2e.trace_table import REQUEST_STATES_TERMINAL, read_records
 from tests.rig.network import BlackHole, dead_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -148,10 +149,9 @@ class PrefillAndTwoRanks:
     def requests(self, key: str) -> dict[str, TransitionRecord]:
         """The latest transition of each of D's requests for `key`, by subject."""
         found: dict[str, TransitionRecord] = {}
-        for process in read_records(self.trace_directory):
-            for record in process:
-                if record.machine == "request" and f"cmpl-{key}-" in record.subject:
-                    found[record.subject] = record
+        for record in read_trace(self.trace_directory):
+            if record.machine == "request" and f"cmpl-{key}-" in record.subject:
+                found[record.subject] = record
         return found
 
     def reset_seen(self, since: float) -> float:
@@ -160,8 +160,7 @@ class PrefillAndTwoRanks:
         def found() -> float | None:
             resets = [
                 record.wall
-                for process in read_records(self.trace_directory)
-                for record in process
+                for record in read_trace(self.trace_directory)
                 if (record.machine, record.event, record.reason) == ("peer", "ConnectionSuspect", "ControlLinkLost")
                 and record.wall > since
             ]
@@ -175,8 +174,7 @@ class PrefillAndTwoRanks:
         def holders() -> set[str]:
             return {
                 record.engine_id
-                for process in read_records(self.trace_directory)
-                for record in process
+                for record in read_trace(self.trace_directory)
                 if (record.machine, record.to_state) == ("hold", "held")
                 and record.subject.startswith(remote_request_id)
             }
@@ -290,5 +288,5 @@ def test_a_prefill_engine_that_is_killed_while_d_holds_its_blocks(ranks: Prefill
     ended = {name: (each.to_state, each.reason, round(each.wall - since, 2)) for name, each in requests.items()}
     assert samples == alone, ended
     first = min(requests.values(), key=lambda each: each.wall)
-    assert first.to_state in REQUEST_STATES_TERMINAL - {"done"}, ended
+    assert first.to_state in TERMINAL["request"] - {"done"}, ended
     assert first.wall - since < AT_ONCE_SECONDS, ended

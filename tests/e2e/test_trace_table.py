@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from connector.observe.history import Story, histories, matching, stories
+from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
-from tests.e2e.trace_table import Row, histories, joined, milliseconds, read_records, render
+from tests.e2e.trace_table import Row, milliseconds, render
 
 MILLISECOND = 1_000_000
 
@@ -25,9 +27,9 @@ def write_trace(path: Path, steps: list[Step], **fields: object) -> None:
             seq=number,
             wall=1_700_000_000 + milliseconds_since_start / 1e3,
             mono_ns=milliseconds_since_start * MILLISECOND,
-            engine_id="engine",
+            engine_id="p" if machine == "lease" else "d",
             rank=0,
-            role="worker" if machine == "request" else "scheduler",
+            role="kv_both",
             machine=machine,
             subject=subject,
             from_state=latest.get(subject),
@@ -41,7 +43,7 @@ def write_trace(path: Path, steps: list[Step], **fields: object) -> None:
 
 def decode_side(path: Path, *states: str, reason: str | None = None) -> None:
     steps = [(20 * number, "request", "cmpl-demo-01-0-dddd", state) for number, state in enumerate(states)]
-    write_trace(path, steps, remote_request_id="cmpl-demo-01-0-pppp", blocks=3, bytes=393_216, reason=reason)
+    write_trace(path, steps, peer="p", remote_request_id="cmpl-demo-01-0-pppp", blocks=3, bytes=393_216, reason=reason)
 
 
 def prefill_side(path: Path, *states: str) -> None:
@@ -49,16 +51,15 @@ def prefill_side(path: Path, *states: str) -> None:
 
 
 def row_of(directory: Path, *, right: bool = True) -> Row:
-    processes = read_records(directory)
-    request, lease = joined("demo-01", histories(processes, "request"), histories(processes, "lease"))
+    story = next(iter(matching(stories(histories(read_trace(directory))), "demo-01")), Story())
     return Row(
         request_id="demo-01",
         kind="several blocks",
         prompt_tokens=70,
         verdict="equal" if right else "DIFFERENT",
         right=right,
-        request=request,
-        lease=lease,
+        request=next(iter(story.requests), None),
+        lease=next(iter(story.leases), None),
     )
 
 
@@ -122,23 +123,6 @@ def test_the_lease_is_joined_by_the_id_that_the_decode_engine_asked_for(tmp_path
 def test_the_reason_is_shown(tmp_path: Path) -> None:
     decode_side(tmp_path / "d.jsonl", "pending_handshake", "failed", reason="HandshakeTimeout")
     assert "failed (HandshakeTimeout)" in render([row_of(tmp_path)])
-
-
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
-    decode_side(tmp_path / "d.jsonl", "pending_handshake", "reading", "done")
-    whole = (tmp_path / "d.jsonl").read_bytes()
-    (tmp_path / "d.jsonl").write_bytes(whole[: len(whole) - 20])
-    request = row_of(tmp_path).request
-    assert request is not None
-    assert request.states == ("pending_handshake", "reading")
-
-
-def test_a_subject_that_starts_again_is_a_new_instance(tmp_path: Path) -> None:
-    prefill_side(tmp_path / "p1.jsonl", "computing", "held", "done")
-    once = (tmp_path / "p1.jsonl").read_bytes()
-    (tmp_path / "p1.jsonl").write_bytes(once + once)
-    found = histories(read_records(tmp_path), "lease")
-    assert [each.states for each in found] == [("computing", "held", "done")] * 2
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0004, "0.4 ms"), (0.0099, "9.9 ms"), (0.103, "103 ms")])

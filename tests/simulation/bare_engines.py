@@ -137,7 +137,7 @@ class Rank:
             side_channel=side_channel,
             control=self._control,
             clock=doors.clock,
-            recorder=Recorder(engine_id=engine_id, rank=tp_rank, role="worker", clock=doors.clock, sink=None),
+            recorder=Recorder(engine_id=engine_id, rank=tp_rank, role="kv_consumer", clock=doors.clock, sink=None),
             emit=emit,
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,

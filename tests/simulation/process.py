@@ -166,7 +166,7 @@ class Rank:
             side_channel=side_channel,
             control=self.control,
             clock=clock,
-            recorder=Recorder(engine_id=process.engine_id, rank=tp_rank, role="worker", clock=clock, sink=self),
+            recorder=Recorder(engine_id=process.engine_id, rank=tp_rank, role="kv_both", clock=clock, sink=self),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from connector.observe.history import histories, stories
+import msgspec
+
+from connector.observe.history import histories, matching, stories
 from statemachine.trace import TransitionRecord
 
 Step = tuple[str | None, str, str]
@@ -31,7 +33,7 @@ def records(
             wall=at + number,
             mono_ns=round((at + number) * 1e9),
             engine_id=engine_id,
-            role="worker",
+            role="kv_consumer",
             machine=machine,
             subject=subject,
             from_state=from_state,
@@ -117,3 +119,23 @@ def test_leases_of_another_engine_with_the_same_id_do_not_belong_to_the_request(
     first, second = stories(histories(written))
     assert first.leases == []
     assert [each.engine_id for each in second.leases] == ["Q"]
+
+
+def test_a_request_is_found_by_any_of_its_names_the_exact_one_first() -> None:
+    written = [*pulled("cmpl-a-0-dd", "cmpl-a-0-pp"), *pulled("cmpl-a-next-0-dd", "cmpl-b-0-pp", at=10)]
+    found = stories(histories(written))
+    for name, subjects in (
+        ("cmpl-a-0-dd", ["cmpl-a-0-dd"]),
+        ("cmpl-b-0-pp", ["cmpl-a-next-0-dd"]),
+        ("a-0", ["cmpl-a-0-dd"]),
+        ("a", ["cmpl-a-0-dd", "cmpl-a-next-0-dd"]),
+        ("ext", ["cmpl-a-next-0-dd"]),
+        ("nobody", []),
+    ):
+        assert [story.requests[0].subject for story in matching(found, name)] == subjects, name
+
+
+def test_the_wait_before_the_first_record_is_known() -> None:
+    first, *others = pulled("a-d", "a-p")
+    (history,) = histories([msgspec.structs.replace(first, age_seconds=1.5), *others])
+    assert history.queued_seconds == 1.5

@@ -70,7 +70,7 @@ def sink() -> ListSink:
 
 @pytest.fixture
 def recorder(clock: HandClock, sink: ListSink) -> Recorder:
-    return Recorder(engine_id="engine-1", rank=3, role="worker", clock=clock, sink=sink)
+    return Recorder(engine_id="engine-1", rank=3, role="kv_consumer", clock=clock, sink=sink)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_record_says_who_when_and_what(lend: Callable[..., None], sink: ListSi
         mono_ns=6 * NS_PER_SECOND,
         engine_id="engine-1",
         rank=3,
-        role="worker",
+        role="kv_consumer",
         machine="lease",
         subject="cmpl-1",
         from_state="computing",
@@ -216,9 +216,27 @@ def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, lend:
 
 def test_without_a_sink_nothing_is_recorded_and_no_clock_is_read(clock: HandClock) -> None:
     clock.is_readable = False
-    recorder = Recorder(engine_id="e", rank=0, role="worker", clock=clock, sink=None)
+    recorder = Recorder(engine_id="e", rank=0, role="kv_consumer", clock=clock, sink=None)
     assert recorder.observer(None) is None
     core = Lending(LIMITS, recorder.observer(None))
     for event in (COMPUTING, GRANTED, READ):
         core.handle(event, clock.ns)
     assert core.open_leases == 0
+
+
+def test_how_long_the_engine_knew_it_is_in_the_record_that_makes_it(
+    recorder: Recorder, lend: Callable[..., None], sink: ListSink, clock: HandClock
+) -> None:
+    lend(lending.Computing(lease=LEASE, age_ns=3 * NS_PER_SECOND))
+    lend(GRANTED)
+    core = reading_core(recorder)
+    started = remote_engine.Started(request_id="decode-1", lease=LEASE, address=core.address, age_ns=NS_PER_SECOND // 2)
+    core.handle(started, clock.ns)
+    ages = {(each.machine, each.event): each.age_seconds for each in sink.records}
+    assert ages == {
+        ("lease", "Created"): 3.0,
+        ("lease", "Granted"): None,
+        ("peer", "Created"): None,
+        ("peer", "Wanted"): None,
+        ("request", "Created"): 0.5,
+    }

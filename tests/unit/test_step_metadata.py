@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, TrackLease
+from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull, TrackLease
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.handshake import ActorExtension
 from statemachine.lease import LeaseName
@@ -104,3 +105,18 @@ def test_parameters_of_a_builtin_prefill_name_a_lease_without_number() -> None:
 
 def _leases(engine: HybridEngine, kind: type[Command]) -> list[LeaseName]:
     return [each.lease for each in engine.commands if isinstance(each, kind)]  # type: ignore[union-attr]
+
+
+def test_how_long_a_request_was_known_before_it_was_scheduled_is_said_on_both_sides() -> None:
+    prefill, decode = HybridEngine([full()]), HybridEngine([full()])
+    before_ns = time.monotonic_ns()
+    prefill.prefill("a", list(range(40)))
+    decode.load("d", list(range(40)), prefill.params["a"])
+    decode.submit("e", list(range(40)), prefill.params["a"] | {"remote_num_tokens": "many"})
+    decode.step()
+    passed_seconds = (time.monotonic_ns() - before_ns) / 1e9
+    (computing,) = [each for each in prefill.commands if isinstance(each, LeaseComputing)]
+    ages = [each.age_seconds for each in decode.commands if isinstance(each, StartPull | RejectPull)]
+    assert len(ages) == 2
+    for age_seconds in (computing.age_seconds, *ages):
+        assert 0 < age_seconds < passed_seconds

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,15 @@ from connector.config import ConnectorOptions
 from connector.observe import trace_log
 from connector.observe.log import get_logger
 from connector.observe.trace_log import (
+    SCHEMA,
     JsonLinesSink,
     TraceDirectoryError,
     TraceFileError,
+    TraceSchemaError,
+    installed_version,
+    is_sampled,
     open_trace_log,
+    read_processes,
     read_trace,
     read_trace_file,
     render_record,
@@ -44,7 +51,7 @@ FULL = TransitionRecord(
     mono_ns=123_456_789,
     engine_id="decode-1",
     rank=2,
-    role="worker",
+    role="kv_consumer",
     machine="request",
     subject="cmpl-7",
     from_state="pending_handshake",
@@ -59,6 +66,7 @@ FULL = TransitionRecord(
     bytes=393_216,
     descriptors=96,
     seconds_in_from=0.125,
+    age_seconds=0.25,
 )
 
 OPTIONAL_FIELDS = [
@@ -72,6 +80,7 @@ OPTIONAL_FIELDS = [
     "bytes",
     "descriptors",
     "seconds_in_from",
+    "age_seconds",
 ]
 
 
@@ -95,7 +104,15 @@ def record(**changes: Any) -> TransitionRecord:
 
 
 def opened(directory: Path, engine_id: str = "decode-1", **changes: Any) -> JsonLinesSink:
-    return open_trace_log(directory, engine_id=engine_id, **({"role": "worker", "rank": 0} | changes))
+    return open_trace_log(directory, engine_id=engine_id, **({"role": "kv_consumer", "rank": 0} | changes))
+
+
+def traced(directory: Path, records: Iterable[TransitionRecord], **changes: Any) -> None:
+    """What one process has written."""
+    sink = opened(directory, **changes)
+    for each in records:
+        sink.write(each)
+    sink.close()
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -110,17 +127,43 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     assert read_trace_file(path).records == [FULL, empty]
     # Every field is in every line, so that a reader need not know the defaults.
-    assert [set(msgspec.json.decode(line)) for line in path.read_bytes().splitlines()] == [
+    assert [set(msgspec.json.decode(line)) for line in path.read_bytes().splitlines()[1:]] == [
         set(FULL.__struct_fields__)
     ] * 2
+
+
+def test_the_first_line_says_who_writes_what(tmp_path: Path) -> None:
+    before = time.time()
+    traced(tmp_path, [FULL], rank=3, role="kv_producer", sample=0.99)
+    (process,) = read_processes(tmp_path)
+    header = process.header
+    assert header is not None
+    assert (header.schema, header.part, header.engine_id, header.rank, header.role, header.process) == (
+        SCHEMA,
+        0,
+        "decode-1",
+        3,
+        "kv_producer",
+        "worker",
+    )
+    assert (header.pid, header.host, header.sample) == (os.getpid(), os.uname().nodename, 0.99)
+    assert before <= header.started <= time.time()
+    assert header.version == installed_version()
+
+
+def test_an_engine_that_fails_to_start_leaves_no_file(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "traces")
+    assert (tmp_path / "traces").is_dir()
+    sink.close()
+    assert list((tmp_path / "traces").iterdir()) == []
 
 
 def test_the_cores_of_both_engines_trace_through_it(tmp_path: Path) -> None:
     """The production cores, one file for P and one for D, joined on the remote request id."""
     clock = BootClock()
     p_sink, d_sink = opened(tmp_path, "prefill-1"), opened(tmp_path, "decode-1")
-    p = Recorder(engine_id="prefill-1", rank=0, role="worker", clock=clock, sink=p_sink)
-    d = Recorder(engine_id="decode-1", rank=0, role="worker", clock=clock, sink=d_sink)
+    p = Recorder(engine_id="prefill-1", rank=0, role="kv_producer", clock=clock, sink=p_sink)
+    d = Recorder(engine_id="decode-1", rank=0, role="kv_consumer", clock=clock, sink=d_sink)
     options, name = ConnectorOptions(), LeaseName("p-1", 1)
     lent = lending.Lending(lending_limits(options), p.observer(None))
     lent.handle(lending.Computing(lease=name), clock.now_ns())
@@ -148,12 +191,13 @@ def test_the_cores_of_both_engines_trace_through_it(tmp_path: Path) -> None:
 
 def test_name_and_directory(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there" / "yet"
-    sink = opened(directory, "../e vil/\x00\n.ü" + "x" * 1000, role="scheduler", rank=3)
+    sink = opened(directory, "../e vil/\x00\n.ü" + "x" * 1000, role="kv_both", rank=3)
+    sink.write(FULL)
     sink.close()
     (path,) = directory.iterdir()
     assert path == sink.path
     assert path.name.startswith("___e_vil_____xxx")
-    assert path.name.endswith(f"x-scheduler-3-{os.getpid()}.jsonl")
+    assert path.name.endswith(f"x-kv_both-3-{os.getpid()}.jsonl")
     assert len(path.name) < 255
 
 
@@ -168,12 +212,17 @@ def test_a_file_is_never_continued(tmp_path: Path) -> None:
     assert [r.wall for r in read_trace(tmp_path)] == [0.0, 1.0, 2.0]
 
 
-def test_the_number_of_files_of_one_name_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_sequences_of_one_name_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str]
+) -> None:
     monkeypatch.setattr(trace_log, "FILES_PER_NAME_MAX", 2)
-    opened(tmp_path).close()
-    opened(tmp_path).close()
-    with pytest.raises(TraceDirectoryError, match="2 files named decode-1-worker-0"):
-        opened(tmp_path)
+    traced(tmp_path, [FULL])
+    traced(tmp_path, [FULL])
+    assert errors == []
+    traced(tmp_path, [FULL])
+    assert len(errors) == 1
+    assert "2 files named decode-1-kv_consumer-0" in errors[0]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -189,15 +238,18 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         opened(Path("\x00"))
 
 
-def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(errors: list[str]) -> None:
+def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str]
+) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("needs a device that is always full")
-    sink = JsonLinesSink(full, full.open("wb"))
+    sink = opened(tmp_path)
+    monkeypatch.setattr(trace_log, "_create", lambda path: full.open("wb"))
     for _ in range(3):
         sink.write(FULL)
     assert len(errors) == 1
-    assert "/dev/full" in errors[0]
+    assert str(sink.path) in errors[0]
     assert "No space left on device" in errors[0]
     sink.close()
     sink.close()
@@ -230,7 +282,7 @@ def test_a_close_in_the_middle_of_a_write_is_quiet(tmp_path: Path, errors: list[
     class ClosesMeanwhile:
         def transition(self, record: TransitionRecord) -> None:
             sink.close()
-            sink._file.write(b"late")
+            sink._files.write(b"late")
 
     sink._log = ClosesMeanwhile()  # type: ignore[assignment]
     sink.write(FULL)
@@ -274,9 +326,9 @@ _WRITES_AND_IS_KILLED = """
 import os, signal, sys
 from connector.observe.trace_log import open_trace_log
 from statemachine.trace import TransitionRecord
-sink = open_trace_log(sys.argv[1], engine_id="killed", role="worker", rank=0)
+sink = open_trace_log(sys.argv[1], engine_id="killed", role="kv_both", rank=0)
 for seq in range(int(sys.argv[2])):
-    sink.write(TransitionRecord(seq=seq, wall=float(seq), mono_ns=seq, engine_id="killed", rank=0, role="worker",
+    sink.write(TransitionRecord(seq=seq, wall=float(seq), mono_ns=seq, engine_id="killed", rank=0, role="kv_both",
                                 machine="lease", subject="x", from_state=None, event="Created", to_state="computing"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -326,6 +378,124 @@ def test_processes_are_merged_by_time_then_number(tmp_path: Path) -> None:
         (3.0, 2, "a"),
         (4.0, 2, "b"),
     ]
+
+
+def test_a_wall_clock_that_is_set_back_does_not_disturb_the_order_of_one_process(tmp_path: Path) -> None:
+    traced(tmp_path, [record(seq=seq, wall=wall) for seq, wall in enumerate((10.0, 5.0, 6.0))])
+    traced(tmp_path, [record(engine_id="b", wall=11.0)], engine_id="b")
+    assert [(r.engine_id, r.wall) for r in read_trace(tmp_path)] == [
+        ("decode-1", 10.0),
+        ("decode-1", 5.0),
+        ("decode-1", 6.0),
+        ("b", 11.0),
+    ]
+
+
+# --- size, sampling and versions ------------------------------------------------------------------------------------
+
+
+def test_files_follow_each_other_and_the_oldest_go(tmp_path: Path) -> None:
+    total, bound, kept = 400, 20_000, 3
+    sink = opened(tmp_path, file_bytes=bound, files_kept=kept)
+    for seq in range(total):
+        sink.write(record(seq=seq))
+        assert len(list(tmp_path.iterdir())) <= kept
+    sink.close()
+    line_bytes = len(render_record(None, "msg", {"record": record(seq=total)})) + 1
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == kept
+    assert max(sizes) < bound + line_bytes
+    (process,) = read_processes(tmp_path)
+    first = total - len(process.records)
+    assert first > 0
+    assert [each.seq for each in process.records] == list(range(first, total))
+    parts = [file.header.part for file in process.files if file.header is not None]
+    assert parts == list(range(parts[0], parts[0] + kept))
+    assert not process.is_whole
+
+
+def test_more_than_nine_files_stay_in_order(tmp_path: Path) -> None:
+    traced(tmp_path, [record(seq=seq) for seq in range(60)], file_bytes=2000, files_kept=100)
+    (process,) = read_processes(tmp_path)
+    assert len(process.files) > 10
+    assert [each.seq for each in process.records] == list(range(60))
+    assert process.is_whole
+
+
+def test_a_process_of_the_same_name_does_not_continue_the_sequence(tmp_path: Path) -> None:
+    for _ in range(2):
+        traced(tmp_path, [record(seq=seq) for seq in range(20)], file_bytes=2000, files_kept=100)
+    assert [[each.seq for each in process.records] for process in read_processes(tmp_path)] == [list(range(20))] * 2
+
+
+def test_a_file_that_somebody_has_deleted_is_not_missed(tmp_path: Path, errors: list[str]) -> None:
+    sink = opened(tmp_path, file_bytes=2000, files_kept=2)
+    for seq in range(40):
+        sink.write(record(seq=seq))
+        for path in tmp_path.iterdir():
+            if path != sink.path:
+                path.unlink()
+    sink.close()
+    assert errors == []
+    assert read_trace(tmp_path)[-1].seq == 39
+
+
+def test_the_same_requests_are_sampled_on_both_sides_and_each_as_a_whole(tmp_path: Path) -> None:
+    share, names = 0.3, [f"cmpl-{number}-p" for number in range(500)]
+    p, d = opened(tmp_path, "p-engine", sample=share), opened(tmp_path, "d-engine", sample=share)
+    for name in names:
+        for state in ("computing", "held", "done"):
+            p.write(record(machine="lease", subject=name, to_state=state, remote_request_id=None))
+        for machine in ("request", "hold"):
+            d.write(record(machine=machine, subject=f"{name}/0", remote_request_id=name))
+    d.write(record(machine="peer", subject="p", remote_request_id=None))
+    p.close()
+    d.close()
+    d_records, p_records = (process.records for process in read_processes(tmp_path))
+    chosen = {name for name in names if is_sampled(name, share)}
+    assert 0.2 * len(names) < len(chosen) < 0.4 * len(names)
+    assert Counter(each.subject for each in p_records) == dict.fromkeys(chosen, 3)
+    assert Counter(each.remote_request_id for each in d_records) == dict.fromkeys(chosen, 2) | {None: 1}
+    assert not any(process.is_whole for process in read_processes(tmp_path))
+
+
+def test_a_share_of_nothing_or_of_all() -> None:
+    names = [f"r-{number}" for number in range(100)]
+    assert not any(is_sampled(name, 0.0) for name in names)
+    assert all(is_sampled(name, 1.0) for name in names)
+
+
+def test_a_later_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"schema":99,"version":"7.1.0","other":[1]}\n{"anything":1}\n')
+    with pytest.raises(TraceSchemaError, match=r"schema 99.*version 7\.1\.0") as caught:
+        read_trace(tmp_path)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("bad", [b'{"schema":1}', b'{"schema":"one"}', b'{"schema":'])
+def test_a_damaged_header_is_named(tmp_path: Path, bad: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(bad + b"\n" + render_record(None, "msg", {"record": FULL}) + b"\n")
+    with pytest.raises(TraceFileError, match="line 1"):
+        read_trace(tmp_path)
+
+
+def test_fields_of_a_version_to_come_are_skipped_and_those_it_lacks_are_null(tmp_path: Path) -> None:
+    fields = msgspec.to_builtins(FULL) | {"of_the_future": 1}
+    del fields["age_seconds"]
+    (tmp_path / "a.jsonl").write_bytes(msgspec.json.encode(fields) + b"\n")
+    assert read_trace(tmp_path) == [record(age_seconds=None)]
+
+
+def test_an_excerpt_without_a_header_is_read(tmp_path: Path) -> None:
+    traced(tmp_path, [FULL, record(seq=8)])
+    (path,) = tmp_path.iterdir()
+    excerpt = tmp_path / "excerpt.jsonl"
+    excerpt.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:]))
+    (process,) = read_processes(excerpt)
+    assert process.header is None
+    assert process.records == [FULL, record(seq=8)]
+    assert [number for number, _ in process.files[0].located()] == [1, 2]
 
 
 def test_an_empty_directory_is_an_empty_trace(tmp_path: Path) -> None:

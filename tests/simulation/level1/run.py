@@ -116,7 +116,7 @@ class Result:
                 mono_ns=home.clock.local_ns(at_ns),
                 engine_id=engine,
                 rank=rank,
-                role="worker",
+                role="kv_both",
                 machine=machine,
                 subject=str(subject),
                 from_state=None if before is None else before.state.value,

@@ -1,0 +1,438 @@
+"""`nixl-actor trace …`: what trace files say. Renders what `summary.py`, `course.py` and `conformance.py` find.
+
+Exit status: 0; 1 when nothing was found, or `check` has findings; 2 when the traces cannot be read.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from connector.observe.history import History, Story
+    from connector.observe.summary import Outcome, SlowRequest, Summary, Times
+    from connector.observe.timeline.clocks import Clock
+    from connector.observe.trace_log import ProcessTrace
+
+NOTHING_FOUND = 1
+CANNOT_READ = 2
+
+CANDIDATES_MAX = 10
+FINDINGS_SHOWN = 50
+SLOWEST_STATES = 5
+
+app = typer.Typer(help="What the trace files of one or several engines say.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Where the engines write their traces (option trace_directory); files of several machines may be put "
+        "together. A single file too.",
+        exists=True,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@dataclass
+class _Traces:
+    """What is in a directory, read once."""
+
+    processes: list[ProcessTrace]
+
+    @cached_property
+    def histories(self) -> list[History]:
+        from connector.observe.history import histories
+        from connector.observe.trace_log import merged
+
+        return histories(merged(self.processes))
+
+    @cached_property
+    def stories(self) -> list[Story]:
+        from connector.observe.history import stories
+
+        return stories(self.histories)
+
+    @cached_property
+    def clocks(self) -> dict[int, Clock]:
+        from connector.observe.timeline.clocks import clocks
+
+        return clocks(self.stories)
+
+
+def _read(directory: Path) -> _Traces:
+    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_processes
+
+    # Millions of objects are made that all live until the end: a collector would look at them again and again.
+    gc.disable()
+    try:
+        traces = _Traces(read_processes(directory))
+    except (OSError, TraceFileError, TraceSchemaError) as error:
+        _fail(str(error), CANNOT_READ)
+    if not any(process.records for process in traces.processes):
+        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
+    return traces
+
+
+def _fail(sentence: str, status: int) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # To a file or a pipe a table is as wide as it needs to be: a line that is cut cannot be searched.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+# --- summary --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def summary(directory: Directory, json: AsJson = False) -> None:
+    """Outcomes by reason, time per state, each P as its D saw it, and the states that cost the most."""
+    from connector.observe.summary import summarize
+
+    traces = _read(directory)
+    found = summarize(traces.histories, traces.stories)
+    if json:
+        _print_json(found)
+        return
+    console = _console()
+    console.print(
+        f"{found.records} transitions of {len(found.engines)} engine(s) in {found.seconds:.1f} s: "
+        f"{found.requests} requests ({found.requests_per_second:.1f}/s), {_amount(found.bytes)} read "
+        f"({_amount(found.bytes_per_second)}/s)"
+    )
+    console.print(f"wait for KV on D, from allocated blocks to the end: {_times(found.kv_wait)}")
+    console.print(f"before that in vLLM's queue: {_times(found.queued)}\n")
+    console.print(_outcome_table("requests on D", found.outcomes))
+    console.print(_outcome_table("leases on P", found.lease_outcomes))
+    console.print(_state_table(found))
+    if found.peers:
+        console.print(_peer_table(found))
+    costly = sorted((each for each in found.states if each.machine == "request"), key=lambda each: -each.times.total)
+    console.print("requests spent most of their time in:")
+    for each in costly[:SLOWEST_STATES]:
+        console.print(f"  {each.state:20} {_duration(each.times.total)} in all, {_times(each.times)}", markup=False)
+
+
+def _outcome_table(title: str, outcomes: Iterable[Outcome]) -> Table:
+    table = _table(title, "outcome", "reason")
+    table.add_column("count", justify="right")
+    for each in outcomes:
+        _add(table, each.state, each.reason or "", each.count)
+    return table
+
+
+def _state_table(found: Summary) -> Table:
+    table = _table(
+        "time per state", "machine", "state", right=("visits", "p50", "p95", "p99", "longest", "in all", "open")
+    )
+    machine = ""
+    for each in found.states:
+        if machine and machine != each.machine:
+            table.add_section()
+        machine, times = each.machine, each.times
+        shown = [_duration(value) if times.count else "" for value in (times.p50, times.p95, times.p99, times.longest)]
+        _add(table, machine, each.state, times.count, *shown, _duration(times.total), each.open or "")
+    return table
+
+
+def _peer_table(found: Summary) -> Table:
+    table = _table(
+        "by peer (per rank of D)", "D", "P", right=("requests", "done", "read", "p50", "p99", "connected", "failures")
+    )
+    for each in found.peers:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in each.failures.items())
+        times = (_duration(each.seconds.p50), _duration(each.seconds.p99)) if each.seconds.count else ("", "")
+        _add(
+            table,
+            each.engine_id,
+            each.peer,
+            each.requests,
+            each.done,
+            _amount(each.bytes),
+            *times,
+            each.connections,
+            kinds,
+        )
+    return table
+
+
+# --- one request ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def show(
+    request: Annotated[str, typer.Argument(help="An id of the request: the client's, D's or P's; a part will do.")],
+    directory: Directory,
+    json: AsJson = False,
+) -> None:
+    """One request on both sides in one time line, with the clocks of all processes brought together."""
+    from connector.observe.course import course
+    from connector.observe.history import matching
+
+    traces = _read(directory)
+    found = matching(traces.stories, request)
+    if not found:
+        _fail(f"no request in {directory} is called {request}", NOTHING_FOUND)
+    courses = [course(story, traces.clocks, traces.histories) for story in found[:CANDIDATES_MAX]]
+    if json:
+        _print_json([[_moment(each) for each in one.moments] for one in courses])
+        return
+    console = _console()
+    for story, one in zip(found, courses, strict=False):
+        _describe(console, story)
+        table = _table(None, "", "who", "machine", "state", "because of", right=("at", "for"))
+        for each in one.moments:
+            record = each.record
+            who = f"{each.history.engine_id} rank {each.history.rank}"
+            why = record.event if record.reason is None else f"{record.event}: {record.reason}"
+            stays = "" if each.dwell_seconds is None else _duration(each.dwell_seconds)
+            state = each.state if record.from_state != each.state else f"({each.state})"
+            subject = record.machine if record.machine != "peer" else f"peer {record.subject}"
+            _add(table, each.side, who, subject, state, why, _duration(each.offset_seconds), stays)
+        console.print(table)
+        for detail in dict.fromkeys(each.record.detail for each in one.moments if each.record.detail):
+            console.print(f"  {detail}", markup=False)
+        for process, seconds in one.shifts.items():
+            console.print(f"  the clock of {process} was moved by {seconds * 1e3:+.1f} ms to agree with the others")
+        console.print()
+    if len(found) > len(courses):
+        console.print(f"{len(found) - len(courses)} more requests have {request} in their ids")
+
+
+def _describe(console: Console, story: Story) -> None:
+    from rich.text import Text
+
+    lines = []
+    for each in story.requests:
+        queued = "" if not each.queued_seconds else f" after {_duration(each.queued_seconds)} in vLLM's queue"
+        amount = f", {each.blocks} block(s), {_amount(each.length_bytes)}" if each.blocks else ""
+        reason = f" ({each.reason})" if each.reason else ""
+        lines.append(f"D {each.engine_id} rank {each.rank}: {each.subject}: {each.state}{reason}{queued}{amount}")
+    lines += [f"P {each.engine_id} rank {each.rank}: {each.subject}: {each.state}" for each in story.leases]
+    for line in lines:
+        console.print(Text(line))
+
+
+def _moment(moment: Any) -> dict[str, Any]:
+    import msgspec
+
+    record: dict[str, Any] = msgspec.to_builtins(moment.record)
+    return {
+        "offset_seconds": moment.offset_seconds,
+        "at": moment.at,
+        "side": moment.side,
+        "dwell_seconds": moment.dwell_seconds,
+    } | record
+
+
+@app.command()
+def slow(
+    directory: Directory,
+    count: Annotated[int, typer.Option("--number", "-n", min=1, help="How many.")] = 10,
+    json: AsJson = False,
+) -> None:
+    """The requests that waited longest on D, and the state that cost the time."""
+    from connector.observe.summary import slow as find_slow
+
+    found = find_slow(_read(directory).stories, count)
+    if json:
+        _print_json(found)
+        return
+    if not found:
+        _fail("no request on D is in these traces; are those of the decode engine there?", NOTHING_FOUND)
+    table = _table(
+        f"the slowest {len(found)} requests",
+        "request on D",
+        "P",
+        "outcome",
+        "most of it in",
+        "all parts",
+        right=("in all",),
+    )
+    for each in found:
+        outcome = each.outcome if each.reason is None else f"{each.outcome} ({each.reason})"
+        worst = f"{each.state} {_duration(each.state_seconds)}"
+        _add(table, each.request_id, each.peer or "", outcome, worst, _parts(each), _duration(each.seconds))
+    console = _console()
+    console.print(table)
+    console.print(f"nixl-actor trace show {found[0].request_id} {directory}", markup=False, soft_wrap=True)
+
+
+def _parts(each: SlowRequest) -> str:
+    return ", ".join(f"{state} {_duration(seconds)}" for state, seconds in each.parts)
+
+
+@app.command()
+def failures(directory: Directory, json: AsJson = False) -> None:
+    """What went wrong, by kind: how often, with whom, examples, and what to do."""
+    from connector.observe.summary import failures as find_failures
+
+    found = find_failures(_read(directory).histories)
+    if json:
+        _print_json(found)
+        return
+    console = _console()
+    if not found:
+        console.print("nothing has failed")
+    for each in found:
+        peers = f" with {', '.join(each.peers)}" if each.peers else ""
+        from_to = f"{_clock_time(each.first_wall)} to {_clock_time(each.last_wall)}"
+        console.print(f"[bold]{each.kind}[/bold] {each.count} x, of {each.of}s, {from_to}", end="")
+        console.print(peers, markup=False)
+        if each.advice:
+            console.print(f"  what to do: {each.advice}", markup=False)
+        for example in each.examples:
+            console.print(
+                f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}", markup=False
+            )
+
+
+# --- the machines' word ---------------------------------------------------------------------------------------------
+
+
+@app.command()
+def check(directory: Directory, json: AsJson = False) -> None:
+    """Replay the records against the machines' tables, and name each one that they do not allow."""
+    from connector.observe.conformance import check as find
+
+    verdict = find(_read(directory).processes)
+    if json:
+        _print_json(
+            {
+                "processes": verdict.processes,
+                "records": verdict.records,
+                "findings": [
+                    {"file": str(each.path), "line": each.line, "problem": each.problem, "record": each.record}
+                    for each in verdict.findings
+                ],
+            }
+        )
+    else:
+        for finding in verdict.findings[:FINDINGS_SHOWN]:
+            print(finding)
+        if len(verdict.findings) > FINDINGS_SHOWN:
+            print(f"and {len(verdict.findings) - FINDINGS_SHOWN} more")
+        result = f"{len(verdict.findings)} that the machines do not allow" if verdict.findings else "all allowed"
+        print(f"{verdict.records} records of {verdict.processes} process(es): {result}")
+    if verdict.findings:
+        raise typer.Exit(NOTHING_FOUND)
+
+
+@app.command()
+def export(
+    directory: Directory,
+    perfetto: Annotated[Path | None, typer.Option(help="Write a file for https://ui.perfetto.dev.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the timeline page, one file with everything in it.")] = None,
+    otlp: Annotated[str | None, typer.Option(help="Send spans to this OpenTelemetry collector.")] = None,
+) -> None:
+    """The same for other tools."""
+    if perfetto is None and html is None and otlp is None:
+        _fail("name at least one of --perfetto, --html and --otlp", CANNOT_READ)
+    traces = _read(directory)
+    if html is not None:
+        export = import_module("connector.observe.timeline.export")
+
+        _attempt(lambda: export.export_html(traces.stories, html))
+        print(html)
+    if perfetto is not None:
+        from connector.observe.perfetto import export_perfetto
+
+        _attempt(lambda: export_perfetto(traces.stories, traces.histories, traces.clocks, perfetto))
+        print(perfetto)
+    if otlp is not None:
+        _send(traces, otlp)
+
+
+def _send(traces: _Traces, endpoint: str) -> None:
+    try:
+        from connector.observe.otlp import ExportError, export_otlp
+    except ImportError as error:
+        _fail(f"{error}; pip install 'nixl-actor-connector[otlp]'", CANNOT_READ)
+    try:
+        print(f"{export_otlp(traces.stories, traces.clocks, endpoint)} spans sent to {endpoint}")
+    except ExportError as error:
+        _fail(str(error), CANNOT_READ)
+
+
+def _attempt(write: Callable[[], object]) -> None:
+    try:
+        write()
+    except ImportError as error:
+        _fail(f"{error}; pip install 'nixl-actor-connector[perfetto]'", CANNOT_READ)
+    except OSError as error:
+        _fail(str(error), CANNOT_READ)
+
+
+# --- rendering ------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str | None, *columns: str, right: Iterable[str] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    from rich.text import Text
+
+    table.add_row(*(Text(str(cell)) for cell in cells))
+
+
+def _times(times: Times) -> str:
+    if not times.count:
+        return "none"
+    return (
+        f"p50 {_duration(times.p50)}, p95 {_duration(times.p95)}, p99 {_duration(times.p99)}, "
+        f"longest {_duration(times.longest)}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """With three digits at least."""
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _amount(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _clock_time(wall: float) -> str:
+    return datetime.fromtimestamp(wall, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]

@@ -1,0 +1,368 @@
+"""Whether the records of a trace are what the machines allow: every step against the tables, and what follows between
+machines and between P and D.
+
+A record holds no values, so a handler is not run again. What is compared of each record, in the order of its process:
+
+* numbers have no gap, and the clock does not go back
+* an instance is made once, in its initial state, and each of its records begins where the one before ended
+* its table has the transition; what a table lists as ignored or impossible is shown with the table's reason
+* nothing follows a terminal state, and the name of a lease is not used for another one
+* a request that has failed or expired has the kind of a failure, and one that is done has none
+
+Between the machines of one process of D:
+
+* a request begins to read while its peer is ready
+* a request that has read is done while every hold on its lease is held or assumed: that is the proof
+
+And between D and P, where nothing but the order of what one has heard from the other can be compared:
+
+* what D has read was not withdrawn by P before it was lent
+* a lease that P ended because its readers were done is held by none of them any more
+* D was told that a lease is held by a P that has made it
+
+Sampling and rotation leave gaps. Then what began before the first record that is left is taken as it is found, and
+nothing is concluded from what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from connector.observe.history import LeaseKey
+from connector.observe.trace_log import ProcessTrace
+from statemachine import hold, lease, peer, request
+from statemachine.failures import Failure
+from statemachine.kernel import Event, Machine
+from statemachine.trace import TransitionRecord
+
+CREATED = "Created"
+"""The event of a record that makes an instance."""
+
+MACHINES: dict[str, Machine[Any]] = {
+    machine.name: machine for machine in (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
+}
+
+Located: TypeAlias = tuple[Path | None, int, TransitionRecord]
+"""File, line (from 1), and what stands there. Records that come from no file count as its lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A record that the machines do not allow, and why."""
+
+    path: Path | None
+    line: int
+    record: TransitionRecord
+    problem: str
+
+    def __str__(self) -> str:
+        record = self.record
+        place = f"{self.path}:{self.line}" if self.path is not None else f"record {self.line}"
+        who = f"{record.engine_id} rank {record.rank}"
+        step = f"{record.machine} {record.subject}: {record.from_state} -> {record.to_state} ({record.event})"
+        return f"{place}: {who}, {step}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was looked at, and what is wrong with it, in the order of the files."""
+
+    processes: int
+    records: int
+    findings: tuple[Finding, ...]
+
+
+def check(processes: Iterable[ProcessTrace]) -> Verdict:
+    """Check what was read from files."""
+    return _verdict([life for process in processes for life in _lives(_located(process), is_whole=process.is_whole)])
+
+
+def check_records(records: Iterable[TransitionRecord], *, is_whole: bool = True) -> Verdict:
+    """Check records of several processes that come from no file; each process's in its order.
+
+    `is_whole`: they are everything that these processes did.
+    """
+    return _verdict(_lives(((None, line, record) for line, record in enumerate(records, start=1)), is_whole=is_whole))
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Life:
+    """The records of one process."""
+
+    is_whole: bool
+    located: list[Located] = field(default_factory=list)
+
+
+def _located(process: ProcessTrace) -> Iterator[Located]:
+    for file in process.files:
+        for line, record in file.located():
+            yield file.path, line, record
+
+
+def _lives(located: Iterable[Located], *, is_whole: bool) -> list[_Life]:
+    """A process has one engine and rank, and its numbers grow: where they begin anew another one does."""
+    found: list[_Life] = []
+    latest: dict[tuple[str, str, int], _Life] = {}
+    for each in located:
+        record = each[2]
+        key = (record.engine_id, record.role, record.rank)
+        life = latest.get(key)
+        if life is None or (record.seq == 0 and life.located[-1][2].seq > 0):
+            life = latest[key] = _Life(is_whole)
+            found.append(life)
+        life.located.append(each)
+    return found
+
+
+def _verdict(lives: list[_Life]) -> Verdict:
+    checks = [_ProcessCheck(life) for life in lives]
+    for each in checks:
+        each.run()
+    findings = [finding for each in checks for finding in each.findings]
+    findings += _between(checks)
+    return Verdict(
+        processes=len(lives),
+        records=sum(len(life.located) for life in lives),
+        findings=tuple(sorted(findings, key=lambda finding: (str(finding.path or ""), finding.line))),
+    )
+
+
+def _kinds(failure: type[Failure]) -> Iterator[str]:
+    yield failure.__name__
+    for derived in failure.__subclasses__():
+        yield from _kinds(derived)
+
+
+class _Rules:
+    """The tables by the names that records have."""
+
+    def __init__(self) -> None:
+        self.states = {
+            machine.name: {str(state.value): state for state in machine.states} for machine in MACHINES.values()
+        }
+        self.events: dict[str, dict[str, type[Event]]] = {
+            machine.name: {event.__name__: event for event in machine.events} for machine in MACHINES.values()
+        }
+        self.terminal = {machine.name: {state.value for state in machine.terminal} for machine in MACHINES.values()}
+        self.allowed = {
+            (machine.name, state.value, event.__name__, target.value)
+            for machine in MACHINES.values()
+            for (state, event), transition in machine.table.items()
+            for target in transition.targets
+        }
+        self.kinds = frozenset(_kinds(Failure))
+
+    def why_not(self, record: TransitionRecord) -> str | None:
+        """Why the table does not have this step; None: it does."""
+        name = record.machine
+        if (name, record.from_state, record.event, record.to_state) in self.allowed:
+            return None
+        machine = MACHINES.get(name)
+        if machine is None:
+            return f"there is no machine {name}"
+        state, event = self.states[name].get(record.from_state or ""), self.events[name].get(record.event)
+        if state is None or record.to_state not in self.states[name]:
+            return f"{record.to_state if state is not None else record.from_state} is no state of this machine"
+        if event is None:
+            return f"{record.event} is no event of this machine"
+        pair = (state, event)
+        if pair in machine.table:
+            targets = ", ".join(sorted(str(target.value) for target in machine.table[pair].targets))
+            return f"this event leads to {targets}"
+        if pair in machine.ignored:
+            return f"this event changes nothing in that state ({machine.ignored[pair]})"
+        return f"this event is impossible in that state ({machine.impossible[pair]})"
+
+
+_RULES = _Rules()
+_READ = frozenset({request.State.READING.value, request.State.PROVING.value})
+_PROVEN = frozenset({hold.State.HELD.value, hold.State.ASSUMED.value})
+_UNSUCCESSFUL = frozenset({request.State.FAILED.value, request.State.EXPIRED.value})
+_REQUEST, _HOLD, _PEER, _LEASE = (
+    machine.name for machine in (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
+)
+
+_InstanceKey: TypeAlias = tuple[str, str | None, str, int | None]
+"""Machine, peer, subject, number of the lease."""
+
+
+class _ProcessCheck:
+    """Goes through the records of one process.
+
+    `live`: the states that the living instances of a key are in. There may be several: requests that describe an engine
+    by unlike sizes each have a peer of their own with it, and holds.
+    """
+
+    def __init__(self, life: _Life) -> None:
+        self.findings: list[Finding] = []
+        self.is_whole = life.is_whole
+        self.located = life.located
+        self.live: dict[_InstanceKey, list[str]] = {}
+        self.lease_names: set[tuple[str, int]] = set()
+        # Subjects of holds, by lease.
+        self.holds_on: dict[LeaseKey, set[_InstanceKey]] = {}
+        # Requests that were read, by lease: where they were done.
+        self.read: dict[LeaseKey, Located] = {}
+        # Leases that P said it holds: where.
+        self.told_held: dict[LeaseKey, Located] = {}
+        # P: where each lease was last seen, and all its events.
+        self.leases: dict[LeaseKey, tuple[Located, set[str]]] = {}
+
+    def run(self) -> None:
+        seq, mono_ns = -1, 0
+        for where in self.located:
+            record = where[2]
+            if record.seq != seq + 1 and (self.is_whole or record.seq <= seq):
+                self._object(where, f"its number is {record.seq}, and that of the record before {seq}")
+            if record.mono_ns < mono_ns:
+                self._object(where, "the clock of its process went back")
+            seq, mono_ns = record.seq, max(mono_ns, record.mono_ns)
+            if record.machine not in MACHINES:
+                self._object(where, f"there is no machine {record.machine}")
+            elif record.from_state is None:
+                self._make(where)
+            else:
+                self._step(where)
+
+    def _object(self, where: Located, problem: str) -> None:
+        path, line, record = where
+        self.findings.append(Finding(path=path, line=line, record=record, problem=problem))
+
+    def _make(self, where: Located) -> None:
+        record = where[2]
+        name, key = record.machine, _instance(record)
+        initial = str(MACHINES[name].initial.value)
+        if record.event != CREATED or record.to_state != initial:
+            self._object(where, f"an instance of this machine is made in state {initial}, by {CREATED}")
+        states = self.live.setdefault(key, [])
+        if states and name in (_REQUEST, _LEASE):
+            self._object(where, f"it is in state {states[-1]} already")
+            states.clear()
+        states.append(record.to_state)
+        if name == _LEASE:
+            lease_name = (record.subject, record.lease_number or 0)
+            if lease_name in self.lease_names and lease_name[1]:
+                self._object(where, "a lease of this name is over, and a lease that is over never comes back")
+            self.lease_names.add(lease_name)
+            self._note_lease(where)
+        elif name == _HOLD:
+            self.holds_on.setdefault(_lease_key(record), set()).add(key)
+
+    def _step(self, where: Located) -> None:
+        record = where[2]
+        name, key = record.machine, _instance(record)
+        states = self.live.setdefault(key, [])
+        if record.from_state in states:
+            states.remove(record.from_state)
+        elif states:
+            self._object(where, f"it was in state {states.pop()}")
+        elif self.is_whole:
+            self._object(where, f"it is over, or was never made: {record.from_state} is not the state that it is in")
+        problem = _RULES.why_not(record)
+        if problem is not None:
+            self._object(where, problem)
+        if name == _REQUEST:
+            self._check_request(where)
+        elif name == _HOLD:
+            self.holds_on.setdefault(_lease_key(record), set()).add(key)
+            if record.event == hold.HeldByPeer.__name__:
+                self.told_held.setdefault(_lease_key(record), where)
+        elif name == _LEASE:
+            self._note_lease(where)
+        if record.to_state not in _RULES.terminal[name]:
+            states.append(record.to_state)
+
+    def _note_lease(self, where: Located) -> None:
+        record = where[2]
+        _, events = self.leases.get(_lease_key(record), (where, set()))
+        events.add(record.event)
+        self.leases[_lease_key(record)] = (where, events)
+
+    def _check_request(self, where: Located) -> None:
+        record = where[2]
+        if record.to_state in _UNSUCCESSFUL and record.reason not in _RULES.kinds:
+            self._object(where, f"its reason is {record.reason}, which is no kind of failure")
+        if record.event == request.PeerReady.__name__ and record.to_state in _READ:
+            peers = self.live.get((_PEER, record.peer, record.peer or "", None))
+            if peer.State.READY.value not in (peers or ()) and (self.is_whole or peers):
+                self._object(where, f"its peer is not ready ({', '.join(peers or ['never met'])})")
+        if record.to_state == request.State.DONE.value:
+            if record.reason is not None:
+                self._object(where, f"it is done, and has a reason ({record.reason})")
+            if record.from_state in _READ:
+                self.read[_lease_key(record)] = where
+                self._check_proof(where)
+
+    def _check_proof(self, where: Located) -> None:
+        keys = self.holds_on.get(_lease_key(where[2]), ())
+        if not keys and self.is_whole:
+            self._object(where, "it is done, and nothing was asked about its lease: there is no hold")
+        for key in sorted(keys, key=str):
+            states = self.live.get(key, [])
+            if not _PROVEN.intersection(states):
+                found = states[-1] if states else "over"
+                self._object(where, f"it is done, and its lease is not proven: hold {key[2]} is {found}")
+
+
+def _instance(record: TransitionRecord) -> _InstanceKey:
+    number = record.lease_number if record.machine in (_HOLD, _LEASE) else None
+    return record.machine, record.peer, record.subject, number
+
+
+def _lease_key(record: TransitionRecord) -> LeaseKey:
+    if record.machine == _LEASE:
+        return record.engine_id, record.subject, record.lease_number or 0
+    return record.peer, record.remote_request_id, record.lease_number or 0
+
+
+def _between(checks: list[_ProcessCheck]) -> Iterator[Finding]:
+    """What D says against what P says."""
+    lent: dict[LeaseKey, list[tuple[_ProcessCheck, Located, set[str]]]] = {}
+    for each in checks:
+        for key, (where, events) in each.leases.items():
+            lent.setdefault(key, []).append((each, where, events))
+    spans = [_Numbers(each) for each in checks if each.leases and each.is_whole]
+    for decode in checks:
+        for key, where in decode.read.items():
+            for _, _, events in lent.get(key, ()):
+                if lease.Withdrawn.__name__ in events and lease.Granted.__name__ not in events:
+                    yield _finding(where, "it has read a lease that P withdrew before it was lent")
+        for key, where in decode.told_held.items():
+            if key not in lent and any(numbers.includes(key) for numbers in spans):
+                yield _finding(where, "it was told that a lease is held which P has never made")
+        if not decode.is_whole:
+            continue
+        for key, holds in decode.holds_on.items():
+            ranks = lent.get(key, [])
+            still_held = sorted(each[2] for each in holds if decode.live.get(each) == [hold.State.HELD.value])
+            if still_held and len(ranks) >= len(holds) and all(_is_done(where) for _, where, _ in ranks):
+                reader = decode.located[0][2]
+                who = f"{reader.engine_id} rank {reader.rank}"
+                yield _finding(ranks[0][1], f"its readers were done, and {who} still holds {still_held[0]}")
+
+
+class _Numbers:
+    """The leases that one life of a P has made have numbers in a row."""
+
+    def __init__(self, prefill: _ProcessCheck) -> None:
+        numbers = [number for _, _, number in prefill.leases]
+        self._engine_id = prefill.located[0][2].engine_id
+        self._first, self._last = min(numbers), max(numbers)
+
+    def includes(self, key: LeaseKey) -> bool:
+        return key[0] == self._engine_id and 0 < self._first <= key[2] <= self._last
+
+
+def _is_done(where: Located) -> bool:
+    return where[2].to_state == lease.State.DONE.value
+
+
+def _finding(where: Located, problem: str) -> Finding:
+    path, line, record = where
+    return Finding(path=path, line=line, record=record, problem=problem)
