@@ -35,6 +35,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         lease_number: of the lease on the prefill engine (machines request, hold and lease); 0 where it has none.
         blocks, bytes, descriptors: amounts, where known.
         seconds_in_from: time spent in `from_state`.
+        kept_until_ns: on the clock of `mono_ns`, until when P keeps the blocks (machine lease), or is proven or assumed
+            to keep them (machine hold); None while nothing is promised.
     """
 
     seq: int
@@ -57,6 +59,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None = None
     descriptors: int | None = None
     seconds_in_from: float | None = None
+    kept_until_ns: int | None = None
 
 
 Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]

@@ -10,7 +10,7 @@ continued: two processes that had the same id one after the other (as in contain
 every restart) get two files, each with numbers from 0 without gaps.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
-with one line in the log, and no exception leaves `write`. The file grows without bound while it is on, by about 470
+with one line in the log, and no exception leaves `write`. The file grows without bound while it is on, by about 500
 bytes per transition. What a transition costs is measured by tests/bench/bench_trace.py; a third of it is the write to
 the operating system, which is not batched because the last lines before a kill are the ones that people look for.
 """

@@ -59,6 +59,7 @@ FULL = TransitionRecord(
     bytes=393_216,
     descriptors=96,
     seconds_in_from=0.125,
+    kept_until_ns=987_654_321,
 )
 
 OPTIONAL_FIELDS = [
@@ -72,6 +73,7 @@ OPTIONAL_FIELDS = [
     "bytes",
     "descriptors",
     "seconds_in_from",
+    "kept_until_ns",
 ]
 
 
