@@ -105,10 +105,10 @@ class Traces:
 
     def readers_of(self, remote_request_id: str) -> set[str]:
         """Ids of the engines that have asked for the lease of this request id on P."""
-        records = (record for process in read_records(self.directory) for record in process)
+        found = histories(read_trace(self.directory))
         return {
             each.engine_id
-            for each in records
+            for each in found
             if each.machine == "request" and each.remote_request_id == remote_request_id
         }
 
