@@ -31,6 +31,7 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     SendEnded,
+    StrayReleaseNoted,
     TransferFailureNoted,
     TransferMeasured,
     WorkerStopped,
@@ -71,6 +72,7 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
     (TransferFailureNoted(), {"failed_transfers": 1}),
     (NotificationFailureNoted(), {"failed_notifications": 1}),
     (LateNotificationNoted(), {"late_notifications": 1}),
+    (StrayReleaseNoted(), {"stray_notifications": 1}),
     (
         measured(),
         {
