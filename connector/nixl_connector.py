@@ -189,11 +189,11 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker_side.ledger.take_report()
+        return self._worker_side.take_report()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Worker: figures since the last step. The scheduler role has none of its own."""
-        return self._worker.ledger.take_stats() if self._worker is not None else None
+        """Figures since the last step: of this worker, or of the whole engine."""
+        return self._worker.take_stats() if self._worker is not None else self._scheduler_side.take_stats()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after all its layers are here."""

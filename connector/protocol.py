@@ -203,7 +203,11 @@ class NotificationFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LateNotificationNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A consumer says that it has read blocks that are not lent (any more)."""
+    """A rank of a consumer says that it has read blocks whose lease had expired before."""
+
+
+class StrayReleaseNoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer says that it has read blocks of which this engine knows nothing, or which it has not lent."""
 
 
 class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,5 +225,6 @@ Outcome: TypeAlias = (
     | TransferFailureNoted
     | NotificationFailureNoted
     | LateNotificationNoted
+    | StrayReleaseNoted
     | WorkerStopped
 )

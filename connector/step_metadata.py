@@ -71,6 +71,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lifted: list[list[int]] = field(default_factory=list)
     stopped: str | None = None
     """Why a worker serves no more; None: all of them do. Of several workers, the first that says so."""
+    gauges: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By number of the rank: its gauges (`observe.catalogue`), all of them, if one has changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -78,4 +80,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             quarantined=self.quarantined + other.quarantined,
             lifted=self.lifted + other.lifted,
             stopped=other.stopped if self.stopped is None else self.stopped,
+            gauges=self.gauges | other.gauges,
         )

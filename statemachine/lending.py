@@ -32,6 +32,9 @@ ENDED_MAX = 1 << 16
 HOLDERS_MAX = 64
 """Decode engines that hold one lease; samples of one prompt are spread over few."""
 
+LATE_READERS_MAX = 64
+"""Ranks that are remembered to have released a lease that has expired; further ones count with each repetition."""
+
 RELEASED, EXPIRED, WITHDRAWN = "released by its readers", "expired", "withdrawn"
 UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
 CROWDED = "held by too many decode engines already"
@@ -166,10 +169,15 @@ class WatchNotifications(Effect, frozen=True, kw_only=True):
 
 
 class NoteLateRelease(Effect, frozen=True, kw_only=True):
-    """A reader was done with blocks that were not lent (any more) when it said so."""
+    """A reader was done with blocks that were not lent when it said so.
+
+    `was_expired`: they had been lent, and the lease had expired before; said once for each rank. Otherwise they were
+    never lent, or not to be lent after all, or nothing is remembered of them.
+    """
 
     sender: str
     request_id: str
+    was_expired: bool
 
 
 # --- the core -------------------------------------------------------------------------------------------------------
@@ -193,6 +201,8 @@ class Lending:
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX.
         self._ended: dict[LeaseName, str] = {}
+        # Of those that have expired: the engines and ranks that had said by now that they were done; never empty.
+        self._readers_of_expired: dict[LeaseName, frozenset[tuple[str, int | str]]] = {}
         # The newest lease of each request id that is in one of the two above.
         self._newest: dict[str, LeaseName] = {}
         # Request ids that more than one lease has had; a subset of the keys of `_newest`.
@@ -280,8 +290,8 @@ class Lending:
                 continue  # it was never told that it holds anything
             if known is not None:
                 self._step(known, machine.ReaderDone(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks))
-            elif why != RELEASED:
-                self._effects.append(NoteLateRelease(sender=asked.engine_id, request_id=name.request_id))
+            else:
+                self._note_late(self._meant(name), why, name.request_id, asked.engine_id, asked.engine_id, asked.rank)
         self._effects.append(AnswerRelease(reply_to=asked.reply_to, leases=asked.leases))
 
     def _count_notification(self, notified: ReleaseNotified) -> None:
@@ -289,8 +299,24 @@ class Lending:
         if name in self._leases:
             assert name is not None
             self._step(name, machine.ReaderDone(engine_id=NOTIFIERS, rank=notified.sender, ranks=notified.ranks))
-        elif name is None or self._ended[name] != RELEASED:
-            self._effects.append(NoteLateRelease(sender=notified.sender, request_id=notified.request_id))
+        else:
+            why = UNKNOWN if name is None else self._ended[name]
+            self._note_late(name, why, notified.request_id, notified.sender, NOTIFIERS, notified.sender)
+
+    def _note_late(
+        self, name: LeaseName | None, why: str, request_id: str, sender: str, engine_id: str, rank: int | str
+    ) -> None:
+        """A rank is done with what is not lent. That is worth a note unless it only repeats itself."""
+        if why == RELEASED:
+            return
+        if why == EXPIRED:
+            assert name is not None
+            before = self._readers_of_expired.get(name, frozenset())
+            if (engine_id, rank) in before:
+                return
+            if len(before) < LATE_READERS_MAX:
+                self._readers_of_expired[name] = before | {(engine_id, rank)}
+        self._effects.append(NoteLateRelease(sender=sender, request_id=request_id, was_expired=why == EXPIRED))
 
     def _renew(self, notified: HeartbeatNotified, now_ns: int) -> None:
         release = notified.or_release
@@ -319,6 +345,12 @@ class Lending:
             return (newest, "") if newest in self._leases else (None, self._ended[newest])
         return None, self._ended.get(name, UNKNOWN)
 
+    def _meant(self, name: LeaseName) -> LeaseName | None:
+        """The lease that is over which a peer means, if it is remembered."""
+        if name in self._ended:
+            return name
+        return self._newest.get(name.request_id) if name.number == 0 else None
+
     # --- leases -----------------------------------------------------------------------------------------------------
 
     def _begin(self, name: LeaseName, age_ns: int = 0) -> None:
@@ -332,6 +364,7 @@ class Lending:
                 self._step(before, machine.Superseded())
         # The engine may lend under a name without a number again: then what was remembered of it means another one.
         self._ended.pop(name, None)
+        self._readers_of_expired.pop(name, None)
         self._newest[name.request_id] = name
         fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh
@@ -350,6 +383,8 @@ class Lending:
             self._forget(name, _WHY[after.state])
             if self._observe_end is not None:
                 self._observe_end("lease", name, before, event, after)
+            if after.state is machine.State.EXPIRED and (readers := _readers(after)):
+                self._readers_of_expired[name] = readers
         if self._observe is not None:
             self._observe("lease", name, before, event, after)
 
@@ -368,6 +403,7 @@ class Lending:
         if len(self._ended) > ENDED_MAX:
             oldest = next(iter(self._ended))
             del self._ended[oldest]
+            self._readers_of_expired.pop(oldest, None)
             if self._newest.get(oldest.request_id) == oldest:
                 del self._newest[oldest.request_id]
                 self._reused.discard(oldest.request_id)
@@ -384,6 +420,7 @@ class Lending:
         other = type(self)(self._limits, self._observe, self._observe_end)
         other._leases = dict(self._leases)
         other._ended = dict(self._ended)
+        other._readers_of_expired = dict(self._readers_of_expired)
         other._newest = dict(self._newest)
         other._reused = set(self._reused)
         other._timers = self._timers.copy()
@@ -402,10 +439,21 @@ class Lending:
             )
             for lease in self._leases.values()
         )
-        return (leases, frozenset(self._ended.items()), frozenset(self._reused), self._timers.freeze(now_ns))
+        return (
+            leases,
+            frozenset(self._ended.items()),
+            frozenset(self._readers_of_expired.items()),
+            frozenset(self._reused),
+            self._timers.freeze(now_ns),
+        )
 
     # --- for people -------------------------------------------------------------------------------------------------
 
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
         return tuple(self._leases.values())
+
+
+def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:
+    """Which ranks of which engines have released it."""
+    return frozenset((holder.engine_id, rank) for holder in lease.holders for rank in holder.released)

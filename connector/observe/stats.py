@@ -1,23 +1,45 @@
 """Figures of the connector: from outcomes to vLLM's periodic log line and to Prometheus.
 
-Outcomes are folded into `ConnectorStats` on the engine thread of every worker. vLLM sends that to the scheduler's
-process, adds the ranks up, and from there to the front end, where `reduce` makes the log line and
-`ConnectorPromMetrics` feeds Prometheus. On the way only `data` survives: plain lists and integers, keyed by name.
+What metrics there are is in `catalogue`. Their figures are made in three places:
 
-The Prometheus metrics that the built-in connector also has keep its names, meanings and bucket boundaries, so that
-dashboards and alerts keep working and a fleet that runs both can be summed. Ours are called `vllm:nixl_actor_*`.
+    trio thread of a worker      what the machines did (`runtime.figures`)
+    engine thread of a worker    what was reported to vLLM (`ConnectorStats.add`)
+    scheduler's process          what concerns the whole engine, and all gauges (`scheduler.engine_figures`)
+
+vLLM takes a `ConnectorStats` of every worker and one of the scheduler's process with each step, adds them up, and sends
+them to the front end, where `reduce` makes the log line and `ConnectorPromMetrics` feeds Prometheus. On the way only
+`data` survives: plain lists and numbers, keyed by name.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
+from connector.observe import catalogue
+from connector.observe.catalogue import (
+    COMPLETED_RECEIVES,
+    EXPIRED_LEASES,
+    FAILED_HANDSHAKES,
+    FAILED_NOTIFICATIONS,
+    FAILED_RECEIVES,
+    FAILED_TRANSFERS,
+    LATE_NOTIFICATIONS,
+    POST_SECONDS,
+    QUARANTINED_RECEIVES,
+    STRAY_NOTIFICATIONS,
+    TRANSFER_BYTES,
+    TRANSFER_DESCRIPTORS,
+    TRANSFER_SECONDS,
+    TRANSPORT_FAILURES,
+    Metric,
+)
 from connector.protocol import (
     HandshakeFailureNoted,
     LateNotificationNoted,
@@ -25,28 +47,18 @@ from connector.protocol import (
     Outcome,
     ReceiveEnded,
     SendEnded,
+    StrayReleaseNoted,
     TransferFailureNoted,
     TransferMeasured,
 )
-from statemachine.failures import AbortedByClient, Failure
+from statemachine.failures import AbortedByClient
 
 MEBIBYTE = 2**20
 
 # Keys of `ConnectorStats.data`. Measured: one entry per completed READ.
-TRANSFER_SECONDS = "transfer_seconds"
-POST_SECONDS = "post_seconds"
-TRANSFER_BYTES = "transfer_bytes"
-TRANSFER_DESCRIPTORS = "transfer_descriptors"
 MEASURED = (TRANSFER_SECONDS, POST_SECONDS, TRANSFER_BYTES, TRANSFER_DESCRIPTORS)
 
 # Counted: one integer each.
-COMPLETED_RECEIVES = "completed_receives"
-QUARANTINED_RECEIVES = "quarantined_receives"
-FAILED_HANDSHAKES = "failed_handshakes"
-FAILED_TRANSFERS = "failed_transfers"
-FAILED_NOTIFICATIONS = "failed_notifications"
-EXPIRED_LEASES = "expired_leases"
-LATE_NOTIFICATIONS = "late_notifications"
 COUNTED = (
     COMPLETED_RECEIVES,
     QUARANTINED_RECEIVES,
@@ -55,19 +67,20 @@ COUNTED = (
     FAILED_NOTIFICATIONS,
     EXPIRED_LEASES,
     LATE_NOTIFICATIONS,
+    STRAY_NOTIFICATIONS,
 )
 
-# Counted by kind of failure: a dict from the kind to an integer.
-FAILED_RECEIVES = "failed_receives"
-
-TRANSPORT_FAILURES = (FAILED_TRANSFERS, FAILED_HANDSHAKES, FAILED_NOTIFICATIONS)
-"""What the built-in connector calls a failed transfer: everything below the level of a request that went wrong."""
+# By key of a series (`Metric.key`): an integer, a list of values, the newest value.
+COUNTS = "counts"
+SAMPLES = "samples"
+GAUGES = "gauges"
 
 _COUNTED_AS: dict[type[Outcome], str] = {
     HandshakeFailureNoted: FAILED_HANDSHAKES,
     TransferFailureNoted: FAILED_TRANSFERS,
     NotificationFailureNoted: FAILED_NOTIFICATIONS,
     LateNotificationNoted: LATE_NOTIFICATIONS,
+    StrayReleaseNoted: STRAY_NOTIFICATIONS,
 }
 
 
@@ -76,7 +89,7 @@ class ConnectorStats(KVConnectorStats):
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         # A copy, because vLLM hands one dict to several loggers, and each of them adds up in what it was given.
-        super().__init__(data={key: copy.copy(value) for key, value in data.items()} if data else _nothing())
+        super().__init__(data={key: _copied(value) for key, value in data.items()} if data else _nothing())
 
     def add(self, outcome: Outcome) -> None:
         """Fold one outcome in."""
@@ -104,18 +117,31 @@ class ConnectorStats(KVConnectorStats):
         if ended.quarantined:
             self.data[QUARANTINED_RECEIVES] += 1
 
+    def count(self, key: str, amount: int) -> None:
+        """Add to one series of a counter."""
+        counts = self.data[COUNTS]
+        counts[key] = counts.get(key, 0) + amount
+
+    def sample(self, key: str, *values: float) -> None:
+        """Add to one series of a histogram."""
+        self.data[SAMPLES].setdefault(key, []).extend(values)
+
+    def set_gauges(self, gauges: Mapping[str, float]) -> None:
+        """From now on these are the values."""
+        self.data[GAUGES].update(gauges)
+
     def reset(self) -> None:
         self.data = _nothing()
 
     def clone_and_reset(self) -> ConnectorStats:
         """The figures so far; this object starts again from nothing."""
-        figures = ConnectorStats(self.data)
-        self.reset()
+        figures = ConnectorStats()
+        figures.data, self.data = self.data, figures.data
         return figures
 
     def is_empty(self) -> bool:
-        """A list without entries, a count of 0, no failure of any kind."""
-        return not any(self.data.values())
+        """Whether there is nothing to say in the periodic line: no READ, no end of a request, no failure."""
+        return not any(self.data[key] for key in _LOGGED)
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the figures of `other`, which stays as it is, and return self."""
@@ -126,6 +152,11 @@ class ConnectorStats(KVConnectorStats):
         by_kind = self.data[FAILED_RECEIVES]
         for kind, count in other.data[FAILED_RECEIVES].items():
             by_kind[kind] = by_kind.get(kind, 0) + count
+        for key, count in other.data[COUNTS].items():
+            self.count(key, count)
+        for key, values in other.data[SAMPLES].items():
+            self.sample(key, *values)
+        self.set_gauges(other.data[GAUGES])
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -147,8 +178,25 @@ class ConnectorStats(KVConnectorStats):
         }
 
 
+class EngineStats(ConnectorStats):
+    """Figures of the scheduler's process, which vLLM takes only if they are not empty, and otherwise would forget."""
+
+    def is_empty(self) -> bool:
+        return False
+
+
+_LOGGED = (*MEASURED, *COUNTED, FAILED_RECEIVES)
+
+
+def _copied(value: Any) -> Any:
+    """Of a list, of a dict with lists in it, or of a number."""
+    return {key: copy.copy(each) for key, each in value.items()} if isinstance(value, dict) else copy.copy(value)
+
+
 def _nothing() -> dict[str, Any]:
-    return {**{key: [] for key in MEASURED}, **dict.fromkeys(COUNTED, 0), FAILED_RECEIVES: {}}
+    measured: dict[str, list[float]] = {key: [] for key in MEASURED}
+    by_name: dict[str, Any] = {FAILED_RECEIVES: {}, COUNTS: {}, SAMPLES: {}, GAUGES: {}}
+    return {**measured, **dict.fromkeys(COUNTED, 0), **by_name}
 
 
 def _transfer_figures(
@@ -184,81 +232,16 @@ def _percentile_90(values: Sequence[float], *, scale: float) -> float:
 
 # --- Prometheus -----------------------------------------------------------------------------------------------------
 
-_POST_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
-_TRANSFER_SECONDS_BUCKETS = _POST_SECONDS_BUCKETS[1:]
-_BYTES_BUCKETS = tuple(2**exponent for exponent in range(11, 34, 2))
-_DESCRIPTOR_BUCKETS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
-
-_HISTOGRAMS = (
-    (
-        "vllm:nixl_xfer_time_seconds",
-        "Time from the start of a READ to its completion, in seconds.",
-        _TRANSFER_SECONDS_BUCKETS,
-        TRANSFER_SECONDS,
-    ),
-    (
-        "vllm:nixl_post_time_seconds",
-        "Time that NIXL took to start a READ, in seconds.",
-        _POST_SECONDS_BUCKETS,
-        POST_SECONDS,
-    ),
-    ("vllm:nixl_bytes_transferred", "Bytes that one READ moved.", _BYTES_BUCKETS, TRANSFER_BYTES),
-    ("vllm:nixl_num_descriptors", "Descriptors of one READ.", _DESCRIPTOR_BUCKETS, TRANSFER_DESCRIPTORS),
-)
-"""Name, documentation, bucket boundaries, and key of the data."""
-
-_COUNTERS = (
-    (
-        "vllm:nixl_num_failed_transfers",
-        "Failed READs, handshakes and notifications together. Leases that expired are counted apart.",
-        TRANSPORT_FAILURES,
-    ),
-    (
-        "vllm:nixl_num_failed_notifications",
-        "Notifications that could not be sent; they are part of vllm:nixl_num_failed_transfers too.",
-        (FAILED_NOTIFICATIONS,),
-    ),
-    (
-        "vllm:nixl_num_kv_expired_reqs",
-        "Leases that ended before every consumer had read the blocks. Counted on the prefill engine.",
-        (EXPIRED_LEASES,),
-    ),
-    (
-        "vllm:nixl_num_notifications_after_expiry",
-        "Consumers that say they have read blocks which are not lent (any more), one for each of their ranks. Counted "
-        "on the prefill engine.",
-        (LATE_NOTIFICATIONS,),
-    ),
-    (
-        "vllm:nixl_actor_failed_handshakes",
-        "Handshakes that failed, each counted once however many requests waited for it.",
-        (FAILED_HANDSHAKES,),
-    ),
-    ("vllm:nixl_actor_failed_reads", "READs that failed or could not be started.", (FAILED_TRANSFERS,)),
-    (
-        "vllm:nixl_actor_completed_receives",
-        "Requests whose KV arrived under a proven lease, one for each rank.",
-        (COMPLETED_RECEIVES,),
-    ),
-    (
-        "vllm:nixl_actor_quarantined_receives",
-        "Requests that ended while READs might still write into their blocks, which stay out of the pool until those "
-        "end; one for each rank.",
-        (QUARANTINED_RECEIVES,),
-    ),
-)
-"""Name, documentation, and the keys of the data whose sum it counts."""
-
-_FAILED_RECEIVES_NAME = "vllm:nixl_actor_failed_receives"
-_FAILED_RECEIVES_DOCUMENTATION = (
-    "Requests whose KV did not arrive, by the kind of the failure that ended them (AbortedByClient: the client went "
-    "away); one for each rank."
-)
-_KIND_LABEL = "reason"
+MOST_RECENT = "mostrecent"
+"""How the gauges of several front ends are joined, as vLLM's own: what one of them has heard last is the value."""
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics once per front end and feeds them with the `data` of `ConnectorStats`."""
+    """Registers the metrics once per front end and feeds them with the `data` of `ConnectorStats`.
+
+    Only the classes that vLLM passes are used, and of these only what Ray's have too: `labels` with positions, `inc`,
+    `set` and `observe`.
+    """
 
     def __init__(
         self,
@@ -268,47 +251,68 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._histograms = {
-            key: self._per_engine(
-                self._histogram_cls(name=name, documentation=documentation, buckets=buckets, labelnames=labelnames)
-            )
-            for name, documentation, buckets, key in _HISTOGRAMS
-        }
-        self._counters = [
-            (keys, self._per_engine(self._counter_cls(name=name, documentation=documentation, labelnames=labelnames)))
-            for name, documentation, keys in _COUNTERS
-        ]
-        self._failed_receives = self._counter_cls(
-            name=_FAILED_RECEIVES_NAME,
-            documentation=_FAILED_RECEIVES_DOCUMENTATION,
-            labelnames=[*labelnames, _KIND_LABEL],
-        )
-        # Every kind starts at 0: a series that appears with its first failure has no increase that an alert could see.
-        for values in per_engine_labelvalues.values():
-            for kind in _kinds(Failure):
-                self._failed_receives.labels(*values, kind)
+        # By engine. Those with sources are fed from `data` itself, the others by the key of the series.
+        self._with_sources: dict[int, list[tuple[Metric, Any]]] = {engine: [] for engine in per_engine_labelvalues}
+        self._by_key: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for metric in catalogue.METRICS:
+            registered = self._register(metric)
+            for engine, values in per_engine_labelvalues.items():
+                if metric.sources:
+                    self._with_sources[engine].append((metric, registered.labels(*values)))
+                for labels in metric.series if not metric.sources else ():
+                    self._by_key[engine][metric.key(*labels)] = registered.labels(*values, *labels)
+                if metric is catalogue.BUILD_INFO:
+                    registered.labels(*values, *_versions()).set(1)
+        for series in self._by_key.values():
+            for metric in catalogue.OURS:
+                if metric.kind == "gauge" and metric is not catalogue.BUILD_INFO:
+                    for labels in metric.series:
+                        # Engines start only when their actors do.
+                        series[metric.key(*labels)].set(1 if metric is catalogue.UP else 0)
 
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        children: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
-        return children
+    def _register(self, metric: Metric) -> Any:
+        shared = {
+            "name": metric.name,
+            "documentation": metric.documentation,
+            "labelnames": [*self._labelnames, *metric.labels],
+        }
+        if metric.kind == "gauge":
+            return self._gauge_cls(**shared, multiprocess_mode=MOST_RECENT)
+        if metric.kind == "counter":
+            return self._counter_cls(**shared)
+        return self._histogram_cls(**shared, buckets=metric.buckets)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record the figures of one interval of one engine."""
-        for key, histograms in self._histograms.items():
-            for value in transfer_stats_data[key]:
-                histograms[engine_idx].observe(value)
-        for keys, counters in self._counters:
-            increase = sum(transfer_stats_data[key] for key in keys)
-            if increase:
-                counters[engine_idx].inc(increase)
-        for kind, count in transfer_stats_data[FAILED_RECEIVES].items():
-            self._failed_receives.labels(*self.per_engine_labelvalues[engine_idx], kind).inc(count)
+        data, by_key = transfer_stats_data, self._by_key[engine_idx]
+        for metric, child in self._with_sources[engine_idx]:
+            for key in metric.sources:
+                if metric.kind == "counter":
+                    if data[key]:
+                        child.inc(data[key])
+                    continue
+                for value in data[key]:
+                    child.observe(value)
+        for kind, count in data[FAILED_RECEIVES].items():
+            by_key[catalogue.FAILED_BY_KIND.key(kind)].inc(count)
+        for key, count in data[COUNTS].items():
+            by_key[key].inc(count)
+        for key, values in data[SAMPLES].items():
+            child = by_key[key]
+            for value in values:
+                child.observe(value)
+        for key, value in data[GAUGES].items():
+            by_key[key].set(value)
 
 
-def _kinds(failure: type[Failure]) -> Iterator[str]:
-    """Names of the failures that can occur: those that nothing is derived from."""
-    below = failure.__subclasses__()
-    if not below:
-        yield failure.__name__
-    for derived in below:
-        yield from _kinds(derived)
+def _versions() -> tuple[str, str, str]:
+    """Of this package, of vLLM and of NIXL, whatever their distributions are called."""
+    nixl = next((found for name in ("nixl", "nixl-cu12", "nixl-cu13") if (found := _installed(name))), "unknown")
+    return _installed("nixl-actor-connector") or "unknown", vllm.__version__, nixl
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

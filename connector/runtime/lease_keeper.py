@@ -36,6 +36,7 @@ from connector.protocol import (
     LeaseWithdrawn,
     Outcome,
     SendEnded,
+    StrayReleaseNoted,
 )
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
@@ -203,8 +204,8 @@ class LeaseKeeper:
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
-            case lending.NoteLateRelease(sender=sender, request_id=request_id):
-                self._emit(LateNotificationNoted())
+            case lending.NoteLateRelease(sender=sender, request_id=request_id, was_expired=was_expired):
+                self._emit(LateNotificationNoted() if was_expired else StrayReleaseNoted())
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")

@@ -1,7 +1,7 @@
-"""Makes a trace record of every step that a core takes.
+"""Makes a trace record of every step that a core takes, and has it counted.
 
-The cores tell an observer of each step of a machine; `Recorder.observer` makes one for a core. Without a sink there is
-no observer, and a transition costs the core's own comparison with None.
+The cores tell an observer of each step of a machine; `Recorder.observer` makes one for a core. Without a sink and
+without figures there is no observer, and a transition costs the core's own comparison with None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 from connector.clock import NS_PER_SECOND, Clock
+from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
 from statemachine.failures import Failure
 from statemachine.kernel import Event
@@ -27,25 +28,39 @@ _NO_AMOUNTS = (None, None, None)
 
 
 class Recorder:
-    """Numbers and writes the transition records of one process. `sink` None: nothing is recorded."""
+    """Numbers and writes the transition records of one process. `sink` None: nothing is recorded; `figures` None:
+    nothing is counted."""
 
-    def __init__(self, *, engine_id: str, rank: int, role: str, clock: Clock, sink: TraceSink | None) -> None:
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        rank: int,
+        role: str,
+        clock: Clock,
+        sink: TraceSink | None,
+        figures: Figures | None = None,
+    ) -> None:
         self.engine_id = engine_id
         self.rank = rank
         self.role = role
         self.clock = clock
         self._sink = sink
+        self._figures = figures
         self._seq = 0
         # When each living machine instance entered its state; dropped in the record of its end.
         self._entered_ns: dict[tuple[str, str | None, Hashable], int] = {}
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None) -> Observer | None:
-        """For a core that deals with the engine `peer_id` (None: with many). None when nothing is recorded."""
+        """For a core that deals with the engine `peer_id` (None: with many). None when nobody wants to know."""
         sink = self._sink
+        count = self._figures.observer() if self._figures is not None else None
         if sink is None:
-            return None
+            return count
 
         def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
+            if count is not None:
+                count(machine, subject, before, event, after)
             self._record(sink, machine, subject, before, event, after, peer_id, amounts)
 
         return observe

@@ -45,6 +45,7 @@ class ActorThread(Generic[C]):
         name: of the thread.
         make_main: called in the thread, inside the trio run; makes the main and the doors it uses.
         on_error: called in the thread for an exception of `deliver`, and for the one that the thread dies of.
+        on_wake_up: called in the thread when it has woken up for commands, with the seconds since it was called.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class ActorThread(Generic[C]):
         name: str,
         make_main: Callable[[], Awaitable[ActorMain[C]]],
         on_error: Callable[[BaseException], None],
+        on_wake_up: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._name = name
         self._make_main = make_main
-        self._mailbox: ThreadMailbox[C] = ThreadMailbox(self._deliver, on_error)
+        self._mailbox: ThreadMailbox[C] = ThreadMailbox(self._deliver, on_error, on_wake_up)
         self._on_error = on_error
         self._thread: threading.Thread | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -68,6 +70,15 @@ class ActorThread(Generic[C]):
     def is_dead(self) -> bool:
         """The thread ended without being asked to."""
         return self.death is not None
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it was woken up for commands, and has not come to them."""
+        return self._mailbox.is_waiting
+
+    def lateness(self) -> tuple[int, float]:
+        """How many commands wait for it, and for how many seconds it has been called."""
+        return len(self._mailbox), self._mailbox.waits_seconds
 
     def start(self) -> None:
         """Start and wait until the actors run. Raises ThreadStartError."""

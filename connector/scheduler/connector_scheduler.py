@@ -66,7 +66,9 @@ from connector import DISTRIBUTION
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
+from connector.observe import catalogue
 from connector.observe.log import FailureLog, distribution_version, get_logger
+from connector.observe.stats import EngineStats
 from connector.protocol import (
     AbortPull,
     Command,
@@ -80,6 +82,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
+from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.prefix_digest import prefix_digests
@@ -165,7 +168,8 @@ class ConnectorScheduler:
         self._life = life
         # Decode side; see the module's docstring. No request id is in both.
         self._waiting: dict[str, WaitingPull] = {}
-        self._loading: set[str] = set()
+        # With when this engine first heard of each.
+        self._loading: dict[str, int] = {}
         # Loads that failed and have not asked again since; see the module's docstring.
         self._failed: set[str] = set()
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
@@ -191,6 +195,9 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
+        self._figures = EngineFigures()
+        # Whether every request is meant to bring its KV along; with both roles, some are computed here.
+        self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -237,7 +244,7 @@ class ConnectorScheduler:
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             if num_external_tokens > 0:
-                self._loading.add(request_id)
+                self._loading[request_id] = pull.heard_ns
                 self._commands.append(self._load(request, pull, blocks))
                 return  # it comes again when it has been loaded
             self._skip_load(request_id, pull)
@@ -259,7 +266,7 @@ class ConnectorScheduler:
             self._skip_load(request_id, pull)
             return False, None
         if request_id in self._loading:
-            self._loading.remove(request_id)
+            del self._loading[request_id]
             self._commands.append(AbortPull(request_id=request_id))
             return False, None
         if not self._will_lend(request):
@@ -286,13 +293,24 @@ class ConnectorScheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The worker's results, before vLLM frees anything because of them."""
-        self._failed |= self._loading & (output.failed_recving or set())
-        self._loading.difference_update(output.finished_recving or ())
+        failed = output.failed_recving or set()
+        self._failed |= self._loading.keys() & failed
+        for request_id in output.finished_recving or ():
+            heard_ns = self._loading.pop(request_id, None)
+            if heard_ns is not None:
+                seconds = (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
+                self._figures.note_wait(seconds, is_loaded=request_id not in failed)
+        self._figures.end_leases(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._keep_quarantined(report)
+            self._figures.take_over(report.gauges)
             if report.stopped is not None and self._stopped is None:
                 self._stop_lending(report.stopped)
+
+    def take_stats(self) -> EngineStats | None:
+        """Figures since the last step; None: nothing has changed."""
+        return self._figures.take(len(self._waiting), len(self._computing))
 
     # --- side channel -------------------------------------------------------------------------------------------
 
@@ -344,6 +362,7 @@ class ConnectorScheduler:
     def _stop_lending(self, reason: str) -> None:
         """A worker cannot serve its KV any more. What is lent already is given back by the workers, as it ends."""
         self._stopped = reason
+        self._figures.note_stop()
         _log.critical(
             "a worker serves no KV any more (%s): prefills are answered without kv_transfer_params from now on, so "
             "decode engines compute the prompts themselves; restart this engine",
@@ -358,6 +377,7 @@ class ConnectorScheduler:
         tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
+                self._note_local_prefill(params_untrusted)
                 return None
             remote = parse_remote_prefill(params_untrusted)
             self._check_fit(remote, request)
@@ -365,6 +385,13 @@ class ConnectorScheduler:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
         return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns)
+
+    def _note_local_prefill(self, params_untrusted: object) -> None:
+        """Nothing says where the KV of this prompt is. A router may have lost it, which nobody would notice."""
+        if params_untrusted:
+            self._figures.note_local_prefill(catalogue.UNUSABLE)
+        elif self._is_decode_only:
+            self._figures.note_local_prefill(catalogue.ABSENT)
 
     def _pull_back(self, request: Request) -> WaitingPull | None:
         """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""
@@ -504,6 +531,7 @@ class ConnectorScheduler:
         self._commands.append(
             LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=blocks, is_renewable=is_for_decode)
         )
+        self._figures.grant(request.request_id, blocks, tokens)
         return build_remote_prefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
@@ -526,9 +554,11 @@ class ConnectorScheduler:
         for block_ids in report.quarantined:
             _log.warning("%d blocks are quarantined until their READs have ended", len(block_ids))
             pool.touch([pool.blocks[block_id] for block_id in block_ids])
+            self._figures.quarantine(block_ids)
         for block_ids in report.lifted:
             _log.info("%d quarantined blocks are free again", len(block_ids))
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
+            self._figures.lift(block_ids)
 
 
 def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

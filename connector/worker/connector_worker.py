@@ -20,17 +20,20 @@ from vllm.utils.network_utils import get_ip
 
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
+from connector.observe import catalogue
 from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash
+from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, SendEnded
+from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.staging import advertised_layout_name, is_staged
-from connector.step_metadata import HandshakeMetadata, StepMetadata
+from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
@@ -51,6 +54,13 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
 
+LATE_SECONDS = 0.25
+"""Actors that have not woken up for so long are late. Their lateness is shown in multiples of it."""
+
+_NOT_LATE = (0, 0.0)
+_MAILBOX_MESSAGES = catalogue.MAILBOX_MESSAGES.key()
+_LOOP_LAG_SECONDS = catalogue.LOOP_LAG_SECONDS.key()
+
 _log = get_logger()
 
 
@@ -63,6 +73,7 @@ class ConnectorWorker:
         self._options = options
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
+        self._rank_number = 0
         self._is_copy = False
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
@@ -72,6 +83,10 @@ class ConnectorWorker:
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
+        self._figures = Figures(self._clock)
+        # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
+        self._gauges: dict[str, float] = {}
+        self._late = _NOT_LATE
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +99,7 @@ class ConnectorWorker:
         if place.is_copy:
             self._is_copy = True
             return
+        self._rank_number = place.number
         registered = kv_caches
         if is_staged(self._vllm_config):
             layout_name = advertised_layout_name(self._vllm_config)
@@ -130,6 +146,7 @@ class ConnectorWorker:
             "kv-transfer-actors",
             lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
             self._log_error,
+            self._figures.note_wake_up,
         )
         try:
             thread.start()
@@ -198,7 +215,12 @@ class ConnectorWorker:
             control=control,
             clock=clock,
             recorder=Recorder(
-                engine_id=layout.engine_id, rank=rank_number, role=self._role, clock=clock, sink=self._trace
+                engine_id=layout.engine_id,
+                rank=rank_number,
+                role=self._role,
+                clock=clock,
+                sink=self._trace,
+                figures=self._figures,
             ),
             emit=self.ledger.record,
             log_failure=log_failure,
@@ -256,11 +278,50 @@ class ConnectorWorker:
         """What has ended since the last step."""
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
+            self._figures.clear()
         results = self.ledger.take_results()
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Figures since the last call, or None when nothing happened."""
+        stats, taken = self.ledger.take_stats(), self._figures.take()
+        if taken is None:
+            return stats
+        stats = stats or ConnectorStats()
+        for key, count in taken.counts.items():
+            stats.count(key, count)
+        for key, values in taken.samples.items():
+            stats.sample(key, *values)
+        return stats
+
+    def take_report(self) -> WorkerReport | None:
+        """News for the scheduler process, if there are any."""
+        report = self.ledger.take_report()
+        thread = self._thread
+        if thread is None:
+            return report
+        late = self._late
+        if thread.is_called or late is not _NOT_LATE:
+            self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
+        if (found := self._figures.take_gauges()) is None and self._late == late:
+            return report
+        gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
+        if gauges == self._gauges:
+            return report
+        self._gauges = gauges
+        report = report or WorkerReport()
+        report.gauges[self._rank_number] = gauges
+        return report
+
+
+def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
+    """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
+    messages, seconds = thread.lateness()
+    late_by = seconds // LATE_SECONDS * LATE_SECONDS
+    return (messages, late_by) if late_by else _NOT_LATE
 
 
 def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:

@@ -60,6 +60,9 @@ class TransferLedger:
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
         self._report = WorkerReport()
+        # Whether outcomes have come since the last `take_stats`, and whether the report says anything.
+        self._has_figures = False
+        self._has_news = False
         self._loaded: list[Loaded] = []
         # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
@@ -131,6 +134,7 @@ class TransferLedger:
             if self._is_repeated(outcome):
                 continue
             self._stats.add(outcome)
+            self._has_figures = True
             match outcome:
                 case ReceiveEnded():
                     self._end_receive(outcome, results)
@@ -139,6 +143,7 @@ class TransferLedger:
                     results.finished_sending.add(request_id)
                 case QuarantineLifted(local_block_ids=block_ids):
                     self._report.lifted.append(block_ids)
+                    self._has_news = True
                 case WorkerStopped(reason=reason):
                     self._note_stop(reason)
                 case _:
@@ -152,13 +157,17 @@ class TransferLedger:
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler process, if there are any. Each is told once, with the first report after it."""
-        if self._report == WorkerReport():
+        if not self._has_news:
             return None
+        self._has_news = False
         report, self._report = self._report, WorkerReport()
         return report
 
     def take_stats(self) -> ConnectorStats | None:
         """Figures since the last call, or None when nothing happened."""
+        if not self._has_figures:
+            return None
+        self._has_figures = False
         return None if self._stats.is_empty() else self._stats.clone_and_reset()
 
     def fail_closed(self, death: BaseException | None) -> None:
@@ -187,6 +196,7 @@ class TransferLedger:
     def _note_stop(self, reason: str) -> None:
         if self._report.stopped is None:
             self._report.stopped = shorten(reason, REASON_LENGTH_MAX)
+            self._has_news = True
 
     def _is_repeated(self, outcome: Outcome) -> bool:
         """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
@@ -207,3 +217,4 @@ class TransferLedger:
         results.failed_recving.add(outcome.request_id)
         if outcome.quarantined:
             self._report.quarantined.append(outcome.local_block_ids)
+            self._has_news = True

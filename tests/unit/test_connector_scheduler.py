@@ -83,11 +83,11 @@ def lent() -> dict[str, Any]:
 def test_a_pull_waits_then_loads_and_then_is_an_ordinary_request() -> None:
     decode, params = HybridEngine([full()]), lent()
     decode.submit("a", TOKENS, params, max_tokens=3)
-    assert (set(side(decode)._waiting), side(decode)._loading) == ({"a"}, set())
+    assert (set(side(decode)._waiting), set(side(decode)._loading)) == ({"a"}, set())
     decode.step()
-    assert (side(decode)._waiting, side(decode)._loading) == ({}, {"a"})
+    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, {"a"})
     decode.loaded("a")
-    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
     for _ in range(4):
         decode.step()
     assert decode.finished["a"] == "length"
@@ -106,7 +106,7 @@ def test_a_pull_that_is_aborted_leaves_nothing_behind(steps: int, expected: list
     decode.step()
     assert of_type(decode, StartPull, AbortPull) == expected
     assert decode.pull_of("a").awaited is bool(steps)
-    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
 
 
 def test_bad_parameters_park_the_request_like_good_ones() -> None:
@@ -114,10 +114,10 @@ def test_bad_parameters_park_the_request_like_good_ones() -> None:
     decode.submit("a", TOKENS, {**params, "remote_port": 0})
     decode.step()
     assert decode.rejection_of("a").failure.field == "remote_port"
-    assert side(decode)._loading == {"a"}
+    assert set(side(decode)._loading) == {"a"}
     decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
     assert decode.finished["a"] == "error"
-    assert (side(decode)._waiting, side(decode)._loading) == ({}, set())
+    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
 
 
 # --- an engine whose workers have stopped -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, ReceiveEnded
 from connector.runtime.thread import ActorThread
-from connector.step_metadata import StepMetadata
+from connector.step_metadata import StepMetadata, WorkerReport
 from tests.rig.pulls import pull
 from tests.rig.work import Counted
 from tests.unit.hybrid_engine import HybridEngine, full
@@ -26,6 +26,8 @@ from tests.unit.hybrid_engine import HybridEngine, full
 FEW, MANY = 10, 1000
 """Blocks of a request."""
 CALLS_OF_AN_IDLE_STEP = 19
+CALLS_OF_FIGURES_OF_AN_IDLE_STEP = 18
+"""Of a worker and of the scheduler's process, for metrics and reports."""
 CALLS_OF_A_REQUEST = 65
 """From the command to vLLM's being told, with what the steps cost anyway."""
 CALLS_OF_A_FURTHER_REQUEST = 18
@@ -101,6 +103,16 @@ class Engine:
         assert received == set(ended)
         return work
 
+    def tell_figures(self) -> tuple[Counted, list[object]]:
+        """What vLLM asks for at the end of each step, and what it gets."""
+        with Counted() as work:
+            told: list[object] = [
+                self.worker.get_kv_connector_stats(),
+                self.worker.build_connector_worker_meta(),
+                self.scheduler.get_kv_connector_stats(),
+            ]
+        return work, [each for each in told if each is not None]
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
@@ -174,6 +186,41 @@ def test_an_idle_step_costs_the_same_whatever_is_open(engine: Engine) -> None:
     assert len(engine.scheduler._scheduler_side._waiting) == engine.worker._worker_side.ledger.open_receives == 64
     assert counts(among_many) == counts(alone)
     assert sum(work.calls for work in among_many) <= CALLS_OF_AN_IDLE_STEP
+
+
+def test_figures_of_an_idle_step_cost_the_same_whatever_is_open(engine: Engine) -> None:
+    engine.tell_figures()
+    alone, told_alone = engine.tell_figures()
+    for number in range(64):
+        engine.load([pull(f"r{number}", [number])])
+        engine.build()
+    engine.tell_figures()
+    among_many, told_among_many = engine.tell_figures()
+    assert (told_alone, told_among_many) == ([], [])
+    assert counts([among_many]) == counts([alone])
+    assert alone.calls <= CALLS_OF_FIGURES_OF_AN_IDLE_STEP
+
+
+def test_actors_that_are_late_are_shown_and_then_no_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = engine.worker._worker_side
+    engine.tell_figures()
+
+    def shown() -> tuple[float, float] | None:
+        reports = [each for each in engine.tell_figures()[1] if isinstance(each, WorkerReport)]
+        gauges = [report.gauges[0] for report in reports if report.gauges]
+        return (gauges[0]["mailbox_messages"], gauges[0]["loop_lag_seconds"]) if gauges else None
+
+    for lateness, expected in [
+        ((3, 0.2), None),
+        ((3, 0.6), (3, 0.5)),
+        ((3, 0.7), None),
+        ((4, 1.3), (4, 1.25)),
+        ((0, 0.0), (0, 0)),
+        ((0, 0.0), None),
+    ]:
+        monkeypatch.setattr(type(worker._thread), "is_called", lateness[0] > 0)
+        monkeypatch.setattr(worker._thread, "lateness", lambda found=lateness: found)
+        assert shown() == expected, lateness
 
 
 def test_each_further_request_of_a_step_costs_the_same(engine: Engine) -> None:

@@ -15,7 +15,15 @@ from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
 from connector.ports.side_channel import ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
-from connector.protocol import LateNotificationNoted, LeaseComputing, LeaseGranted, LeaseWithdrawn, Outcome, SendEnded
+from connector.protocol import (
+    LateNotificationNoted,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    Outcome,
+    SendEnded,
+    StrayReleaseNoted,
+)
 from connector.runtime import lease_keeper
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
@@ -108,6 +116,9 @@ class Rank:
         ended = [each for each in self.outcomes if isinstance(each, SendEnded)]
         assert len({each.request_id for each in ended}) == len(ended), "a lease has ended twice"
         return {each.request_id: each.expired for each in ended}
+
+    def stray(self) -> int:
+        return sum(isinstance(each, StrayReleaseNoted) for each in self.outcomes)
 
     def late(self) -> int:
         return sum(isinstance(each, LateNotificationNoted) for each in self.outcomes)
@@ -357,7 +368,7 @@ def test_a_release_of_what_is_not_lent_any_more_is_counted() -> None:
         rank.keeper.notify("d", b"a:1")
         rank.keeper.notify("d", b"never:1")
         await turn()
-        assert rank.late() == 2
+        assert (rank.late(), rank.stray()) == (1, 1)
         assert rank.failures == [
             ConsumerUnknown(sender="d", request_id="a"),
             ConsumerUnknown(sender="d", request_id="never"),

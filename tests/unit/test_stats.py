@@ -6,10 +6,14 @@ hook with a registry of the test. The built-in connector's metrics are the yards
 
 from __future__ import annotations
 
+import collections
 import functools
 import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -17,11 +21,14 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.v1.metrics import loggers, ray_wrappers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.protocol import (
     HandshakeFailureNoted,
@@ -31,10 +38,12 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     SendEnded,
+    StrayReleaseNoted,
     TransferFailureNoted,
     TransferMeasured,
     WorkerStopped,
 )
+from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
 
 MIB = 2**20
@@ -71,6 +80,7 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
     (TransferFailureNoted(), {"failed_transfers": 1}),
     (NotificationFailureNoted(), {"failed_notifications": 1}),
     (LateNotificationNoted(), {"late_notifications": 1}),
+    (StrayReleaseNoted(), {"stray_notifications": 1}),
     (
         measured(),
         {
@@ -333,3 +343,188 @@ def test_failed_handshakes_and_reads_are_told_apart() -> None:
     assert value(registry, "vllm:nixl_actor_failed_handshakes_total") == 1
     assert value(registry, "vllm:nixl_actor_failed_reads_total") == 2
     assert value(registry, "vllm:nixl_num_failed_transfers_total") == 3
+
+
+# --- the catalogue --------------------------------------------------------------------------------------------------
+
+
+def families(registry: CollectorRegistry) -> dict[str, str]:
+    """Kind of each metric, by the name under which the documentation has it."""
+    suffix = {"counter": "_total"}
+    return {family.name + suffix.get(family.type, ""): family.type for family in registry.collect()}
+
+
+def test_exactly_the_metrics_of_the_catalogue_exist_with_every_series_from_the_start() -> None:
+    registry = CollectorRegistry()
+    our_prometheus(registry, engines=2)
+    assert families(registry) == {metric.shown: metric.kind for metric in catalogue.METRICS}
+    for metric in catalogue.METRICS:
+        shown = f"{metric.name}_count" if metric.kind == "histogram" else metric.shown
+        for engine in range(2):
+            for values in metric.series:
+                labels = dict(zip(metric.labels, values, strict=True))
+                start = 1 if metric is catalogue.UP else 0
+                assert value(registry, shown, engine, **labels) == start, (metric.name, labels)
+    labels_of = {name: {key for key, _ in labels} for name, labels in samples(registry)}
+    assert labels_of["vllm:nixl_actor_build_info"] == {"model_name", "engine", "version", "vllm", "nixl"}
+
+
+def test_the_documentation_has_the_tables_of_the_catalogue() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "metrics.md").read_text()
+    for part in (catalogue.BUILTIN, catalogue.OURS):
+        assert catalogue.table(part) in text, "put in what `python -m connector.observe.catalogue` prints"
+    rows = re.findall(r"^\| `(vllm:\w+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted(metric.shown for metric in catalogue.METRICS)
+
+
+def test_units_are_in_the_names() -> None:
+    for metric in catalogue.OURS:
+        assert not metric.buckets or metric.name.endswith("_seconds"), metric.name
+        assert metric.buckets == tuple(sorted(metric.buckets))
+        assert all(bound > 0 for bound in metric.buckets), "Ray refuses others"
+
+
+def test_labels_are_few_and_bounded() -> None:
+    for metric in catalogue.METRICS:
+        assert len(set(metric.series)) == len(metric.series) <= 300, metric.name
+        assert set(metric.labels) <= {"state", "machine", "reason", "side", "outcome", "version", "vllm", "nixl"}
+    assert {kind for (kind,) in catalogue.FAILED_BY_KIND.series} >= set(catalogue.ENDING_KINDS)
+
+
+def engine_figures() -> EngineFigures:
+    figures = EngineFigures()
+    figures.take(0, 0)
+    return figures
+
+
+def test_gauges_are_the_newest_and_of_the_rank_with_the_most() -> None:
+    registry = CollectorRegistry()
+    metrics, figures = our_prometheus(registry, engines=2), engine_figures()
+    reading = catalogue.REQUESTS.key("reading")
+    figures.take_over({0: {reading: 3}, 1: {reading: 5}})
+    for of_rank_1, shown in [(5, 5), (4, 4), (0, 3)]:
+        figures.take_over({1: {reading: of_rank_1}})
+        stats = figures.take(2, 1)
+        assert stats is not None
+        metrics.observe(across_processes(stats), engine_idx=1)
+        assert value(registry, "vllm:nixl_actor_requests", 1, state="reading") == shown
+    assert value(registry, "vllm:nixl_actor_requests", 1, state="queued") == 2
+    assert value(registry, "vllm:nixl_actor_leases", 1, state="computing") == 1
+    assert value(registry, "vllm:nixl_actor_requests", 0, state="reading") == 0
+    assert figures.take(2, 1) is None, "nothing has changed"
+    assert figures.take(1, 1) is not None
+
+
+def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:
+    figures = engine_figures()
+    figures.grant("a", 4, 100)
+    figures.grant("b", 2, 40)
+    figures.quarantine([1, 2])
+    figures.quarantine([1, 2])  # another rank
+    figures.end_leases(["a", "never lent"])
+    figures.lift([1, 2])
+    stats = figures.take(0, 0)
+    assert stats is not None
+    gauges = {key: found for key, found in stats.data["gauges"].items() if found}
+    assert gauges == {"leases|held": 1, "lent_blocks": 2, "lent_tokens": 40, "quarantined_blocks": 2, "up": 1}
+    assert stats.data["counts"] == {"granted_leases": 2, "granted_blocks": 6, "granted_tokens": 140}
+    figures.lift([1, 2])
+    figures.end_leases(["b"])
+    figures.note_stop()
+    stats = figures.take(0, 0)
+    assert stats is not None
+    assert not any(stats.data["gauges"].values())
+
+
+def test_figures_of_workers_and_of_the_scheduler_travel_together() -> None:
+    registry = CollectorRegistry()
+    metrics, figures = our_prometheus(registry), engine_figures()
+    figures.note_wait(3.0, is_loaded=True)
+    figures.note_local_prefill(catalogue.ABSENT)
+    one, other = stats_of(received()), stats_of(received())
+    for worker in (one, other):
+        worker.count("retries", 2)
+        worker.sample("wake_up_seconds", 0.5, 0.25)
+    scheduler = figures.take(0, 0)
+    assert scheduler is not None
+    metrics.observe(across_processes(one.aggregate(other).aggregate(scheduler)))
+    assert value(registry, "vllm:nixl_actor_retries_total") == 4
+    assert value(registry, "vllm:nixl_actor_wake_up_seconds_count") == 4
+    assert value(registry, "vllm:nixl_actor_wake_up_seconds_sum") == 1.5
+    assert value(registry, "vllm:nixl_actor_kv_wait_seconds_sum", outcome="loaded") == 3.0
+    assert value(registry, "vllm:nixl_actor_local_prefills_total", reason="absent") == 1
+    assert value(registry, "vllm:nixl_actor_completed_receives_total") == 2
+
+
+def test_gauges_alone_are_sent_and_are_no_line_of_the_log() -> None:
+    """vLLM drops what the scheduler's process says if it is empty, and logs whatever is not."""
+    figures = engine_figures()
+    figures.grant("a", 4, 100)
+    stats = figures.take(0, 0)
+    assert stats is not None
+    assert not stats.is_empty()
+    assert logged(ConnectorStats(across_processes(stats))) == []
+    together = MultiKVConnectorStats(data={"NixlActorConnector": stats_of()})
+    together.aggregate(MultiKVConnectorStats(data={"NixlActorConnector": stats}))
+    assert together.to_dict()["NixlActorConnector"]["gauges"]["lent_blocks"] == 4
+
+
+def test_gauges_of_several_front_ends_are_joined_as_those_of_vllm() -> None:
+    made: list[Any] = []
+
+    def gauge(**arguments: Any) -> Any:
+        made.append(Gauge(**arguments, registry=CollectorRegistry()))
+        return made[-1]
+
+    types = metric_types(CollectorRegistry()) | {Gauge: gauge}
+    ConnectorPromMetrics(SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG), types, LABELS, {0: ["tiny", "0"]})
+    assert len(made) == sum(metric.kind == "gauge" for metric in catalogue.METRICS)
+    assert {each._multiprocess_mode for each in made} == {"mostrecent"}
+    modes = re.findall(r'multiprocess_mode="(\w+)"', Path(loggers.__file__).read_text())
+    assert collections.Counter(modes).most_common(1)[0][0] == "mostrecent"
+
+
+# --- Ray ------------------------------------------------------------------------------------------------------------
+
+
+class RayMetric:
+    """What Ray's metrics are to vLLM's wrappers; keeps what it is told, by its tags."""
+
+    made: ClassVar[dict[str, RayMetric]] = {}
+
+    def __init__(
+        self, *, name: str, description: str, tag_keys: tuple[str, ...], boundaries: Sequence[float] | None = None
+    ) -> None:
+        assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name)
+        assert boundaries is None or all(bound > 0 for bound in boundaries)
+        self._tag_keys = tag_keys
+        self.told: list[tuple[float, dict[str, str]]] = []
+        self.made[name] = self
+
+    def _tell(self, number: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self._tag_keys)
+        self.told.append((number, tags))
+
+    inc = set = observe = _tell
+
+
+def test_ray_takes_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own wrappers, around stand-ins of Ray's three classes."""
+    monkeypatch.setattr(RayMetric, "made", {})
+    stand_ins = SimpleNamespace(Gauge=RayMetric, Counter=RayMetric, Histogram=RayMetric)
+    monkeypatch.setattr(ray_wrappers, "ray_metrics", stand_ins)
+    monkeypatch.setattr(ray_wrappers, "_get_replica_id", lambda: "replica")
+    wired = ray_wrappers.RayKVConnectorProm(
+        SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG), LABELS, {0: ["tiny", "0"]}
+    )
+    figures = engine_figures()
+    figures.grant("a", 4, 100)
+    figures.note_wait(3.0, is_loaded=False)
+    scheduler = figures.take(0, 0)
+    assert scheduler is not None
+    wired.observe(across_processes(stats_of(*EVERYTHING).aggregate(scheduler)))
+    assert len(RayMetric.made) == len(catalogue.METRICS)
+    blocks = RayMetric.made["vllm_nixl_actor_lent_blocks"].told
+    assert [number for number, _ in blocks] == [0, 4]
+    ((waited, tags),) = RayMetric.made["vllm_nixl_actor_kv_wait_seconds"].told
+    assert (waited, tags["outcome"], tags["ReplicaId"]) == (3.0, "failed", "replica")

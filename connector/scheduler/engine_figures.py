@@ -1,0 +1,122 @@
+"""Figures of the scheduler's process: those that concern a whole engine, and every gauge.
+
+vLLM carries figures to the front end with a step, and to one of its front ends only. So whatever is sent has to be
+complete in itself: the ranks report their gauges with the worker report when something has changed, this remembers the
+last report of each, and sends all gauges together.
+
+While the engine makes no step nothing is sent. Whatever waits for the connector keeps vLLM stepping: a request that
+waits for KV, a lease that is held, a command that was not told. So when the engine falls asleep, requests, leases,
+blocks and tokens are right until it wakes up. Peers are shown as they were with the last step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from connector.observe import catalogue
+from connector.observe.stats import EngineStats
+
+_QUEUED = catalogue.REQUESTS.key(catalogue.QUEUED)
+_COMPUTING, _HELD = catalogue.LEASES.key("computing"), catalogue.LEASES.key("held")
+_LENT_BLOCKS, _LENT_TOKENS = catalogue.LENT_BLOCKS.key(), catalogue.LENT_TOKENS.key()
+_QUARANTINED, _UP = catalogue.QUARANTINED_BLOCKS.key(), catalogue.UP.key()
+_GRANTED_LEASES = catalogue.GRANTED_LEASES.key()
+_GRANTED_BLOCKS, _GRANTED_TOKENS = catalogue.GRANTED_BLOCKS.key(), catalogue.GRANTED_TOKENS.key()
+
+
+class EngineFigures:
+    """See the module's docstring. Lives on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._next = EngineStats()
+        # Blocks and tokens of the leases that are held, by request id, and their sums.
+        self._lent: dict[str, tuple[int, int]] = {}
+        self._lent_blocks = 0
+        self._lent_tokens = 0
+        # How many ranks keep each block out of the pool; never 0.
+        self._quarantined: Counter[int] = Counter()
+        self._by_rank: dict[int, Mapping[str, float]] = {}
+        self._is_up = True
+        # Whether there is something to tell, beside what is compared with each step.
+        self._has_news = False
+        self._queued_and_computing = (0, 0)
+
+    def grant(self, request_id: str, blocks: int, tokens: int) -> None:
+        """A lease begins."""
+        self._lent[request_id] = blocks, tokens
+        self._lent_blocks += blocks
+        self._lent_tokens += tokens
+        for key, amount in ((_GRANTED_LEASES, 1), (_GRANTED_BLOCKS, blocks), (_GRANTED_TOKENS, tokens)):
+            self._next.count(key, amount)
+        self._has_news = True
+
+    def end_leases(self, request_ids: Iterable[str]) -> None:
+        """vLLM frees the blocks of these requests."""
+        for request_id in request_ids:
+            blocks, tokens = self._lent.pop(request_id, (0, 0))
+            self._lent_blocks -= blocks
+            self._lent_tokens -= tokens
+            self._has_news = True
+
+    def quarantine(self, block_ids: Iterable[int]) -> None:
+        """A rank keeps these blocks out of the pool."""
+        self._quarantined.update(block_ids)
+        self._has_news = True
+
+    def lift(self, block_ids: Iterable[int]) -> None:
+        """A rank gives them back."""
+        self._quarantined.subtract(block_ids)
+        self._quarantined = +self._quarantined
+        self._has_news = True
+
+    def note_wait(self, seconds: float, *, is_loaded: bool) -> None:
+        """A request's wait for KV has ended."""
+        outcome = catalogue.LOADED if is_loaded else catalogue.FAILED
+        self._next.sample(catalogue.KV_WAIT_SECONDS.key(outcome), seconds)
+        self._has_news = True
+
+    def note_local_prefill(self, reason: str) -> None:
+        """This engine computes a prompt that it was meant to load."""
+        self._next.count(catalogue.LOCAL_PREFILLS.key(reason), 1)
+        self._has_news = True
+
+    def take_over(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
+        """What ranks say of themselves; nothing of a rank: as before."""
+        if by_rank:
+            self._by_rank.update(by_rank)
+            self._has_news = True
+
+    def note_stop(self) -> None:
+        """A rank serves no more."""
+        self._is_up = False
+        self._has_news = True
+
+    def take(self, queued: int, computing: int) -> EngineStats | None:
+        """Figures since the last call; None: nothing has changed.
+
+        Args:
+            queued: requests that will load KV and are not scheduled yet.
+            computing: of the leases that are not granted yet.
+        """
+        if not self._has_news and self._queued_and_computing == (queued, computing):
+            return None
+        self._has_news, self._queued_and_computing = False, (queued, computing)
+        stats, self._next = self._next, EngineStats()
+        stats.set_gauges(self._gauges(queued, computing))
+        return stats
+
+    def _gauges(self, queued: int, computing: int) -> dict[str, float]:
+        gauges: dict[str, float] = {}
+        for of_rank in self._by_rank.values():
+            for key, value in of_rank.items():
+                gauges[key] = max(gauges.get(key, 0), value)
+        return gauges | {
+            _QUEUED: queued,
+            _COMPUTING: computing,
+            _HELD: len(self._lent),
+            _LENT_BLOCKS: self._lent_blocks,
+            _LENT_TOKENS: self._lent_tokens,
+            _QUARANTINED: len(self._quarantined),
+            _UP: int(self._is_up),
+        }
