@@ -1252,7 +1252,7 @@ class RemoteEngine:
         """Of the requests that have not ended, in order of arrival."""
         return list(self._requests)
 
-    def request(self, request_id: str) -> RequestView | None:
+    def view_request(self, request_id: str) -> RequestView | None:
         """None: it has ended, or was never started."""
         value = self._requests.get(request_id)
         if value is None:
@@ -1270,11 +1270,17 @@ class RemoteEngine:
             value=value, started_ns=started_ns, deadline_ns=deadline_ns, entered_ns=entered_ns, until_ns=until_ns
         )
 
+    def queued(self) -> list[tuple[str, LeaseName]]:
+        """The requests that were announced and not started, with the leases that they want."""
+        return [
+            (user, lease) for lease, claim in self._claims.items() for user in claim.users if user not in self._requests
+        ]
+
     def claimed(self) -> list[LeaseName]:
         """The leases that somebody here wants, or that are owed a release."""
         return list(self._claims)
 
-    def claim(self, lease: LeaseName) -> ClaimView | None:
+    def view_claim(self, lease: LeaseName) -> ClaimView | None:
         claim = self._claims.get(lease)
         if claim is None:
             return None

@@ -156,4 +156,3 @@ def key_of(value: Any, peer_id: str | None) -> Hashable:
     if isinstance(value, lease.Lease):
         return "lease", value.name
     return "peer", peer_id, value.engine_id
-

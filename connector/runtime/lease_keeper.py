@@ -42,9 +42,11 @@ from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
 from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
+from statemachine.lease import Lease
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
 from statemachine.trace import Observer
 
@@ -79,6 +81,7 @@ class LeaseKeeper:
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way. The engine tells
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
+        inspect: told of a tool's question, and where the answer goes.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class LeaseKeeper:
         watch_notifications: Callable[[bool], None],
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
+        inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
     ) -> None:
         self._hear_engine = hear_engine
+        self._inspect = inspect
         self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
@@ -110,6 +115,10 @@ class LeaseKeeper:
     @property
     def open_leases(self) -> int:
         return self._core.open_leases
+
+    def leases(self) -> tuple[Lease, ...]:
+        """What is lent now, oldest first."""
+        return self._core.leases()
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,10 @@ class LeaseKeeper:
                 # No answer: there is none that such a sender would understand.
                 self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
                 continue
-            self._inbox.put(_control_event(message, asked.reply_address))
+            if isinstance(message, Inspect):
+                self._inspect(message, asked.reply_address)
+            else:
+                self._inbox.put(_control_event(message, asked.reply_address))
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
         if not isinstance(message, NotificationReceived):
@@ -226,7 +238,7 @@ def _command_event(command: LeaseCommand) -> Event:
             return lending.Withdrawn(lease=lease)
 
 
-def _control_event(message: wire.ControlRequest, reply_to: ReplyAddress) -> Event:
+def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
     match message:
         case wire.Hold():
             return lending.HoldAsked(

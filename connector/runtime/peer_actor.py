@@ -55,9 +55,12 @@ class _Pull:
     """What the core need not know of a request: its block tables, what they came to, and how much has arrived."""
 
     command: StartPull
+    blocks: int
     resolved: Resolved | None = None
     bytes: int | None = None
     descriptors: int | None = None
+    quarantined_ns: int | None = None
+    """When the request ended while READs might still write into its blocks."""
 
 
 class PeerActor:
@@ -84,7 +87,7 @@ class PeerActor:
             address,
             engine_limits(context.options),
             identity=f"{local.engine_id}/{local.tp_rank}",
-            observe=context.recorder.observer(address.engine_id, self._amounts),
+            observe=context.recorder.observer(address.engine_id, self.amounts),
         )
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
@@ -252,7 +255,8 @@ class PeerActor:
             case StartPull(awaited=False):
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
-                self._pulls[command.request_id] = _Pull(command=command)
+                blocks = sum(len(group.local_block_ids) for group in command.groups)
+                self._pulls[command.request_id] = _Pull(command=command, blocks=blocks)
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
                 kind = core.Announced
@@ -346,6 +350,8 @@ class PeerActor:
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
+        if effect.is_quarantined:
+            pull.quarantined_ns = self._context.clock.now_ns()
         if failure is not None:
             self._context.log_failure(request_id, failure)
         resolved = pull.resolved if failure is None else None
@@ -369,9 +375,20 @@ class PeerActor:
         self._context.emit(HandshakeFailureNoted())
         self._context.log_failure(f"handshake with {self.core.engine_id}", effect.failure)
 
-    def _amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
-        """For the trace: blocks, bytes and descriptors of a request."""
+    # --- for people ---------------------------------------------------------------------------------------------
+
+    def amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
+        """Blocks, bytes and descriptors of a request, as far as they are known."""
         pull = self._pulls.get(request_id)
-        if pull is None:
-            return None, None, None
-        return sum(len(group.local_block_ids) for group in pull.command.groups), pull.bytes, pull.descriptors
+        return (None, None, None) if pull is None else (pull.blocks, pull.bytes, pull.descriptors)
+
+    def quarantine(self, request_id: str) -> tuple[int, str, int] | None:
+        """Of a request whose blocks READs may still write into: how many, its id on P, and since when."""
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.quarantined_ns is None:
+            return None
+        return pull.blocks, pull.command.lease.request_id, pull.quarantined_ns
+
+    def quarantined_blocks(self) -> int:
+        """Of all of them."""
+        return sum(self._pulls[request_id].blocks for request_id, _ in self.core.quarantined())

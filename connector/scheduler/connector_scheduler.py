@@ -66,12 +66,15 @@ from connector.config import ConnectorOptions
 from connector.families import Keeps
 from connector.observe.log import get_logger
 from connector.protocol import (
+    LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
     Command,
     GroupPull,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    LocalPrefill,
+    LocalPrefillsSeen,
     PeerAddress,
     RejectPull,
     StartPull,
@@ -172,6 +175,9 @@ class ConnectorScheduler:
         # Why this engine lends nothing any more; None: it does.
         self._stopped: str | None = None
         self._commands: list[Command] = []
+        # Requests without parameters that concern us, since the last step: how many, and the first of them.
+        self._local_prefills = 0
+        self._local_prefills_named: list[LocalPrefill] = []
         self._listener: ListenerThread | None = None
         self._block_pool: BlockPool | None = None
 
@@ -184,6 +190,8 @@ class ConnectorScheduler:
             pull = self._pull_back(request)
         else:
             pull = self._pull(request)
+            if pull is None:
+                self._note_local_prefill(request)
         if pull is None:
             return
         self._waiting[request.request_id] = pull
@@ -254,6 +262,10 @@ class ConnectorScheduler:
 
     def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything decided since the last step, and what this one has to save on the host."""
+        if self._local_prefills:
+            seen = LocalPrefillsSeen(count=self._local_prefills, named=tuple(self._local_prefills_named))
+            self._commands.append(seen)
+            self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
         if not self._is_staged:
             return StepMetadata(commands)
@@ -326,6 +338,18 @@ class ConnectorScheduler:
         )
         if self._listener is not None:
             self._listener.stop_serving(reason)
+
+    def _note_local_prefill(self, request: Request) -> None:
+        """The prompt is computed here, and nobody asks for it: perhaps a router has lost the parameters."""
+        self._local_prefills += 1
+        if len(self._local_prefills_named) < LOCAL_PREFILLS_NAMED_MAX:
+            self._local_prefills_named.append(
+                LocalPrefill(
+                    request_id=request.request_id,
+                    has_params=bool(request.kv_transfer_params),
+                    prompt_tokens=request.num_prompt_tokens,
+                )
+            )
 
     def _pull(self, request: Request) -> WaitingPull | None:
         """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
