@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
 import trio
 
 from connector.ports.side_channel import ConnectionRefused, Link, LinkLost, SideChannel, SideChannelError
@@ -34,8 +35,15 @@ from connector.wire.inspection import (
     ROWS_MAX,
     AnyRow,
     EngineRow,
+    HoldRow,
     Inspect,
+    LeaseRow,
+    LocalPrefillRow,
     PeerRow,
+    QuarantineRow,
+    ReadRow,
+    RecordRow,
+    RequestRow,
     What,
     decode_inspected,
     encode_question,
@@ -47,6 +55,11 @@ HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_PORT = 5600
 ENGINE_SECONDS = 2.0
 """For one engine: name look-up, handshake with each rank, all questions."""
+FOLLOWED_SECONDS = 0.6
+"""The same for an engine that nobody named: who explains a request must not wait long for a P that hangs, because that
+is what it explains."""
+LOOKED_UP_MAX = 8
+"""Ids on the other side of a request that are looked for too."""
 ENGINES_MAX = 256
 RANKS_MAX = 64
 """Of one engine that are asked."""
@@ -145,8 +158,65 @@ class Survey:
     def of(self, kind: type[R]) -> list[tuple[EngineReport, R]]:
         return [(engine, row) for engine in self.engines for row in engine.of(kind)]
 
-    def engine(self, engine_id: str) -> EngineReport | None:
-        return next((each for each in self.engines if each.engine_id == engine_id), None)
+    def rows(self) -> Iterator[tuple[str, int, AnyRow]]:
+        """Engine id, number of the worker, row. Times of day are ours, as far as clocks could be compared."""
+        for engine in self.engines:
+            for number, rank in enumerate(engine.ranks):
+                for row in rank.rows:
+                    if isinstance(row, RecordRow) and rank.wall_ahead_seconds is not None:
+                        wall = row.record.wall - rank.wall_ahead_seconds
+                        row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
+                    yield engine.engine_id or "", number, row
+
+    def names(self) -> list[str]:
+        """Every id of a request that is named, each once."""
+        found: dict[str, None] = {}
+        for _, _, row in self.rows():
+            match row:
+                case RequestRow():
+                    found |= {row.request_id: None, row.remote_request_id: None}
+                case LeaseRow():
+                    found[row.request_id] = None
+                case RecordRow(record=record) if record.machine == "request":
+                    found |= {record.subject: None, record.remote_request_id or record.subject: None}
+                case RecordRow(record=record) if record.machine == "lease":
+                    found[record.subject] = None
+                case _:
+                    pass
+        return list(found)
+
+    def with_rows_of(self, other: Survey) -> Survey:
+        """The same engines, with what another survey has found of them beside it; each row once."""
+        more = {each.address: each for each in other.engines}
+        return Survey([_merged(each, more[each.address]) if each.address in more else each for each in self.engines])
+
+
+def _merged(engine: EngineReport, more: EngineReport) -> EngineReport:
+    further = {rank.rank: rank for rank in more.ranks}
+    ranks = []
+    for rank in engine.ranks:
+        rows = {_identity(row): row for row in (*rank.rows, *(further[rank.rank].rows if rank.rank in further else ()))}
+        ranks.append(replace(rank, rows=tuple(rows.values())))
+    return replace(engine, ranks=tuple(ranks))
+
+
+def _identity(row: AnyRow) -> tuple[object, ...]:
+    """Equal for rows about the same thing."""
+    match row:
+        case RecordRow(record=record):
+            return "record", record.mono_ns, record.machine, record.subject, record.to_state
+        case RequestRow() | QuarantineRow() | LocalPrefillRow():
+            return type(row), row.request_id
+        case LeaseRow():
+            return type(row), row.request_id, row.lease_number
+        case HoldRow():
+            return type(row), row.remote_request_id, row.lease_number, row.peer, row.rank
+        case PeerRow():
+            return type(row), row.engine_id, row.address
+        case ReadRow():
+            return type(row), row.request_id, row.read
+        case _:
+            return (type(row),)
 
 
 # --- which engines ----------------------------------------------------------------------------------------------------
@@ -180,32 +250,82 @@ def survey(
     *,
     follow: bool = True,
     seconds: float = ENGINE_SECONDS,
+    followed_seconds: float = FOLLOWED_SECONDS,
 ) -> Survey:
-    """Ask all of them, and with `follow` the prefill engines that they name. Blocks for 2 * `seconds` at most."""
+    """Ask all of them, and with `follow` the prefill engines that they name. Blocks no longer than the two together."""
 
     async def run() -> Survey:
-        async with opened_surveyor(seconds) as surveyor:
+        async with opened_surveyor(seconds, followed_seconds) as surveyor:
             return await surveyor.survey(addresses, questions, follow=follow)
 
     return trio.run(run)
 
 
+def look_up(
+    text: str,
+    addresses: Iterable[Address],
+    *,
+    seconds: float = ENGINE_SECONDS,
+    followed_seconds: float = FOLLOWED_SECONDS,
+) -> Survey:
+    """Everything that engines know of requests with `text` in an id, on both sides.
+
+    A router may give a request another id on P than on D. Where that is so, the ids that the first answers name are
+    looked for as well.
+    """
+
+    async def run() -> Survey:
+        async with opened_surveyor(seconds, followed_seconds) as surveyor:
+            found = await surveyor.survey(addresses, _questions_about(text))
+            further = [name for name in found.names() if text not in name][:LOOKED_UP_MAX]
+            if not further:
+                return found
+            known = [each.address for each in found.engines if each.answers]
+            questions = [question for name in further for question in _questions_about(name) if question.match]
+            more = await surveyor.survey(known, questions, follow=False)
+            return found.with_rows_of(more)
+
+    return trio.run(run)
+
+
+def _questions_about(text: str) -> list[Question]:
+    return [
+        Question(what="engine"),
+        Question(what="peers"),
+        Question(what="quarantines"),
+        Question(what="requests", match=text),
+        Question(what="holds", match=text),
+        Question(what="leases", match=text),
+        Question(what="local_prefills", match=text),
+        Question(what="records", match=text),
+    ]
+
+
 @contextlib.asynccontextmanager
-async def opened_surveyor(seconds: float = ENGINE_SECONDS) -> AsyncIterator[Surveyor]:
+async def opened_surveyor(
+    seconds: float = ENGINE_SECONDS, followed_seconds: float = FOLLOWED_SECONDS
+) -> AsyncIterator[Surveyor]:
     """Sockets for any number of surveys."""
     side_channel = ZmqSideChannel()
     try:
-        yield Surveyor(side_channel, seconds)
+        yield Surveyor(side_channel, seconds, followed_seconds)
     finally:
         side_channel.close()
 
 
 class Surveyor:
-    """Asks engines over one `side_channel`."""
+    """Asks engines over one `side_channel`: each for `seconds`, those that nobody named for `followed_seconds`."""
 
-    def __init__(self, side_channel: SideChannel, seconds: float, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        side_channel: SideChannel,
+        seconds: float,
+        followed_seconds: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._side_channel = side_channel
         self._seconds = seconds
+        self._followed_seconds = followed_seconds
         self._wall = wall
 
     async def survey(
@@ -213,7 +333,7 @@ class Surveyor:
     ) -> Survey:
         """See the module's `survey`."""
         named = list(dict.fromkeys(addresses))[:ENGINES_MAX]
-        found = await self._ask_all(dict.fromkeys(named, ()), questions)
+        found = await self._ask_all(dict.fromkeys(named, ()), questions, self._seconds)
         if not follow:
             return Survey(found)
         further: dict[Address, tuple[str, ...]] = {}
@@ -224,16 +344,17 @@ class Surveyor:
                     address = parse_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
                         further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
-        more = await self._ask_all(dict(list(further.items())[: ENGINES_MAX - len(named)]), questions)
+        chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
+        more = await self._ask_all(chosen, questions, self._followed_seconds)
         return Survey([*found, *more])
 
     async def _ask_all(
-        self, addresses: Mapping[Address, tuple[str, ...]], questions: Sequence[Question]
+        self, addresses: Mapping[Address, tuple[str, ...]], questions: Sequence[Question], seconds: float
     ) -> list[EngineReport]:
         reports: dict[Address, EngineReport] = {}
 
         async def ask(address: Address, named_by: tuple[str, ...]) -> None:
-            reports[address] = await self._ask_engine(address, named_by, questions)
+            reports[address] = await self._ask_engine(address, named_by, questions, seconds)
 
         async with trio.open_nursery() as nursery:
             for address, named_by in addresses.items():
@@ -241,14 +362,14 @@ class Surveyor:
         return [reports[address] for address in addresses]
 
     async def _ask_engine(
-        self, address: Address, named_by: tuple[str, ...], questions: Sequence[Question]
+        self, address: Address, named_by: tuple[str, ...], questions: Sequence[Question], seconds: float
     ) -> EngineReport:
-        deadline = trio.current_time() + self._seconds
+        deadline = trio.current_time() + seconds
         try:
             with trio.fail_at(deadline):
                 first = await self._advertisement(address, (0, 0))
         except trio.TooSlowError:
-            detail = f"did not answer within {self._seconds:g} s; is something else listening there, or does it hang?"
+            detail = f"no answer within {seconds:g} s: it hangs or is stopped, or something else listens there"
             return EngineReport(address=address, problem=detail, problem_kind="HandshakeTimeout", named_by=named_by)
         except ConnectionRefused:
             detail = "nothing listens there: the engine has ended, or the address is wrong"

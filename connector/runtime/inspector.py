@@ -227,6 +227,7 @@ class Inspector:
         counts["leases"] = len(leases)
         counts["reads in flight"] = self._context.reads.in_flight
         counts["local prefills"] = self._local_prefills_count
+        counts["late releases"] = self._lease_keeper.late_releases
         counts["notifications dropped"] = self._lease_keeper.notifications_dropped
         return dict(counts)
 

@@ -111,6 +111,8 @@ class LeaseKeeper:
         # How many of those in the inbox are notifications.
         self._notifications_waiting = 0
         self.notifications_dropped = 0
+        # Releases of what is not lent (any more), by readers that were not the ones who ended it.
+        self.late_releases = 0
 
     @property
     def open_leases(self) -> int:
@@ -214,6 +216,7 @@ class LeaseKeeper:
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
             case lending.NoteLateRelease(sender=sender, request_id=request_id):
+                self.late_releases += 1
                 self._emit(LateNotificationNoted())
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
