@@ -29,15 +29,30 @@ class PeerFailure(Failure, frozen=True, kw_only=True):
 
 
 class HandshakeTimeout(PeerFailure, frozen=True, kw_only=True):
-    """No reply on the side channel within the deadline of one attempt."""
+    """No reply on the side channel within the deadline of one attempt. `detail` says how far the question came."""
 
     timeout_seconds: float
+    detail: str = (
+        "check that it runs and that VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it name an address this engine can reach"
+    )
 
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} at {self.address} did not answer the handshake within "
-            f"{self.timeout_seconds:g} s; check that it runs and that VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it "
-            "name an address this engine can reach"
+            f"{self.timeout_seconds:g} s; {self.detail}"
+        )
+
+
+class AddressNotResolved(PeerFailure, frozen=True, kw_only=True):
+    """The name server of this machine does not know the host of the peer's side channel, or did not answer."""
+
+    host: str
+    error: str
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address}: the host name {self.host} does not resolve here "
+            f"({self.error}); set VLLM_NIXL_SIDE_CHANNEL_HOST on it to a name or an address that this machine knows"
         )
 
 
@@ -73,7 +88,7 @@ class ReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
 
 
 class HandshakeMalformed(PeerFailure, frozen=True, kw_only=True):
-    """The reply could not be decoded within the bounds of the wire format."""
+    """Something else listens there, or the reply could not be decoded within the bounds of the wire format."""
 
     field: str
     detail: str

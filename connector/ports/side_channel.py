@@ -10,8 +10,9 @@ Contract
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
 * `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
   way to the host. A host that does not answer at all is a matter of the caller's timeout.
-* `ask` raises SideChannelError when the host name does not resolve, and when what comes back first is not a delimited
-  reply within the implementation's bounds: waiting on would not help.
+* `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
+  than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
+  implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
 * A `Link` is one connection to a listener, for any number of messages in both directions. It never reconnects: a new
   connection may lead to another process. `open_link` resolves the host name and begins to connect; frames sent before
   the connection stands wait for it. Messages arrive in the order in which they were sent.
@@ -32,6 +33,7 @@ Contract
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -69,11 +71,37 @@ class ConnectionRefused(SideChannelError):
     """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
 
 
+class NameNotResolved(SideChannelError):
+    """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
+
+
+class NotASideChannel(SideChannelError):
+    """Something accepts connections on this port and is no listener of ours. `error` says what shows it."""
+
+
 class LinkLost(SideChannelError):
     """The connection of a link was refused or has ended. `error` says how."""
 
 
+class Reached(enum.Enum):
+    """How far a question has come that is not answered yet."""
+
+    NOTHING = enum.auto()
+    """The name server has not answered."""
+    ADDRESS = enum.auto()
+    """The host has not answered."""
+    PORT = enum.auto()
+    """The connection was accepted, and nothing was heard over it."""
+    LISTENER = enum.auto()
+    """The other end speaks ZMQ."""
+
+
 class Requester(Protocol):
+    @property
+    def reached(self) -> Reached:
+        """How far the question has come, also after `ask` was cancelled."""
+        ...
+
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
         """Send one request and wait for its reply (frames after the delimiter). At most once per requester."""
         ...

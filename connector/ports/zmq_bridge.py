@@ -11,6 +11,10 @@ Design
   an event for each change. A requester and a link wait for both at once: an epoll of their two descriptors is itself a
   descriptor, and one task can wait for it without others. A failed attempt to connect is the event CLOSED, the end of a
   connection is DISCONNECTED; neither says why.
+* A server of something else mostly ends the connection when it sees ZMQ's greeting: DISCONNECTED comes before
+  HANDSHAKE_SUCCEEDED. Others wait for the end of a line, which the greeting has not, or say something themselves that
+  libzmq takes for the beginning of a message; this looks like a process that hangs. So when no greeting has come for a
+  while, a second connection is made, which sends a line, and looks at what comes back.
 * A link's socket would try to connect again after the end of its connection. It is set to do so after a long time, and
   closed long before. (libzmq can also be told never to try again, but then it throws away what has arrived.)
 * A requester is a DEALER that behaves like a REQ (empty delimiter frame first) for one exchange and is then closed. A
@@ -27,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import itertools
+import math
 import re
 import select
 import socket
@@ -43,6 +48,9 @@ from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
+    NameNotResolved,
+    NotASideChannel,
+    Reached,
     ReplyAddress,
     Request,
     SideChannelError,
@@ -77,6 +85,17 @@ REPLIES_QUEUED_MAX = 1000
 KEEPALIVE_IDLE_SECONDS = 60
 """A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
 
+GREETING_SECONDS = 1.0
+"""How long a server may take to greet before something else is thought to listen there, and then to show what it is."""
+
+GREETING_FIRST_BYTE = b"\xff"
+"""Of every ZMQ connection in both directions."""
+
+A_LINE = b"GET / HTTP/1.0\r\n\r\n"
+"""What nearly every server answers that waits for a line."""
+
+LOOKED_AT_BYTES = 40
+
 REFUSED = "the connection was refused, or there is no way to the host"
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
@@ -95,8 +114,17 @@ class ZmqRequester:
         self._closed = False
         self._asking: trio.CancelScope | None = None
 
+    @property
+    def reached(self) -> Reached:
+        monitor = self._monitor
+        if monitor is None:
+            return Reached.NOTHING
+        if monitor.greeted:
+            return Reached.LISTENER
+        return Reached.PORT if monitor.connected else Reached.ADDRESS
+
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Raises ConnectionRefused, and SideChannelError when the name does not resolve or the reply is not a reply."""
+        """Raises NameNotResolved, ConnectionRefused and NotASideChannel; SideChannelError when no socket can be had."""
         if self._closed:
             raise trio.ClosedResourceError("this requester is closed")
         if self._asked:
@@ -114,11 +142,13 @@ class ZmqRequester:
         try:
             dealer = self._socket = self._channel.make_socket(zmq.DEALER, ipv6=":" in address)
             dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_FRAME_BYTES_MAX)
+            dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # how long to wait for a greeting is our own business
             monitor = self._monitor = self._channel.monitor(dealer)
             dealer.connect(_endpoint(address, self._port))
             dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError) as error:
             raise SideChannelError(self._host, self._port, str(error)) from error
+        has_looked = False
         while True:
             reply = _receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
             if reply is not None:
@@ -126,13 +156,33 @@ class ZmqRequester:
             monitor.catch_up()
             if monitor.connection_failed:
                 raise ConnectionRefused(self._host, self._port, REFUSED)
-            await monitor.until_news()
+            if monitor.disconnected and not monitor.greeted:
+                raise self._something_else("it closes the connection instead of greeting as ZMQ does")
+            is_ungreeted = monitor.connected and not monitor.greeted
+            with trio.move_on_after(GREETING_SECONDS if is_ungreeted and not has_looked else math.inf) as patience:
+                await monitor.until_news()
+            if patience.cancelled_caught:
+                has_looked = True
+                await self._look_who_listens(address)
             if self._closed:
                 raise trio.ClosedResourceError("this requester was closed while it waited")
         await trio.lowlevel.cancel_shielded_checkpoint()
         if not reply.is_delimited:
-            raise SideChannelError(self._host, self._port, "what came back is not a delimited reply within bounds")
+            raise self._something_else("what came back is not a delimited reply within bounds")
         return reply.frames[1:]
+
+    async def _look_who_listens(self, address: str) -> None:
+        """Raises NotASideChannel when it shows itself to be something else. A process that hangs shows nothing."""
+        said = GREETING_FIRST_BYTE
+        with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(OSError, trio.BrokenResourceError):
+            async with await trio.open_tcp_stream(address, self._port) as stream:
+                await stream.send_all(A_LINE)
+                said = await stream.receive_some(LOOKED_AT_BYTES)
+        if not said.startswith(GREETING_FIRST_BYTE):
+            raise self._something_else(f"it answers a line of text with {said!r}")
+
+    def _something_else(self, error: str) -> NotASideChannel:
+        return NotASideChannel(self._host, self._port, error)
 
     def close(self) -> None:
         if not self._closed:
@@ -422,6 +472,9 @@ class ZmqSideChannel:
             raise trio.ClosedResourceError("this side channel is closed")
 
 
+_WATCHED_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+
+
 class Monitor:
     """What libzmq says of the connections of one socket, which connects to one address; and the wait for both."""
 
@@ -430,10 +483,14 @@ class Monitor:
         self._events = events
         self.connection_failed = False
         """An attempt to connect has failed."""
+        self.connected = False
+        """A connection was accepted."""
+        self.greeted = False
+        """The other end speaks ZMQ."""
         self.disconnected = False
         """A connection has ended."""
         try:
-            watched.monitor(address, zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+            watched.monitor(address, _WATCHED_EVENTS)
             events.connect(address)
             self._both = select.epoll(2)
         except (zmq.ZMQError, OSError):
@@ -449,7 +506,7 @@ class Monitor:
                 await trio.lowlevel.wait_readable(self._both.fileno())
 
     def catch_up(self) -> None:
-        """Take in all events up to now. Look at both attributes afterwards: the events are used up."""
+        """Take in all events up to now. Look at the attributes afterwards: the events are used up."""
         while True:
             try:
                 message = self._events.recv_multipart(zmq.NOBLOCK)
@@ -457,6 +514,8 @@ class Monitor:
                 return
             event = parse_monitor_message(message)["event"]
             self.connection_failed |= event == zmq.EVENT_CLOSED
+            self.connected |= event == zmq.EVENT_CONNECTED
+            self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.disconnected |= event == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:
@@ -523,13 +582,13 @@ def _endpoint(host: str, port: int) -> str:
 
 
 async def _numeric_address(host: str, port: int) -> str:
-    """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises SideChannelError."""
+    """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises NameNotResolved."""
     if _is_ip_address(host):
         await trio.lowlevel.checkpoint()
         return _unbracketed(host)
     try:
         found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise SideChannelError(host, port, f"the name does not resolve: {error}") from error
+        raise NameNotResolved(host, port, str(error)) from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])

@@ -17,6 +17,7 @@ after its timeout must have no socket to arrive at.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 import msgspec
@@ -29,7 +30,14 @@ from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
-from connector.ports.side_channel import ConnectionRefused, Link, Requester, SideChannelError
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    Link,
+    NameNotResolved,
+    NotASideChannel,
+    Reached,
+    SideChannelError,
+)
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
 from connector.wire.bounded import BadFrame, DecodeFailed
@@ -37,7 +45,16 @@ from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_reque
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply
 from connector.wire.handshake import encode_request as encode_metadata_request
 from statemachine import failures
-from statemachine.failures import BadParams, ControlLinkLost, HandshakeRefused, HandshakeTimeout, Incompatible
+from statemachine.failures import (
+    AddressNotResolved,
+    BadParams,
+    ControlLinkLost,
+    Failure,
+    HandshakeMalformed,
+    HandshakeRefused,
+    HandshakeTimeout,
+    Incompatible,
+)
 
 ASKED_AT_ONCE = 16
 """Questions that are open to one engine at a time: how many ranks it has is what a request says."""
@@ -46,6 +63,19 @@ RANKS_MAX = 1024
 """Ranks of one engine that a rank deals with."""
 
 FIRST_RANK = RankId(0, 0)
+
+_REACHED_DETAIL = {
+    Reached.ADDRESS: (
+        "no connection came about: is its machine up, does VLLM_NIXL_SIDE_CHANNEL_HOST on it name an address that this "
+        "engine can reach, does a firewall drop the packets?"
+    ),
+    Reached.PORT: (
+        "the connection was accepted and nothing was heard over it: does the engine hang, or does something else "
+        "listen on that port?"
+    ),
+    Reached.LISTENER: "the connection stands and the question was not answered: does the engine hang?",
+}
+"""What a timeout means, by how far the question came."""
 
 T = TypeVar("T")
 
@@ -118,11 +148,7 @@ async def disconnect(context: ActorContext, connection: Connection) -> None:
 
 async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> HandshakeReply:
     """One question about one rank. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
-    timeout_seconds = context.options.handshake_timeout_seconds
-    with trio.move_on_after(timeout_seconds) as scope:
-        frames_untrusted = await _ask(context, peer, rank)
-    if scope.cancelled_caught:
-        raise HandshakeError(HandshakeTimeout(peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds))
+    frames_untrusted = await _ask(context, peer, rank)
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
     reply = decode_reply(frames_untrusted, peer=peer.engine_id, address=str(peer), expected_hash=expected_hash)
     if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:
@@ -132,18 +158,34 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
 
 
 async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[bytes, ...]:
-    """Send the question over a socket of its own, and wait for as long as the caller lets us."""
-    requester: Requester | None = None
+    """Send the question over a socket of its own, and wait for the reply's frames. Raises HandshakeError."""
+    timeout_seconds = context.options.handshake_timeout_seconds
     try:
-        requester = context.side_channel.connect(peer.host, peer.port)
-        return await requester.ask([encode_metadata_request(*rank)])
+        with closing(context.side_channel.connect(peer.host, peer.port)) as requester:
+            with trio.move_on_after(timeout_seconds):
+                return await requester.ask([encode_metadata_request(*rank)])
+            raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds))
     except ConnectionRefused as error:
         raise HandshakeError(failures.ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
+    except NameNotResolved as error:
+        raise HandshakeError(_not_resolved(peer, error.error)) from error
+    except NotASideChannel as error:
+        malformed = HandshakeMalformed(peer=peer.engine_id, address=str(peer), field="greeting", detail=error.error)
+        raise HandshakeError(malformed) from error
     except SideChannelError as error:
         raise _refused(peer, f"its address cannot be used: {error.error}") from error
-    finally:
-        if requester is not None:
-            requester.close()
+
+
+def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> Failure:
+    if reached is Reached.NOTHING:
+        return _not_resolved(peer, f"no name server answered within {timeout_seconds:g} s")
+    return HandshakeTimeout(
+        peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]
+    )
+
+
+def _not_resolved(peer: PeerAddress, error: str) -> AddressNotResolved:
+    return AddressNotResolved(peer=peer.engine_id, address=str(peer), host=peer.host, error=error)
 
 
 async def _for_each(ask: Callable[[RankId], Awaitable[None]], ranks: Sequence[RankId]) -> None:

@@ -14,7 +14,7 @@ from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import HOST, Engine, engine, lease_of, until
 from tests.actors.test_pull import run
-from tests.rig.network import BlackHole, free_port
+from tests.rig.network import OTHER_SERVERS, BlackHole, free_port
 
 
 def nobody(name: str, port: int = 1) -> PeerAddress:
@@ -460,10 +460,53 @@ def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
             await reads(d, p, "before")
             elsewhere = PeerAddress(engine_id="elsewhere", host="no-such-host.invalid", port=1, tp_size=1)
             d.pull("a", elsewhere, [1], [1])
-            assert (await failure_of(d, "a")).kind == "HandshakeRefused"
+            failure = await failure_of(d, "a")
+            assert failure.kind == "AddressNotResolved"
+            assert "no-such-host.invalid does not resolve" in str(failure)
             await reads(d, p, "after")
             assert d.crashes == []
             assert d.trace.path("peer", "p") == ["idle", "handshaking", "ready"]
+
+    run(test)
+
+
+def test_name_server_that_does_not_answer_is_not_the_engine_s_fault() -> None:
+    class Hangs(trio.abc.HostnameResolver):
+        async def getaddrinfo(self, *_: object, **__: object) -> list[object]:  # type: ignore[override]
+            await trio.sleep_forever()
+            raise AssertionError
+
+        async def getnameinfo(self, *_: object) -> tuple[str, str]:  # type: ignore[override]
+            raise AssertionError
+
+    async def test() -> None:
+        trio.socket.set_custom_hostname_resolver(Hangs())
+        async with engine("d", options=ConnectorOptions(handshake_timeout_seconds=0.2)) as d:
+            elsewhere = PeerAddress(engine_id="elsewhere", host="prefill.example", port=1, tp_size=1)
+            d.pull("a", elsewhere, [1], [1])
+            failure = await failure_of(d, "a")
+            assert failure.kind == "AddressNotResolved"
+            assert "no name server answered within 0.2 s" in str(failure)
+
+    run(test)
+
+
+@pytest.mark.parametrize("other", OTHER_SERVERS)
+def test_something_else_that_listens_there_is_told_from_an_engine_that_hangs(other: str) -> None:
+    async def test() -> None:
+        with OTHER_SERVERS[other]() as port, BlackHole() as silent:
+            async with engine("p", serves=True) as p, engine("d") as d:
+                d.pull("hangs", nobody("hung", silent.port), [1], [1])
+                d.pull("other", nobody("p-2", port), [2], [1])
+                await reads(d, p, "beside")
+                failure = await failure_of(d, "other")
+                assert failure.kind == "HandshakeMalformed"
+                assert "something other than a NIXL connector" in str(failure)
+                assert d.received("hangs") is None
+                hung = await failure_of(d, "hangs")
+                assert hung.kind == "HandshakeTimeout"
+                assert "does the engine hang" in str(hung)
+                assert d.crashes == []
 
     run(test)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,23 @@ import trio
 import trio.testing
 import zmq
 
-from connector.ports.side_channel import ConnectionRefused, LinkLost, SideChannel, SideChannelError
-from connector.ports.zmq_bridge import OVERSIZE_FACTOR, REPLIES_QUEUED_MAX, ZmqSideChannel
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    LinkLost,
+    NameNotResolved,
+    NotASideChannel,
+    Reached,
+    SideChannel,
+)
+from connector.ports.zmq_bridge import (
+    A_LINE,
+    GREETING_SECONDS,
+    OVERSIZE_FACTOR,
+    REPLIES_QUEUED_MAX,
+    ZmqSideChannel,
+)
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
+from tests.rig.network import OTHER_SERVERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +75,10 @@ async def peer_process() -> AsyncIterator[RealPeerProcess]:
         with trio.CancelScope(shield=True):
             await process.wait()
             await process.stdout.aclose()
+
+
+SOON_SECONDS = 10.0
+"""Of what takes a second or two: the greeting that does not come, and the look at who listens."""
 
 
 class TestZmqSideChannel(SideChannelSuite):
@@ -219,7 +237,7 @@ class TestZmqSideChannel(SideChannelSuite):
             thread = threading.Thread(target=lambda: router.send_multipart([router.recv_multipart()[0], *reply]))
             thread.start()
             try:
-                with pytest.raises(SideChannelError):
+                with pytest.raises(NotASideChannel):
                     await channel.connect(HOST, port).ask([b"get"])
             finally:
                 await trio.to_thread.run_sync(thread.join)
@@ -249,10 +267,10 @@ class TestZmqSideChannel(SideChannelSuite):
         async def scenario(channel: SideChannel) -> None:
             trio.socket.set_custom_hostname_resolver(_BadNameServer())
             listener = channel.listen(HOST, 0)
-            with pytest.raises(SideChannelError) as failed:
+            with pytest.raises(NameNotResolved) as failed:
                 await channel.connect("unknown.example", 5600).ask([b"hello"])
             assert (failed.value.host, failed.value.port) == ("unknown.example", 5600)
-            with pytest.raises(SideChannelError):
+            with pytest.raises(NameNotResolved):
                 await channel.open_link("unknown.example", 5600)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener, lambda frames: frames)
@@ -269,6 +287,53 @@ class TestZmqSideChannel(SideChannelSuite):
                     assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
                 hanging.close()
                 nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("other", OTHER_SERVERS)
+    def test_a_server_of_something_else_is_noticed_by_a_question(self, other: str) -> None:
+        """By one that ends the connection at once; by one that waits for a line, or says nothing of use, soon."""
+
+        async def scenario(channel: SideChannel) -> None:
+            with OTHER_SERVERS[other]() as port:
+                for _ in range(2):
+                    with trio.fail_after(SOON_SECONDS), pytest.raises(NotASideChannel) as found:
+                        await channel.connect(HOST, port).ask([b"get"])
+                    assert (found.value.host, found.value.port) == (HOST, port)
+
+        self.run(scenario)
+
+    def test_how_far_a_question_came_when_nobody_speaks(self) -> None:
+        """A process that is stopped: the kernel accepts the connection, and the other one that looks who it is."""
+
+        async def scenario(channel: SideChannel) -> None:
+            with socket.create_server((HOST, 0)) as stopped:
+                requester = channel.connect(HOST, stopped.getsockname()[1])
+                with trio.move_on_after(3 * GREETING_SECONDS) as patience:
+                    await requester.ask([b"hello?"])
+                assert patience.cancelled_caught
+                assert requester.reached is Reached.PORT
+                with closing(stopped.accept()[0]), closing(stopped.accept()[0]) as second:
+                    assert second.recv(100) == A_LINE
+                stopped.setblocking(False)
+                with pytest.raises(BlockingIOError):  # it looked once
+                    stopped.accept()
+
+        self.run(scenario)
+
+    def test_a_listener_that_greets_late_is_waited_for(self) -> None:
+        """The first connections come to a process that is stopped, which then goes on and answers."""
+
+        async def scenario(channel: SideChannel) -> None:
+            async with peer_process() as peer, trio.open_nursery() as nursery:
+                peer.process.send_signal(signal.SIGSTOP)
+
+                async def go_on() -> None:
+                    await trio.sleep(1.5 * GREETING_SECONDS)
+                    peer.process.send_signal(signal.SIGCONT)
+
+                nursery.start_soon(go_on)
+                assert await channel.connect(peer.host, peer.port).ask([b"hello"]) == (b"hello",)
 
         self.run(scenario)
 

@@ -137,7 +137,7 @@ LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
     "a host without address": (
         spoilt(remote_engine_id="nowhere", remote_host="no-such-host.invalid"),
         "failed",
-        "HandshakeRefused",
+        "AddressNotResolved",
     ),
 }
 """By name: well-formed parameters that are not true, and how the request must end."""

@@ -1,9 +1,15 @@
-"""Free ports, and prefill engines that are not there."""
+"""Free ports, prefill engines that are not there, and servers of something else."""
 
 from __future__ import annotations
 
+import http.server
 import random
 import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
@@ -78,3 +84,64 @@ def dead_params(port: int, blocks: int) -> dict[str, Any]:
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
     }
+
+
+# --- servers of something else ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(server: socketserver.BaseServer) -> Iterator[int]:
+    """Runs a server in a thread; its port."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield server.server_address[1]  # type: ignore[misc]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _QuietHttp(http.server.SimpleHTTPRequestHandler):
+    """Reads a line before it says anything."""
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+class _Tls(socketserver.BaseRequestHandler):
+    """A greeting that is not TLS is refused before any certificate is needed."""
+
+    def handle(self) -> None:
+        with suppress(ssl.SSLError):
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).wrap_socket(self.request, server_side=True)
+
+
+class _RefusesAtOnce(socketserver.BaseRequestHandler):
+    """As most HTTP servers do."""
+
+    def handle(self) -> None:
+        self.request.recv(100)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+
+
+class _Banner(socketserver.StreamRequestHandler):
+    """As of SSH: libzmq takes it for the beginning of a message."""
+
+    def handle(self) -> None:
+        self.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+        self.rfile.read()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+
+OTHER_SERVERS: dict[str, Callable[[], AbstractContextManager[int]]] = {
+    "http that reads lines": lambda: served(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _QuietHttp)),
+    "http that refuses at once": lambda: served(_Server(("127.0.0.1", 0), _RefusesAtOnce)),
+    "tls": lambda: served(_Server(("127.0.0.1", 0), _Tls)),
+    "a banner": lambda: served(_Server(("127.0.0.1", 0), _Banner)),
+}
+"""By what they do with a greeting of ZMQ: how to run one on a free port of the loopback."""

@@ -24,6 +24,8 @@ from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
+    NameNotResolved,
+    Reached,
     ReplyAddress,
     Request,
     SideChannelError,
@@ -145,6 +147,8 @@ class FakeNetwork:
         requester = self._requesters.get(letter.identity)
         is_refused = requester is not None and self.rules.refuses(requester.source, letter.host)
         if listener is not None and not is_refused:
+            if requester is not None:
+                requester.reached = Reached.LISTENER
             listener.take_in(letter.identity, letter.frames)
         elif requester is not None:
             for delay_seconds in self.rules.delays(letter.host, requester.source):
@@ -241,6 +245,7 @@ class FakeRequester:
         self._identity: ReplyAddress | None = None
         self._reply: tuple[bytes, ...] | None = None
         self._is_refused = False
+        self.reached = Reached.NOTHING
         self._is_dead = False
         self._news = trio.Event()
         self._is_closed = False
@@ -252,7 +257,8 @@ class FakeRequester:
         if self._identity is not None:
             raise RuntimeError("a requester serves one exchange")
         if not self._network.rules.resolves(self._host):
-            raise SideChannelError(self._host, self._port, "Name or service not known")
+            raise NameNotResolved(self._host, self._port, "Name or service not known")
+        self.reached = Reached.ADDRESS
         self._identity = self._network.admit(self)
         self._network.ask(self.source, self._host, self._port, self._identity, tuple(frames))
         try:
@@ -489,7 +495,7 @@ class FakeSideChannel:
         await trio.lowlevel.checkpoint()
         self._check(host, port)
         if not self._network.rules.resolves(host):
-            raise SideChannelError(host, port, "Name or service not known")
+            raise NameNotResolved(host, port, "Name or service not known")
         link = FakeLink(self._network, self._host, host, port)
         self._open.append(link)
         return link

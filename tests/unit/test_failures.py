@@ -14,6 +14,8 @@ _PEER = {"peer": "prefill-7", "address": "10.1.2.3:5600"}
 
 EXAMPLES: list[Failure] = [
     failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0),
+    failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0, detail="no connection came about"),
+    failures.AddressNotResolved(**_PEER, host="prefill-7.kv", error="Name or service not known"),
     failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
     failures.HandshakeRefused(**_PEER, detail="no such rank"),
     failures.WrongEngine(**_PEER, found="prefill-8"),
