@@ -169,16 +169,49 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
         if any(text in name for name in story.names)
     ]
     _add_rows(text, cases, live)
+    cases = _with_their_leases(cases)
     alone = [case for case in cases if not case.story.requests and not case.requests]
     for said in live.local_prefills:
         if text in said.row.request_id:
             # P may have lent what D was not told of.
-            lent = [case for case in alone if case.story.leases or case.leases]
-            case = lent[0] if len(lent) == 1 and lent[0].local_prefill is None else Case()
+            lent = [
+                case
+                for case in alone
+                if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
+            ]
+            case = lent[0] if len(lent) == 1 else Case()
             if case not in cases:
                 cases.append(case)
             case.local_prefill = said
     return sorted(cases, key=lambda case: case.began)
+
+
+def _with_their_leases(cases: list[Case]) -> list[Case]:
+    """Leases of requests whose parameters name them wrongly, or not at all, belong to these requests: by the id on P,
+    or by the client's, which vLLM has wrapped in the same way on both sides."""
+    lent = [case for case in cases if not case.story.requests and not case.requests]
+    joined: list[Case] = []
+    for case in cases:
+        if case in lent or case.story.leases or case.leases:
+            continue
+        remote = {each.remote_request_id for each in case.story.requests} | {
+            each.row.remote_request_id for each in case.requests
+        }
+        mine = [
+            each
+            for each in lent
+            if each not in joined and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
+        ]
+        if len(mine) == 1:
+            joined += mine
+            case.story = Story(requests=case.story.requests, holds=case.story.holds, leases=mine[0].story.leases)
+            case.leases = mine[0].leases
+    return [case for case in cases if case not in joined]
+
+
+def _unwrapped(request_id: str) -> str:
+    """Without what vLLM draws for each engine."""
+    return request_id.rpartition("-")[0]
 
 
 def _add_rows(text: str, cases: list[Case], live: Live) -> None:

@@ -23,7 +23,15 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from connector.ports.side_channel import ConnectionRefused, Link, LinkLost, SideChannel, SideChannelError
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    Link,
+    LinkLost,
+    NameNotResolved,
+    NotASideChannel,
+    SideChannel,
+    SideChannelError,
+)
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, shorten
 from connector.wire.handshake import (
@@ -365,25 +373,29 @@ class Surveyor:
         self, address: Address, named_by: tuple[str, ...], questions: Sequence[Question], seconds: float
     ) -> EngineReport:
         deadline = trio.current_time() + seconds
+
+        def silent(kind: str, problem: str) -> EngineReport:
+            return EngineReport(address=address, problem=problem, problem_kind=kind, named_by=named_by)
+
         try:
             with trio.fail_at(deadline):
                 first = await self._advertisement(address, (0, 0))
         except trio.TooSlowError:
-            detail = f"no answer within {seconds:g} s: it hangs or is stopped, or something else listens there"
-            return EngineReport(address=address, problem=detail, problem_kind="HandshakeTimeout", named_by=named_by)
-        except ConnectionRefused:
-            detail = "nothing listens there: the engine has ended, or the address is wrong"
-            return EngineReport(address=address, problem=detail, problem_kind="ConnectionRefused", named_by=named_by)
-        except SideChannelError as error:
-            kind = "AddressNotResolved" if "resolve" in error.error else "HandshakeRefused"
-            return EngineReport(address=address, problem=error.error, problem_kind=kind, named_by=named_by)
-        except (BadFrame, DecodeFailed) as error:
-            detail = f"what listens there is not a NIXL connector: {error.detail}"
-            return EngineReport(address=address, problem=detail, problem_kind="HandshakeMalformed", named_by=named_by)
-        if first.error is not None:
-            return EngineReport(
-                address=address, problem=first.error, problem_kind="HandshakeRefused", named_by=named_by
+            return silent(
+                "HandshakeTimeout", f"no answer within {seconds:g} s: it hangs or is stopped, or cannot be reached"
             )
+        except NameNotResolved as error:
+            return silent("AddressNotResolved", f"the host name {address.host} does not resolve here ({error.error})")
+        except ConnectionRefused:
+            return silent("ConnectionRefused", "nothing listens there: the engine has ended, or the address is wrong")
+        except NotASideChannel as error:
+            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.error}")
+        except SideChannelError as error:
+            return silent("HandshakeRefused", error.error)
+        except (BadFrame, DecodeFailed) as error:
+            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
+        if first.error is not None:
+            return silent("HandshakeRefused", first.error)
         ranks = await self._ask_ranks(address, first, questions, deadline)
         return EngineReport(address=address, ranks=tuple(ranks), named_by=named_by)
 
