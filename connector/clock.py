@@ -11,6 +11,8 @@ under a lease that ran out in the meantime.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 NS_PER_SECOND = 1_000_000_000
@@ -32,8 +34,9 @@ class Clock(Protocol):
 class BootClock:
     """Nanoseconds since the machine was started, time spent suspended included. Implements `Clock`."""
 
-    def now_ns(self) -> int:
-        return time.clock_gettime_ns(CLOCK_ID)
+    def __init__(self) -> None:
+        # Not a method: it is read for every step of every machine, and a call of Python's would be half of its cost.
+        self.now_ns: Callable[[], int] = partial(time.clock_gettime_ns, CLOCK_ID)
 
     def wall(self) -> float:
         return time.time()

@@ -127,7 +127,34 @@ class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: LeaseName
 
 
-Command: TypeAlias = StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn
+# --- commands: either side ------------------------------------------------------------------------------------------
+
+LOCAL_PREFILLS_NAMED_MAX = 16
+"""Of one step; the others are only counted, so that an engine that also serves plain requests pays little for them."""
+
+
+class LocalPrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that neither says where its KV is nor asks for it to be lent: its prompt is computed here, and nobody
+    reads it. Where a router was to send parameters along, it has lost them.
+
+    `has_params`: it had kv_transfer_params, and neither flag of them is set.
+    """
+
+    request_id: str
+    has_params: bool
+    prompt_tokens: int
+
+
+class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Since the last step so many came; `named` are the first LOCAL_PREFILLS_NAMED_MAX of them."""
+
+    count: int
+    named: tuple[LocalPrefill, ...]
+
+
+Command: TypeAlias = (
+    StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn | LocalPrefillsSeen
+)
 
 PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
 

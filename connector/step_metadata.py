@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector.protocol import Command
 from connector.wire.handshake import ActorExtension
+from connector.wire.inspection import INSPECTION_VERSION
 
 
 @dataclass
@@ -56,6 +57,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             pp_rank=self.pp_rank,
             control_host=self.control_host,
             control_port=self.control_port,
+            inspection=INSPECTION_VERSION,
         )
 
 

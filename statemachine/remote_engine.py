@@ -340,6 +340,62 @@ class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
     failure: Failure
 
 
+# --- views: what lives, for people; nothing of them leads back into the core ------------------------------------------
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it is now. Times are those of the clock that the core is driven by.
+
+    Attributes:
+        started_ns: when its blocks were allocated here.
+        deadline_ns: by when it ends, at the latest by draining.
+        entered_ns: when it came into its state, where a timer of the core says so; None: look into the trace.
+        until_ns: how long it stays in its state at most.
+    """
+
+    value: request.Request
+    started_ns: int | None
+    deadline_ns: int | None
+    entered_ns: int | None
+    until_ns: int | None
+
+
+class ClaimView(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that somebody here wants, or that is owed a release.
+
+    Attributes:
+        heard_ns: when this engine first heard of a request that names it.
+        users: ids of the requests that want it; `queued` are those of them that were announced and not started.
+        holds: by rank of P; empty until P was first met.
+    """
+
+    lease: LeaseName
+    heard_ns: int
+    users: tuple[str, ...]
+    queued: tuple[str, ...]
+    holds: tuple[hold.Hold, ...]
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The connection, and how much stands on it.
+
+    Attributes:
+        ranks: of P that are dealt with; 0 without a connection.
+        backoff_until_ns: None unless it backs off.
+        reads: ordered and not ended, over all connections; `unsettled` have failed and may still write.
+    """
+
+    peer: peer.Peer
+    is_builtin: bool
+    ranks: int
+    backoff_until_ns: int | None
+    requests: int
+    claims: int
+    reads: int
+    unsettled: int
+    quarantined: int
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -1183,6 +1239,71 @@ class RemoteEngine:
         self._show()
         effects, self._effects = self._effects, []
         return effects
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def view(self) -> EngineView:
+        connections = self._connections.values()
+        is_backing_off = self._peer.state in (peer.State.BACKOFF, peer.State.INCOMPATIBLE)
+        return EngineView(
+            peer=self._peer,
+            is_builtin=self._current is not None and self._current.is_builtin,
+            ranks=self._current.ranks if self._current is not None else 0,
+            backoff_until_ns=self._backoff_until_ns if is_backing_off else None,
+            requests=len(self._requests),
+            claims=len(self._claims),
+            reads=sum(len(each.open_reads) for each in connections),
+            unsettled=sum(len(each.unsettled) for each in connections),
+            quarantined=len(self._quarantined),
+        )
+
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended, in order of arrival."""
+        return list(self._requests)
+
+    def view_request(self, request_id: str) -> RequestView | None:
+        """None: it has ended, or was never started."""
+        value = self._requests.get(request_id)
+        if value is None:
+            return None
+        deadline_ns = self._timers.get(("deadline", request_id))
+        entered_ns, until_ns = None, deadline_ns
+        timer, length_ns = {
+            request.State.DRAINING: ("quiesce", self._limits.quiesce_ns),
+            request.State.PROVING: ("proof", self._limits.lease_ns),
+        }.get(value.state, ("", 0))
+        if (ends_ns := self._timers.get((timer, request_id))) is not None:
+            entered_ns, until_ns = ends_ns - length_ns, ends_ns
+        started_ns = deadline_ns - self._limits.request_ns if deadline_ns is not None else None
+        return RequestView(
+            value=value, started_ns=started_ns, deadline_ns=deadline_ns, entered_ns=entered_ns, until_ns=until_ns
+        )
+
+    def queued(self) -> list[tuple[str, LeaseName]]:
+        """The requests that were announced and not started, with the leases that they want."""
+        return [
+            (user, lease) for lease, claim in self._claims.items() for user in claim.users if user not in self._requests
+        ]
+
+    def claimed(self) -> list[LeaseName]:
+        """The leases that somebody here wants, or that are owed a release."""
+        return list(self._claims)
+
+    def view_claim(self, lease: LeaseName) -> ClaimView | None:
+        claim = self._claims.get(lease)
+        if claim is None:
+            return None
+        return ClaimView(
+            lease=lease,
+            heard_ns=claim.heard_ns,
+            users=tuple(claim.users),
+            queued=tuple(user for user in claim.users if user not in self._requests),
+            holds=tuple(claim.holds),
+        )
+
+    def quarantined(self) -> list[tuple[str, int]]:
+        """Requests that ended while READs might still write into their blocks, with how many of these are left."""
+        return [(request_id, len(reads)) for request_id, reads in self._quarantined.items()]
 
     # --- for the explorer -------------------------------------------------------------------------------------------
 

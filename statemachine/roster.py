@@ -192,6 +192,14 @@ class _Entry:
         self.is_retired = False
 
 
+class MemberView(NamedTuple):
+    """What the roster knows of one member, for people: where it is looked for, and when it was last asked for."""
+
+    place: str
+    asked_ns: int
+    is_retired: bool
+
+
 class Roster:
     """See the module's docstring.
 
@@ -273,6 +281,11 @@ class Roster:
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return []
+
+    def view(self, key: PeerKey) -> MemberView | None:
+        """None: not a member, or not any more."""
+        entry = self._entries.get(key)
+        return None if entry is None else MemberView(entry.place, entry.asked_ns, entry.is_retired)
 
     # --- who is admitted --------------------------------------------------------------------------------------------
 

@@ -43,9 +43,11 @@ from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
 from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
+from statemachine.lease import Lease
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
 from statemachine.trace import Observer
 
@@ -81,6 +83,7 @@ class LeaseKeeper:
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way. The engine tells
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
+        inspect: told of a tool's question, and where the answer goes.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class LeaseKeeper:
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
         observe_end: Observer | None = None,
+        inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
     ) -> None:
         self._hear_engine = hear_engine
+        self._inspect = inspect
         self._core = Lending(limits, observe, observe_end)
         self._clock = clock
         self._emit = emit
@@ -109,10 +114,16 @@ class LeaseKeeper:
         # How many of those in the inbox are notifications.
         self._notifications_waiting = 0
         self.notifications_dropped = 0
+        # Releases of what is not lent (any more), by readers that were not the ones who ended it.
+        self.late_releases = 0
 
     @property
     def open_leases(self) -> int:
         return self._core.open_leases
+
+    def leases(self) -> tuple[Lease, ...]:
+        """What is lent now, oldest first."""
+        return self._core.leases()
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -153,7 +164,10 @@ class LeaseKeeper:
                 # No answer: there is none that such a sender would understand.
                 self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
                 continue
-            self._inbox.put(_control_event(message, asked.reply_address))
+            if isinstance(message, Inspect):
+                self._inspect(message, asked.reply_address)
+            else:
+                self._inbox.put(_control_event(message, asked.reply_address))
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
         if not isinstance(message, NotificationReceived):
@@ -205,6 +219,7 @@ class LeaseKeeper:
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
             case lending.NoteLateRelease(sender=sender, request_id=request_id, was_expired=was_expired):
+                self.late_releases += 1
                 self._emit(LateNotificationNoted() if was_expired else StrayReleaseNoted())
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
@@ -229,7 +244,7 @@ def _command_event(command: LeaseCommand) -> Event:
             return lending.Withdrawn(lease=lease)
 
 
-def _control_event(message: wire.ControlRequest, reply_to: ReplyAddress) -> Event:
+def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
     match message:
         case wire.Hold():
             return lending.HoldAsked(

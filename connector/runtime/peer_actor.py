@@ -57,9 +57,12 @@ class _Pull:
 
     command: StartPull
     began_ns: int
+    blocks: int
     resolved: Resolved | None = None
     bytes: int | None = None
     descriptors: int | None = None
+    quarantined_ns: int | None = None
+    """When the request ended while READs might still write into its blocks."""
 
 
 class PeerActor:
@@ -86,7 +89,7 @@ class PeerActor:
             address,
             engine_limits(context.options),
             identity=f"{local.engine_id}/{local.tp_rank}",
-            observe=context.recorder.observer(address.engine_id, self._amounts),
+            observe=context.recorder.observer(address.engine_id, self.amounts),
             observe_peer=context.event_log.observer_of_peer(self._describe) if context.event_log is not None else None,
         )
         # Requests that may come to wait for long, with the moment at which that is said; in the order of these.
@@ -293,7 +296,8 @@ class PeerActor:
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
-                self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns)
+                blocks = sum(len(group.local_block_ids) for group in command.groups)
+                self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
                 if self._context.event_log is not None:
                     self._to_be_said.append((now_ns + to_ns(WAIT_SAID_AFTER_SECONDS), command.request_id))
                 kind: type[core.Started | core.Announced] = core.Started
@@ -391,6 +395,8 @@ class PeerActor:
         if failure is not None:
             self._context.log_failure(self._subject(request_id), failure)
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
+        if effect.is_quarantined:
+            pull.quarantined_ns = self._context.clock.now_ns()
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -411,9 +417,20 @@ class PeerActor:
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.emit(HandshakeFailureNoted())
 
-    def _amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
-        """For the trace: blocks, bytes and descriptors of a request."""
+    # --- for people ---------------------------------------------------------------------------------------------
+
+    def amounts(self, request_id: str) -> tuple[int | None, int | None, int | None]:
+        """Blocks, bytes and descriptors of a request, as far as they are known."""
         pull = self._pulls.get(request_id)
-        if pull is None:
-            return None, None, None
-        return sum(len(group.local_block_ids) for group in pull.command.groups), pull.bytes, pull.descriptors
+        return (None, None, None) if pull is None else (pull.blocks, pull.bytes, pull.descriptors)
+
+    def quarantine(self, request_id: str) -> tuple[int, str, int] | None:
+        """Of a request whose blocks READs may still write into: how many, its id on P, and since when."""
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.quarantined_ns is None:
+            return None
+        return pull.blocks, pull.command.lease.request_id, pull.quarantined_ns
+
+    def quarantined_blocks(self) -> int:
+        """Of all of them."""
+        return sum(self._pulls[request_id].blocks for request_id, _ in self.core.quarantined())

@@ -109,6 +109,8 @@ class Reads:
         self._ahead: dict[ReadHandle, int] = {}
         self._descriptors_ahead = 0
         self._posted: dict[ReadHandle, ReadOrder] = {}
+        # When the port was given each of these.
+        self._posted_ns: dict[ReadHandle, int] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
         # Who stands on each loaded agent; never empty.
         self._agents: dict[AgentName, set[Hashable]] = {}
@@ -120,6 +122,14 @@ class Reads:
     def in_flight(self) -> int:
         """READs that the port was given and whose end it has not reported."""
         return len(self._posted)
+
+    def in_hand(self) -> list[tuple[ReadOrder, int, bool]]:
+        """Those, with when the port was given them and whether it has come to them."""
+        return [(order, self._posted_ns[handle], handle not in self._ahead) for handle, order in self._posted.items()]
+
+    def waiting(self) -> list[str]:
+        """Requests of whose READs some wait for their turn, in the order of turns."""
+        return [orders[0].request_id for orders in self._waiting]
 
     # --- for the handshake --------------------------------------------------------------------------------------
 
@@ -212,6 +222,7 @@ class Reads:
         self._ahead[handle] = order.local_ids.size
         self._descriptors_ahead += order.local_ids.size
         self._posted[handle] = order
+        self._posted_ns[handle] = self._clock.now_ns()
 
     def _receive(self, event: NixlEvent) -> None:
         try:
@@ -222,6 +233,7 @@ class Reads:
                 case nixl.ReadEnded(handle=handle):
                     self._note_turn(handle)
                     order = self._posted.pop(handle)
+                    del self._posted_ns[handle]
                     try:
                         operation = "READ" if event.was_posted else "post_read"
                         self._end(order, event, operation, event.error, lost=event.transport_lost)

@@ -1,7 +1,9 @@
-"""Makes a trace record of every step that a core takes, and has it counted.
+"""Takes note of every step of every core of one process: for the flight recorder always, for a trace if there is one,
+and has it counted.
 
-The cores tell an observer of each step of a machine; `Recorder.observer` makes one for a core. Without a sink and
-without figures there is no observer, and a transition costs the core's own comparison with None.
+The cores tell an observer of each step of a machine; `Recorder.observer` makes one for a core. A step becomes a tuple
+in the ring of the flight recorder (`connector/observe/flight_recorder.py`), and with a sink a record as well; one
+function renders both.
 """
 
 from __future__ import annotations
@@ -9,27 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
-from connector.clock import NS_PER_SECOND, Clock
+from connector.clock import Clock
+from connector.observe.flight_recorder import (
+    BAD_ENDS,
+    NO_AMOUNTS,
+    AmountsNow,
+    FlightRecorder,
+    Step,
+    key_of,
+    render,
+)
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
-from statemachine.failures import Failure
 from statemachine.kernel import Event
-from statemachine.lease import LeaseName
 from statemachine.trace import Observer, TraceSink, TransitionRecord
 
-Amounts: TypeAlias = Callable[[str], tuple[int | None, int | None, int | None]]
+Amounts: TypeAlias = Callable[[str], AmountsNow]
 """By request id: blocks, bytes, descriptors, as far as they are known."""
 
 _ENDS: frozenset[object] = (
     request.MACHINE.terminal | peer.MACHINE.terminal | hold.MACHINE.terminal | lease.MACHINE.terminal
 )
 
-_NO_AMOUNTS = (None, None, None)
+_REQUEST = request.MACHINE.name
 
 
 class Recorder:
-    """Numbers and writes the transition records of one process. `sink` None: nothing is recorded; `figures` None:
-    nothing is counted."""
+    """See the module's docstring. `sink` None: no trace is written; `figures` None: nothing is counted."""
 
     def __init__(
         self,
@@ -45,100 +53,68 @@ class Recorder:
         self.rank = rank
         self.role = role
         self.clock = clock
+        self.flight = FlightRecorder()
         self._sink = sink
         self._figures = figures
         self._seq = 0
-        # When each living machine instance entered its state; dropped in the record of its end.
-        self._entered_ns: dict[tuple[str, str | None, Hashable], int] = {}
+        # With a sink: when each living machine instance entered its state; dropped in the record of its end.
+        self._entered_ns: dict[Hashable, int] = {}
 
-    def observer(self, peer_id: str | None, amounts: Amounts | None = None) -> Observer | None:
-        """For a core that deals with the engine `peer_id` (None: with many). None when nobody wants to know."""
-        sink = self._sink
+    def observer(self, peer_id: str | None, amounts: Amounts | None = None) -> Observer:
+        """For a core that deals with the engine `peer_id` (None: with many)."""
+        keep, keep_bad_end, now_ns = self.flight.keep, self.flight.keep_bad_end, self.clock.now_ns
+        write = self._write if self._sink is not None else None
         count = self._figures.observer() if self._figures is not None else None
-        if sink is None:
-            return count
 
         def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
             if count is not None:
                 count(machine, subject, before, event, after)
-            self._record(sink, machine, subject, before, event, after, peer_id, amounts)
+            state = after.state  # type: ignore[attr-defined]
+            is_same = before is not None and before.state is state  # type: ignore[attr-defined]
+            if is_same and (write is None or before is after):
+                return
+            known = amounts(after.request_id) if amounts is not None and machine is _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
+            step = (now_ns(), before, event, after, peer_id, known)
+            if not is_same:
+                keep(step)
+                if state in BAD_ENDS:
+                    keep_bad_end(step)
+            if write is not None:
+                write(step)
 
         return observe
 
-    def _record(
-        self,
-        sink: TraceSink,
-        machine: str,
-        subject: Hashable,
-        before: object,
-        event: Event | None,
-        after: object,
-        peer_id: str | None,
-        amounts: Amounts | None,
-    ) -> None:
-        if before is after:
-            return
-        now_ns = self.clock.now_ns()
-        key = (machine, peer_id, subject)
-        from_state = before.state.value if before is not None else None  # type: ignore[attr-defined]
-        state = after.state  # type: ignore[attr-defined]
-        entered_ns = self._entered_ns.get(key, now_ns)
-        if state in _ENDS:
-            self._entered_ns.pop(key, None)
-        elif from_state != state.value:
-            self._entered_ns[key] = now_ns
-        failure: Failure | None = getattr(after, "failure", None)
-        name, remote_request_id, lease_number = _names(subject, after)
-        blocks, length_bytes, descriptors = _NO_AMOUNTS
-        kept_until_ns: int | None = None
-        if isinstance(after, lease.Lease):
-            blocks = after.blocks or None  # not known before the grant
-            kept_until_ns = after.deadline_ns or None
-        elif isinstance(after, hold.Hold):
-            kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
-        elif amounts is not None and isinstance(after, request.Request):
-            blocks, length_bytes, descriptors = amounts(name)
-        sink.write(
-            TransitionRecord(
-                seq=self._seq,
-                wall=self.clock.wall(),
-                mono_ns=now_ns,
-                engine_id=self.engine_id,
-                rank=self.rank,
-                role=self.role,
-                machine=machine,
-                subject=name,
-                from_state=from_state,
-                event=type(event).__name__ if event is not None else "Created",
-                to_state=state.value,
-                reason=failure.kind if failure is not None else getattr(after, "why", None),
-                detail=str(failure) if failure is not None else None,
-                peer=peer_id,
-                remote_request_id=remote_request_id,
-                lease_number=lease_number,
-                blocks=blocks,
-                bytes=length_bytes,
-                descriptors=descriptors,
-                seconds_in_from=(now_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
-                age_seconds=_age_seconds(after) if before is None else None,
-                kept_until_ns=kept_until_ns,
-            )
+    def render(self, step: Step, number: int) -> TransitionRecord:
+        """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
+        passed_ns = self.clock.now_ns() - step.at_ns
+        return render(
+            step,
+            number=number,
+            wall=self.clock.wall() - passed_ns / 1e9,
+            engine_id=self.engine_id,
+            rank=self.rank,
+            role=self.role,
+            entered_ns=None,
         )
+
+    def _write(self, fields: tuple[int, object, Event | None, object, str | None, AmountsNow]) -> None:
+        assert self._sink is not None
+        step = Step._make(fields)
+        now_ns, before, after = step.at_ns, step.before, step.after
+        key = key_of(after, step.peer)
+        entered_ns = self._entered_ns.get(key, now_ns)
+        if after.state in _ENDS:
+            self._entered_ns.pop(key, None)
+        elif before is None or before.state is not after.state:
+            self._entered_ns[key] = now_ns
+        record = render(
+            step,
+            number=self._seq,
+            wall=self.clock.wall(),
+            engine_id=self.engine_id,
+            rank=self.rank,
+            role=self.role,
+            entered_ns=entered_ns,
+        )
+        self._sink.write(record)
         self._seq += 1
-
-
-def _age_seconds(made: object) -> float | None:
-    age_ns: int | None = getattr(made, "age_ns", None)
-    return None if age_ns is None else age_ns / NS_PER_SECOND
-
-
-def _names(subject: Hashable, value: object) -> tuple[str, str | None, int | None]:
-    """What the record calls the instance; the id on P of the request that it is about, and the number of its lease."""
-    if isinstance(value, request.Request):
-        named = value.lease
-        return value.request_id, named.request_id or None, named.number  # parameters that make no sense name none
-    if isinstance(value, hold.Hold):
-        return f"{value.lease.request_id}/{value.rank}", value.lease.request_id, value.lease.number
-    if isinstance(subject, LeaseName):
-        return subject.request_id, None, subject.number
-    return str(subject), None, None

@@ -33,6 +33,7 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    LocalPrefillsSeen,
     Outcome,
     PeerAddress,
     ReceiveEnded,
@@ -42,12 +43,14 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
+from connector.runtime.inspector import Inspector
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
+from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
@@ -72,6 +75,7 @@ class Supervisor:
         event_log: what becomes of peers and leases, for people; None: nobody wants to know.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
+        facts: what tools are told of this worker that does not change.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Supervisor:
         event_log: EventLog | None = None,
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
+        facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
     ) -> None:
         self._log_crash = log_crash
         self._nixl_port = nixl_port
@@ -114,6 +119,7 @@ class Supervisor:
             watch_notifications=nixl_port.expect_notifications,
             control=control,
             hear_engine=hear_engine,
+            inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
         )
         self._context = ActorContext(
             options=options,
@@ -134,6 +140,15 @@ class Supervisor:
         self._idle_ns = to_ns(options.engine_ttl or FOREVER_SECONDS)
         self._roster = Roster(members_max=options.peer_limit, idle_ns=self._idle_ns, member=self._peers.__getitem__)
         self._stopped: ConnectorStopped | None = None
+        self._inspector = Inspector(
+            facts=facts,
+            context=self._context,
+            peers=self._peers,
+            roster=self._roster,
+            lease_keeper=self._lease_keeper,
+            control=control,
+            stopped=lambda: self._stopped.detail if self._stopped is not None else None,
+        )
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -146,6 +161,7 @@ class Supervisor:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
+                nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
                 nursery.start_soon(self._retire_idle)
                 task_status.started()
                 await self._stop_requested.wait()
@@ -206,6 +222,8 @@ class Supervisor:
                 self._tell_roster(rejected)
             case LeaseComputing() | LeaseGranted() | LeaseWithdrawn():
                 self._lease_keeper.deliver(command)
+            case LocalPrefillsSeen():
+                self._inspector.note_local_prefills(command)
 
     def _route_notification(self, event: NotificationReceived) -> None:
         self._lease_keeper.notify(event.sender, event.message_untrusted)
@@ -263,9 +281,8 @@ class Supervisor:
         observe = self._context.recorder.observer(
             fresh.peer or None, lambda _: (len(command.local_block_ids), None, None)
         )
-        if observe is not None:
-            observe("request", fresh.request_id, None, None, fresh)
-            observe("request", fresh.request_id, fresh, effect.event, ended)
+        observe("request", fresh.request_id, None, None, fresh)
+        observe("request", fresh.request_id, fresh, effect.event, ended)
         self._context.emit(
             ReceiveEnded(
                 request_id=fresh.request_id,

@@ -70,12 +70,15 @@ from connector.observe import catalogue
 from connector.observe.log import FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
 from connector.protocol import (
+    LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
     Command,
     GroupPull,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    LocalPrefill,
+    LocalPrefillsSeen,
     PeerAddress,
     RejectPull,
     StartPull,
@@ -182,6 +185,9 @@ class ConnectorScheduler:
         # Why this engine lends nothing any more; None: it does.
         self._stopped: str | None = None
         self._commands: list[Command] = []
+        # Requests without parameters that concern us, since the last step: how many, and the first of them.
+        self._local_prefills = 0
+        self._local_prefills_named: list[LocalPrefill] = []
         self._listener: ListenerThread | None = None
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
@@ -211,6 +217,8 @@ class ConnectorScheduler:
             pull = self._pull_back(request)
         else:
             pull = self._pull(request)
+            if pull is None:
+                self._note_local_prefill(request)
         if pull is None:
             return
         self._waiting[request.request_id] = pull
@@ -284,6 +292,10 @@ class ConnectorScheduler:
 
     def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything decided since the last step, and what this one has to save on the host."""
+        if self._local_prefills:
+            seen = LocalPrefillsSeen(count=self._local_prefills, named=tuple(self._local_prefills_named))
+            self._commands.append(seen)
+            self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
         if not self._is_staged:
             return StepMetadata(commands)
@@ -371,13 +383,28 @@ class ConnectorScheduler:
         if self._listener is not None:
             self._listener.stop_serving(reason)
 
+    def _note_local_prefill(self, request: Request) -> None:
+        """The prompt is computed here, and nobody asks for it: perhaps a router has lost the parameters."""
+        if request.kv_transfer_params:
+            self._figures.note_local_prefill(catalogue.UNUSABLE)
+        elif self._is_decode_only:
+            self._figures.note_local_prefill(catalogue.ABSENT)
+        self._local_prefills += 1
+        if len(self._local_prefills_named) < LOCAL_PREFILLS_NAMED_MAX:
+            self._local_prefills_named.append(
+                LocalPrefill(
+                    request_id=request.request_id,
+                    has_params=bool(request.kv_transfer_params),
+                    prompt_tokens=request.num_prompt_tokens,
+                )
+            )
+
     def _pull(self, request: Request) -> WaitingPull | None:
         """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
         params_untrusted = request.kv_transfer_params
         tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
-                self._note_local_prefill(params_untrusted)
                 return None
             remote = parse_remote_prefill(params_untrusted)
             self._check_fit(remote, request)
@@ -385,13 +412,6 @@ class ConnectorScheduler:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
         return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns)
-
-    def _note_local_prefill(self, params_untrusted: object) -> None:
-        """Nothing says where the KV of this prompt is. A router may have lost it, which nobody would notice."""
-        if params_untrusted:
-            self._figures.note_local_prefill(catalogue.UNUSABLE)
-        elif self._is_decode_only:
-            self._figures.note_local_prefill(catalogue.ABSENT)
 
     def _pull_back(self, request: Request) -> WaitingPull | None:
         """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""

@@ -2,6 +2,7 @@
 
     D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
     D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
+    tool     Inspect    show what lives                   -> Inspected   see `connector.wire.inspection`
 
 One msgpack map in one frame each. Only durations cross: `Hold.sent_ns` is D's own clock, which P echoes and does not
 read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; who has more sends more
@@ -18,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
+from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 
 WHY_LENGTH_MAX = 200
@@ -115,7 +117,8 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
         _require_bounded(self.leases)
 
 
-ControlRequest: TypeAlias = Hold | Release
+LeaseRequest: TypeAlias = Hold | Release
+ControlRequest: TypeAlias = LeaseRequest | Inspect
 ControlAnswer: TypeAlias = HoldAnswer | Released
 
 _encoder = msgspec.msgpack.Encoder()
@@ -124,7 +127,7 @@ _answer_decoder: msgspec.msgpack.Decoder[ControlAnswer] = msgspec.msgpack.Decode
 
 
 def encode_request(message: ControlRequest) -> tuple[bytes]:
-    """The frames of a message from D to P."""
+    """The frames of a message to a worker."""
     return (_encoder.encode(message),)
 
 
@@ -139,7 +142,7 @@ def gone_lease(lease: LeaseName, why: str) -> GoneLease:
 
 
 def decode_request(frames_untrusted: Sequence[bytes]) -> ControlRequest:
-    """P: read what a D sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    """Read what a D or a tool sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
     return decode_msgpack(_request_decoder, _only(frames_untrusted), bytes_max=MESSAGE_BYTES_MAX)
 
 

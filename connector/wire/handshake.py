@@ -81,6 +81,8 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     control_host: Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
     control_port: Annotated[int, Meta(ge=1, le=65535)]
     """Where this rank's worker takes the messages of `connector.wire.control`."""
+    inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
 
     def __post_init__(self) -> None:
         # Holds where we make one, and msgspec turns it into a failed decode where a peer did.
@@ -88,6 +90,19 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"rank {self.pp_rank}, {self.tp_rank} is outside of {self.pp_size} stages of {self.tp_size} ranks"
             )
+
+
+class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of one of its ranks to who does not mean to read from it: a tool, which expects nothing.
+
+    `error`: why it says nothing else.
+    """
+
+    compatibility_hash: str | None
+    metadata: AgentMetadata | None
+    actor: ActorExtension | None
+    """None: it runs the built-in connector."""
+    error: str | None
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +214,20 @@ def decode_reply(
         detail = f"dcp_size is {metadata.dcp_size} in the metadata and {payload.actor.dcp_size} in the extension"
         raise malformed("actor", detail)
     return HandshakeReply(metadata=metadata, actor=payload.actor)
+
+
+def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
+    """Read an engine's reply, whoever it is. Raises BadFrame for a wrong number of frames, DecodeFailed otherwise."""
+    if len(frames_untrusted) != 2:
+        raise BadFrame(f"expected 2 frames, got {len(frames_untrusted)}")
+    payload = decode_msgpack(_payload_decoder, frames_untrusted[0], bytes_max=PAYLOAD_BYTES_MAX)
+    agent_metadata = payload.agent_metadata_bytes
+    return Advertisement(
+        compatibility_hash=payload.compatibility_hash,
+        metadata=decode_agent_metadata(agent_metadata) if agent_metadata is not None else None,
+        actor=payload.actor,
+        error=shorten(payload.error, ERROR_LENGTH_MAX) if payload.error is not None else None,
+    )
 
 
 def _hash_mismatch(peer: str, address: str, local: str, remote: str) -> Incompatible:

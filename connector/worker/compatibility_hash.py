@@ -22,9 +22,15 @@ def compatibility_hash(vllm_config: VllmConfig, attention_backend: str) -> str:
 
     `attention_backend` is the name of the first attention layer's backend (`AttentionBackend.get_name()`).
     """
+    digest: str = hash_factors(compatibility_factors(vllm_config, attention_backend))
+    return digest
+
+
+def compatibility_factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, Any]:
+    """What the hash is made of, so that people can be told which of it differs."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
-    factors = {
+    return {
         "vllm_version": vllm_version,
         "nixl_connector_version": NIXL_CONNECTOR_VERSION,
         "transfer_mode": "pull",
@@ -38,8 +44,6 @@ def compatibility_hash(vllm_config: VllmConfig, attention_backend: str) -> str:
         "is_hma_enabled": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         "speculative_config": _speculative_factors(vllm_config),
     }
-    digest: str = hash_factors(factors)
-    return digest
 
 
 def _speculative_factors(vllm_config: VllmConfig) -> dict[str, Any] | None:

@@ -37,6 +37,7 @@ from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerRepor
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
@@ -227,6 +228,9 @@ class ConnectorWorker:
             log_crash=log_crash,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
+            facts=engine_facts(
+                self._vllm_config, self._kv_cache_config, self._options, registration, f"{control_host}:{control.port}"
+            ),
         )
 
     def _log_error(self, error: BaseException) -> None:

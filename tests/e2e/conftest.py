@@ -20,6 +20,7 @@ MODULES_IN_ORDER = (
     "test_aborts",
     "test_dead_prefill",
     "test_lease_acknowledged",
+    "test_why",
 )
 """The modules that share engines, those that break them last."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
 from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 
 
@@ -29,6 +30,7 @@ def facts(
         pp_rank=pp_rank,
         control_host=control_host,
         control_port=control_port,
+        inspection=INSPECTION_VERSION,
     )
 
 

@@ -24,6 +24,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
 from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.inspection import Inspect
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import payload_of
@@ -234,6 +235,8 @@ class Rank:
             message = control.decode_request(frames)
         except (BadFrame, DecodeFailed):
             return
+        if isinstance(message, Inspect):
+            return  # it changes nothing
         oracles, now_ns = self._around.oracles, self.clock.now_ns()
         for lease in message.leases:
             lent = oracles.lent(self._owner, lease, self.tp_rank)

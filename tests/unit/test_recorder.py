@@ -237,13 +237,19 @@ def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, lend:
     assert recorder._entered_ns == {}
 
 
-def test_without_a_sink_nothing_is_recorded_and_no_clock_is_read(clock: HandClock) -> None:
-    clock.is_readable = False
-    recorder = Recorder(engine_id="e", rank=0, role="kv_consumer", clock=clock, sink=None)
-    assert recorder.observer(None) is None
+def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -> None:
+    recorder = Recorder(engine_id="e", rank=0, role="worker", clock=clock, sink=None)
     core = Lending(LIMITS, recorder.observer(None))
     for event in (COMPUTING, GRANTED, READ):
+        clock.pass_seconds(1)
         core.handle(event, clock.ns)
+    kept = [recorder.render(step, 0) for step in recorder.flight.newest_first()]
+    assert [(each.from_state, each.to_state) for each in kept] == [
+        ("held", "done"),
+        ("computing", "held"),
+        (None, "computing"),
+    ]
+    assert recorder._entered_ns == {}
     assert core.open_leases == 0
 
 

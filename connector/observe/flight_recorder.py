@@ -1,0 +1,165 @@
+"""What has just happened in this process, kept in memory: the last steps of all machines, whether or not a trace is
+written.
+
+An operator asks after a request has got stuck or has failed, and nobody writes traces all the time. So every worker
+keeps the last STEPS_KEPT steps as tuples of values that exist anyway; a step costs one tuple. They become
+`TransitionRecord`s when somebody asks (`render`), by the same function that renders them for a trace file.
+
+    core --observer--> Step --> ring of STEPS_KEPT, overwritten from the oldest
+                            \\-> ring of BAD_ENDS_KEPT: failed and expired requests, leases that nobody has read
+
+Steps that lead to the state they come from (a lease that is renewed, one READ of several that ends) are left out: they
+would be most of the ring, and what they changed is in the value of the next step. Bad ends have a ring of their own,
+because they are asked for longest after they happened: on an engine that serves fifty requests a second the first ring
+reaches back less than half a minute.
+
+Which values live now is not read from here but from the cores (`connector/runtime/inspector.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Any, NamedTuple, TypeAlias
+
+from connector.clock import NS_PER_SECOND
+from statemachine import hold, lease, peer, request
+from statemachine.failures import Failure
+from statemachine.kernel import Event
+from statemachine.trace import TransitionRecord
+
+STEPS_KEPT = 8192
+BAD_ENDS_KEPT = 1024
+
+BAD_ENDS: frozenset[object] = frozenset({request.State.FAILED, request.State.EXPIRED, lease.State.EXPIRED})
+
+AmountsNow: TypeAlias = tuple[int | None, int | None, int | None]
+"""Blocks, bytes, descriptors, as far as they are known."""
+
+NO_AMOUNTS: AmountsNow = (None, None, None)
+
+_MACHINES: dict[type[Any], str] = {
+    request.Request: request.MACHINE.name,
+    hold.Hold: hold.MACHINE.name,
+    peer.Peer: peer.MACHINE.name,
+    lease.Lease: lease.MACHINE.name,
+}
+
+
+class Step(NamedTuple):
+    """One step of a machine, as it is kept: `before` and `event` are None for a value that was made. The recorder makes
+    plain tuples of this form, which cost half as much."""
+
+    at_ns: int
+    before: Any
+    event: Event | None
+    after: Any
+    peer: str | None
+    """Engine id of the other side, where the core has one."""
+    amounts: AmountsNow
+
+
+class FlightRecorder:
+    """See the module's docstring. `keep` is `deque.append`, so that a step costs no call of Python's."""
+
+    def __init__(self, steps_kept: int = STEPS_KEPT, bad_ends_kept: int = BAD_ENDS_KEPT) -> None:
+        self._steps: deque[tuple[Any, ...]] = deque(maxlen=steps_kept)
+        self._bad_ends: deque[tuple[Any, ...]] = deque(maxlen=bad_ends_kept)
+        self.keep = self._steps.append
+        self.keep_bad_end = self._bad_ends.append
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def newest_first(self) -> list[Step]:
+        """Everything that is kept; of what was overwritten only the bad ends."""
+        steps = list(self._steps)
+        oldest_ns = steps[0][0] if steps else 0
+        older_ends = [each for each in self._bad_ends if each[0] < oldest_ns]
+        return [Step._make(each) for each in (*reversed(steps), *reversed(older_ends))]
+
+    def oldest_ns(self) -> int | None:
+        """From when on every step is kept."""
+        return self._steps[0][0] if self._steps else None
+
+
+def render(
+    step: Step,
+    *,
+    number: int,
+    wall: float,
+    engine_id: str,
+    rank: int,
+    role: str,
+    entered_ns: int | None,
+) -> TransitionRecord:
+    """`entered_ns`: when the instance came into the state that this step leaves; None: not known."""
+    before, after = step.before, step.after
+    failure: Failure | None = getattr(after, "failure", None)
+    name, remote_request_id, lease_number = names(after)
+    blocks, length_bytes, descriptors = step.amounts
+    kept_until_ns: int | None = None
+    if isinstance(after, lease.Lease):
+        blocks = after.blocks or None  # not known before the grant
+        kept_until_ns = after.deadline_ns or None
+    elif isinstance(after, hold.Hold):
+        kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
+    age_ns: int | None = getattr(after, "age_ns", None) if before is None else None
+    return TransitionRecord(
+        seq=number,
+        wall=wall,
+        mono_ns=step.at_ns,
+        engine_id=engine_id,
+        rank=rank,
+        role=role,
+        machine=_MACHINES[type(after)],
+        subject=name,
+        from_state=before.state.value if before is not None else None,
+        event=type(step.event).__name__ if step.event is not None else "Created",
+        to_state=after.state.value,
+        reason=failure.kind if failure is not None else getattr(after, "why", None),
+        detail=str(failure) if failure is not None else None,
+        peer=step.peer,
+        remote_request_id=remote_request_id,
+        lease_number=lease_number,
+        blocks=blocks,
+        bytes=length_bytes,
+        descriptors=descriptors,
+        seconds_in_from=(
+            (step.at_ns - entered_ns) / NS_PER_SECOND if before is not None and entered_ns is not None else None
+        ),
+        age_seconds=None if age_ns is None else age_ns / NS_PER_SECOND,
+        kept_until_ns=kept_until_ns,
+    )
+
+
+def names(value: Any) -> tuple[str, str | None, int | None]:
+    """What a record calls the instance; the id on P of the request that it is about, and the number of its lease."""
+    if isinstance(value, request.Request):
+        named = value.lease
+        return value.request_id, named.request_id or None, named.number  # parameters that make no sense name none
+    if isinstance(value, hold.Hold):
+        return f"{value.lease.request_id}/{value.rank}", value.lease.request_id, value.lease.number
+    if isinstance(value, lease.Lease):
+        return value.name.request_id, None, value.name.number
+    return str(value.engine_id), None, None
+
+
+def is_about(value: Any, text: str) -> bool:
+    """Whether a value concerns a request one of whose ids contains `text`."""
+    if isinstance(value, request.Request):
+        return text in value.request_id or text in value.lease.request_id
+    if isinstance(value, hold.Hold):
+        return text in value.lease.request_id
+    return isinstance(value, lease.Lease) and text in value.name.request_id
+
+
+def key_of(value: Any, peer_id: str | None) -> Hashable:
+    """Names the instance among those of the process."""
+    if isinstance(value, request.Request):
+        return "request", peer_id, value.request_id
+    if isinstance(value, hold.Hold):
+        return "hold", peer_id, value.lease, value.rank
+    if isinstance(value, lease.Lease):
+        return "lease", value.name
+    return "peer", peer_id, value.engine_id

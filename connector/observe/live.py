@@ -1,0 +1,491 @@
+"""What running engines say of themselves, for tools: their handshake payloads, and the rows of their workers.
+
+    address --side channel--> what each rank is, and where its control socket listens (`connector.wire.handshake`)
+            --control socket--> rows (`connector.wire.inspection`)
+
+Everything is bounded: each engine has ENGINE_SECONDS in all, all engines are asked at once, and one that does not
+answer is an `EngineReport` with the reason in `problem`, not an exception. The sockets are those of the engines
+themselves (`connector.ports.zmq_bridge`). Nothing that is asked changes anything.
+
+A decode engine names the prefill engines that it reads from (`PeerRow.address`), so one address is enough to find both
+sides of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from connector.ports.side_channel import (
+    ConnectionRefused,
+    Link,
+    LinkLost,
+    NameNotResolved,
+    NotASideChannel,
+    SideChannel,
+    SideChannelError,
+)
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, shorten
+from connector.wire.handshake import (
+    Advertisement,
+    decode_advertisement,
+    encode_request,
+)
+from connector.wire.inspection import (
+    ROWS_MAX,
+    AnyRow,
+    EngineRow,
+    HoldRow,
+    Inspect,
+    LeaseRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    ReadRow,
+    RecordRow,
+    RequestRow,
+    What,
+    decode_inspected,
+    encode_question,
+)
+
+ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
+PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+DEFAULT_PORT = 5600
+ENGINE_SECONDS = 2.0
+"""For one engine: name look-up, handshake with each rank, all questions."""
+FOLLOWED_SECONDS = 0.6
+"""The same for an engine that nobody named: who explains a request must not wait long for a P that hangs, because that
+is what it explains."""
+LOOKED_UP_MAX = 8
+"""Ids on the other side of a request that are looked for too."""
+ENGINES_MAX = 256
+RANKS_MAX = 64
+"""Of one engine that are asked."""
+ROWS_TOTAL_MAX = 20_000
+"""Of one kind from one worker."""
+
+R = TypeVar("R", bound=AnyRow)
+
+
+class AddressError(ValueError):
+    """Not an address of an engine."""
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """Where an engine's side channel is."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one worker said. `problem`: why it said nothing, or not all."""
+
+    rank: tuple[int, int]
+    advertisement: Advertisement | None = None
+    rows: tuple[AnyRow, ...] = ()
+    problem: str | None = None
+    wall_ahead_seconds: float | None = None
+    """Its time of day less ours, at most `round_trip_seconds` wrong."""
+    round_trip_seconds: float | None = None
+
+    def of(self, kind: type[R]) -> list[R]:
+        return [row for row in self.rows if isinstance(row, kind)]
+
+    @property
+    def engine(self) -> EngineRow | None:
+        return next(iter(self.of(EngineRow)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """One engine, as it was found at `address`.
+
+    Attributes:
+        problem: why it could not be asked; `problem_kind` is a stable name for it.
+        named_by: engine ids of those that sent us there.
+    """
+
+    address: Address
+    ranks: tuple[RankReport, ...] = ()
+    problem: str | None = None
+    problem_kind: str | None = None
+    named_by: tuple[str, ...] = ()
+
+    def of(self, kind: type[R]) -> list[R]:
+        return [row for rank in self.ranks for row in rank.of(kind)]
+
+    @property
+    def engine_id(self) -> str | None:
+        for rank in self.ranks:
+            if rank.engine is not None:
+                return rank.engine.engine_id
+            if rank.advertisement is not None and rank.advertisement.metadata is not None:
+                return rank.advertisement.metadata.engine_id
+        return None
+
+    @property
+    def role(self) -> str:
+        return next((rank.engine.facts.role for rank in self.ranks if rank.engine is not None), "")
+
+    @property
+    def answers(self) -> bool:
+        return any(rank.engine is not None for rank in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Rows of one kind; see `connector.wire.inspection.Inspect`. `rows_max`: of each worker."""
+
+    what: What
+    match: str = ""
+    rows_max: int = ROWS_TOTAL_MAX
+
+
+@dataclass
+class Survey:
+    """What all engines said, in the order in which they were named."""
+
+    engines: list[EngineReport] = field(default_factory=list)
+
+    def of(self, kind: type[R]) -> list[tuple[EngineReport, R]]:
+        return [(engine, row) for engine in self.engines for row in engine.of(kind)]
+
+    def rows(self) -> Iterator[tuple[str, int, AnyRow]]:
+        """Engine id, number of the worker, row. Times of day are ours, as far as clocks could be compared."""
+        for engine in self.engines:
+            for number, rank in enumerate(engine.ranks):
+                for row in rank.rows:
+                    if isinstance(row, RecordRow) and rank.wall_ahead_seconds is not None:
+                        wall = row.record.wall - rank.wall_ahead_seconds
+                        row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
+                    yield engine.engine_id or "", number, row
+
+    def names(self) -> list[str]:
+        """Every id of a request that is named, each once."""
+        found: dict[str, None] = {}
+        for _, _, row in self.rows():
+            match row:
+                case RequestRow():
+                    found |= {row.request_id: None, row.remote_request_id: None}
+                case LeaseRow():
+                    found[row.request_id] = None
+                case RecordRow(record=record) if record.machine == "request":
+                    found |= {record.subject: None, record.remote_request_id or record.subject: None}
+                case RecordRow(record=record) if record.machine == "lease":
+                    found[record.subject] = None
+                case _:
+                    pass
+        return list(found)
+
+    def with_rows_of(self, other: Survey) -> Survey:
+        """The same engines, with what another survey has found of them beside it; each row once."""
+        more = {each.address: each for each in other.engines}
+        return Survey([_merged(each, more[each.address]) if each.address in more else each for each in self.engines])
+
+
+def _merged(engine: EngineReport, more: EngineReport) -> EngineReport:
+    further = {rank.rank: rank for rank in more.ranks}
+    ranks = []
+    for rank in engine.ranks:
+        rows = {_identity(row): row for row in (*rank.rows, *(further[rank.rank].rows if rank.rank in further else ()))}
+        ranks.append(replace(rank, rows=tuple(rows.values())))
+    return replace(engine, ranks=tuple(ranks))
+
+
+def _identity(row: AnyRow) -> tuple[object, ...]:
+    """Equal for rows about the same thing."""
+    match row:
+        case RecordRow(record=record):
+            return "record", record.mono_ns, record.machine, record.subject, record.to_state
+        case RequestRow() | QuarantineRow() | LocalPrefillRow():
+            return type(row), row.request_id
+        case LeaseRow():
+            return type(row), row.request_id, row.lease_number
+        case HoldRow():
+            return type(row), row.remote_request_id, row.lease_number, row.peer, row.rank
+        case PeerRow():
+            return type(row), row.engine_id, row.address
+        case ReadRow():
+            return type(row), row.request_id, row.read
+        case _:
+            return (type(row),)
+
+
+# --- which engines ----------------------------------------------------------------------------------------------------
+
+
+def parse_address(text: str) -> Address:
+    """`HOST:PORT`, or a port of this machine. Raises AddressError."""
+    host, _, port = text.strip().rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or not 0 < int(port) <= 65535 or len(host) > HOST_LENGTH_MAX:
+        raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
+    return Address(host, int(port))
+
+
+def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
+    """Those named, else those in NIXL_ACTOR_ENGINES (separated by commas or spaces), else the side channel that this
+    environment would give an engine. Raises AddressError."""
+    texts = list(named) or environment.get(ENGINES_VARIABLE, "").replace(",", " ").split()
+    if texts:
+        return list(dict.fromkeys(parse_address(each) for each in texts))
+    port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
+    return [parse_address(f"{environment.get(HOST_VARIABLE) or '127.0.0.1'}:{port}")]
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def survey(
+    addresses: Iterable[Address],
+    questions: Sequence[Question],
+    *,
+    follow: bool = True,
+    seconds: float = ENGINE_SECONDS,
+    followed_seconds: float = FOLLOWED_SECONDS,
+) -> Survey:
+    """Ask all of them, and with `follow` the prefill engines that they name. Blocks no longer than the two together."""
+
+    async def run() -> Survey:
+        async with opened_surveyor(seconds, followed_seconds) as surveyor:
+            return await surveyor.survey(addresses, questions, follow=follow)
+
+    return trio.run(run)
+
+
+def look_up(
+    text: str,
+    addresses: Iterable[Address],
+    *,
+    seconds: float = ENGINE_SECONDS,
+    followed_seconds: float = FOLLOWED_SECONDS,
+) -> Survey:
+    """Everything that engines know of requests with `text` in an id, on both sides.
+
+    A router may give a request another id on P than on D. Where that is so, the ids that the first answers name are
+    looked for as well.
+    """
+
+    async def run() -> Survey:
+        async with opened_surveyor(seconds, followed_seconds) as surveyor:
+            found = await surveyor.survey(addresses, _questions_about(text))
+            further = [name for name in found.names() if text not in name][:LOOKED_UP_MAX]
+            if not further:
+                return found
+            known = [each.address for each in found.engines if each.answers]
+            questions = [question for name in further for question in _questions_about(name) if question.match]
+            more = await surveyor.survey(known, questions, follow=False)
+            return found.with_rows_of(more)
+
+    return trio.run(run)
+
+
+def _questions_about(text: str) -> list[Question]:
+    return [
+        Question(what="engine"),
+        Question(what="peers"),
+        Question(what="quarantines"),
+        Question(what="requests", match=text),
+        Question(what="holds", match=text),
+        Question(what="leases", match=text),
+        Question(what="local_prefills", match=text),
+        Question(what="records", match=text),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def opened_surveyor(
+    seconds: float = ENGINE_SECONDS, followed_seconds: float = FOLLOWED_SECONDS
+) -> AsyncIterator[Surveyor]:
+    """Sockets for any number of surveys."""
+    side_channel = ZmqSideChannel()
+    try:
+        yield Surveyor(side_channel, seconds, followed_seconds)
+    finally:
+        side_channel.close()
+
+
+class Surveyor:
+    """Asks engines over one `side_channel`: each for `seconds`, those that nobody named for `followed_seconds`."""
+
+    def __init__(
+        self,
+        side_channel: SideChannel,
+        seconds: float,
+        followed_seconds: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._side_channel = side_channel
+        self._seconds = seconds
+        self._followed_seconds = followed_seconds
+        self._wall = wall
+
+    async def survey(
+        self, addresses: Iterable[Address], questions: Sequence[Question], *, follow: bool = True
+    ) -> Survey:
+        """See the module's `survey`."""
+        named = list(dict.fromkeys(addresses))[:ENGINES_MAX]
+        found = await self._ask_all(dict.fromkeys(named, ()), questions, self._seconds)
+        if not follow:
+            return Survey(found)
+        further: dict[Address, tuple[str, ...]] = {}
+        known_ids = {each.engine_id for each in found}
+        for engine in found:
+            for row in engine.of(PeerRow):
+                with contextlib.suppress(AddressError):
+                    address = parse_address(row.address)
+                    if address not in named and row.engine_id not in known_ids:
+                        further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
+        chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
+        more = await self._ask_all(chosen, questions, self._followed_seconds)
+        return Survey([*found, *more])
+
+    async def _ask_all(
+        self, addresses: Mapping[Address, tuple[str, ...]], questions: Sequence[Question], seconds: float
+    ) -> list[EngineReport]:
+        reports: dict[Address, EngineReport] = {}
+
+        async def ask(address: Address, named_by: tuple[str, ...]) -> None:
+            reports[address] = await self._ask_engine(address, named_by, questions, seconds)
+
+        async with trio.open_nursery() as nursery:
+            for address, named_by in addresses.items():
+                nursery.start_soon(ask, address, named_by)
+        return [reports[address] for address in addresses]
+
+    async def _ask_engine(
+        self, address: Address, named_by: tuple[str, ...], questions: Sequence[Question], seconds: float
+    ) -> EngineReport:
+        deadline = trio.current_time() + seconds
+
+        def silent(kind: str, problem: str) -> EngineReport:
+            return EngineReport(address=address, problem=problem, problem_kind=kind, named_by=named_by)
+
+        try:
+            with trio.fail_at(deadline):
+                first = await self._advertisement(address, (0, 0))
+        except trio.TooSlowError:
+            return silent(
+                "HandshakeTimeout", f"no answer within {seconds:g} s: it hangs or is stopped, or cannot be reached"
+            )
+        except NameNotResolved as error:
+            return silent("AddressNotResolved", f"the host name {address.host} does not resolve here ({error.error})")
+        except ConnectionRefused:
+            return silent("ConnectionRefused", "nothing listens there: the engine has ended, or the address is wrong")
+        except NotASideChannel as error:
+            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.error}")
+        except SideChannelError as error:
+            return silent("HandshakeRefused", error.error)
+        except (BadFrame, DecodeFailed) as error:
+            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
+        if first.error is not None:
+            return silent("HandshakeRefused", first.error)
+        ranks = await self._ask_ranks(address, first, questions, deadline)
+        return EngineReport(address=address, ranks=tuple(ranks), named_by=named_by)
+
+    async def _ask_ranks(
+        self, address: Address, first: Advertisement, questions: Sequence[Question], deadline: float
+    ) -> list[RankReport]:
+        actor = first.actor
+        sizes = (actor.pp_size, actor.tp_size) if actor is not None else (1, 1)
+        wanted = [(stage, rank) for stage in range(sizes[0]) for rank in range(sizes[1])][:RANKS_MAX]
+        reports: dict[tuple[int, int], RankReport] = {}
+
+        async def ask(rank: tuple[int, int]) -> None:
+            try:
+                with trio.fail_at(deadline):
+                    said = first if rank == wanted[0] else await self._advertisement(address, rank)
+            except (trio.TooSlowError, SideChannelError, BadFrame, DecodeFailed) as error:
+                reports[rank] = RankReport(rank=rank, problem=f"its handshake: {error or 'no answer'}")
+                return
+            reports[rank] = await self._ask_worker(address, rank, said, questions, deadline)
+
+        async with trio.open_nursery() as nursery:
+            for rank in wanted:
+                nursery.start_soon(ask, rank)
+        return [reports[rank] for rank in wanted]
+
+    async def _advertisement(self, address: Address, rank: tuple[int, int]) -> Advertisement:
+        requester = self._side_channel.connect(address.host, address.port)
+        try:
+            return decode_advertisement(await requester.ask([encode_request(*rank)]))
+        finally:
+            requester.close()
+
+    async def _ask_worker(
+        self,
+        address: Address,
+        rank: tuple[int, int],
+        said: Advertisement,
+        questions: Sequence[Question],
+        deadline: float,
+    ) -> RankReport:
+        actor = said.actor
+        if actor is None:
+            detail = "it runs the built-in connector, which tells nothing"
+            return RankReport(rank=rank, advertisement=said, problem=detail)
+        if not actor.inspection:
+            detail = "its version of this connector answers no questions"
+            return RankReport(rank=rank, advertisement=said, problem=detail)
+        rows: list[AnyRow] = []
+        ahead = round_trip = None
+        problem = None
+        link: Link | None = None
+        where = f"its control socket at {actor.control_host}:{actor.control_port}"
+        try:
+            with trio.fail_at(deadline):
+                link = await self._side_channel.open_link(actor.control_host, actor.control_port)
+                number = 0
+                for question in questions:
+                    first: int | None = 0
+                    taken = 0
+                    while first is not None and taken < question.rows_max:
+                        number += 1
+                        asked_at = self._wall()
+                        inspect = Inspect(
+                            number=number,
+                            what=question.what,
+                            match=question.match,
+                            first=first,
+                            rows=min(ROWS_MAX, question.rows_max - taken),
+                        )
+                        link.send(encode_question(inspect))
+                        answer = decode_inspected(await link.receive())
+                        round_trip = self._wall() - asked_at
+                        ahead = answer.wall - asked_at - round_trip / 2
+                        rows += answer.rows
+                        taken += len(answer.rows)
+                        first = answer.next
+        except trio.TooSlowError:
+            problem = f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
+        except (LinkLost, SideChannelError) as error:
+            problem = f"{where} cannot be reached: {error.error}"
+        except (BadFrame, DecodeFailed) as error:
+            problem = f"{where} sent what is no answer: {error.detail}"
+        finally:
+            if link is not None:
+                link.close()
+        return RankReport(
+            rank=rank,
+            advertisement=said,
+            rows=tuple(rows),
+            problem=problem,
+            wall_ahead_seconds=ahead,
+            round_trip_seconds=round_trip,
+        )

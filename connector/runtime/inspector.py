@@ -1,0 +1,468 @@
+"""The inspector: answers the questions of tools about what lives in this worker (`connector/wire/inspection.py`).
+
+    control socket --Inspect--> ask --> mailbox --> one task: looks at the cores, a slice at a time --> Inspected
+
+It changes nothing: it reads the views of the cores (`RemoteEngine.view`, `Lending.leases`, `Roster.view`), what `Reads`
+was given, and the flight recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait; one that
+does not fit is dropped, as if it had been lost on its way.
+
+Nobody waits for it. What a question is about is listed in one go (references, some 10 ns each), and then looked through
+and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other task has
+its turn (`tests/bench/bench_inspection.py` says how long a slice takes). So rows of one answer may be of different
+moments; each row is of one. What has ended when its turn comes is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import trio
+
+from connector.clock import NS_PER_SECOND
+from connector.observe.flight_recorder import Step, is_about, key_of
+from connector.ports.side_channel import Listener, ReplyAddress
+from connector.protocol import LocalPrefill, LocalPrefillsSeen
+from connector.runtime.context import ActorContext
+from connector.runtime.lease_keeper import LeaseKeeper
+from connector.runtime.mailbox import Mailbox
+from connector.runtime.peer_actor import PeerActor
+from connector.wire import inspection
+from connector.wire.inspection import (
+    DETAIL_LENGTH_MAX,
+    LIST_LENGTH_MAX,
+    AnswerBuilder,
+    AnyRow,
+    EngineFacts,
+    Inspect,
+    optional_text,
+    text,
+)
+from statemachine import hold, lease, request
+from statemachine.lease import LeaseName
+from statemachine.remote_engine import ClaimView, RequestView
+from statemachine.roster import PeerKey, Roster
+
+QUESTIONS_WAITING_MAX = 64
+ROWS_PER_SLICE = 32
+LOOKED_AT_PER_SLICE = 1024
+LOCAL_PREFILLS_KEPT = 1024
+
+QUEUED = "queued"
+"""State of a request that was announced, and that vLLM has not scheduled."""
+
+_WAITS_FOR = {
+    request.State.PENDING_HANDSHAKE: "peer",
+    request.State.READING: "reads",
+    request.State.PROVING: "proof",
+    request.State.DRAINING: "quiescence",
+}
+
+
+class _Source(NamedTuple):
+    """The rows of one kind: what there is, what of it a question is about, and what it looks like."""
+
+    candidates: Sequence[Any]
+    is_about: Callable[[Any, str], bool]
+    row: Callable[[Any], AnyRow | None]
+
+
+class Inspector:
+    """See the module's docstring. All methods are called in the trio thread.
+
+    Args:
+        peers: the actors of this worker.
+        stopped: why this worker serves no more; None: it does.
+    """
+
+    def __init__(
+        self,
+        *,
+        facts: EngineFacts,
+        context: ActorContext,
+        peers: Mapping[PeerKey, PeerActor],
+        roster: Roster,
+        lease_keeper: LeaseKeeper,
+        control: Listener,
+        stopped: Callable[[], str | None],
+    ) -> None:
+        self._facts = facts
+        self._context = context
+        self._peers = peers
+        self._roster = roster
+        self._lease_keeper = lease_keeper
+        self._control = control
+        self._stopped = stopped
+        self._clock = context.clock
+        self._started_ns = self._clock.now_ns()
+        self._questions: Mailbox[tuple[Inspect, ReplyAddress]] = Mailbox()
+        self._local_prefills: deque[tuple[int, LocalPrefill]] = deque(maxlen=LOCAL_PREFILLS_KEPT)
+        self._local_prefills_count = 0
+
+    def note_local_prefills(self, seen: LocalPrefillsSeen) -> None:
+        """Requests have come that say nothing of where their KV is."""
+        now_ns = self._clock.now_ns()
+        self._local_prefills_count += seen.count
+        self._local_prefills.extend((now_ns, each) for each in seen.named)
+
+    def ask(self, question: Inspect, reply_to: ReplyAddress) -> None:
+        """Answer in time, unless too many questions wait already."""
+        if len(self._questions) < QUESTIONS_WAITING_MAX:
+            self._questions.put((question, reply_to))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._questions.wait(math.inf)
+            while (asked := self._questions.take_one()) is not None:
+                question, reply_to = asked
+                self._control.reply(reply_to, await self._answer(question))
+
+    async def _answer(self, question: Inspect) -> tuple[bytes]:
+        await trio.lowlevel.checkpoint()
+        source = await self._source(question)
+        answer = AnswerBuilder(question.rows)
+        looked_at = rendered = 0
+        position, total = question.first, len(source.candidates)
+        while position < total and not answer.is_full:
+            candidate = source.candidates[position]
+            position += 1
+            looked_at += 1
+            if not question.match or source.is_about(candidate, question.match):
+                rendered += 1
+                row = source.row(candidate)
+                if row is not None:
+                    answer.add(row)
+            if looked_at >= LOOKED_AT_PER_SLICE or rendered >= ROWS_PER_SLICE:
+                looked_at = rendered = 0
+                await trio.lowlevel.checkpoint()
+        next_row = position if position < total else None
+        return answer.frames(question, wall=self._clock.wall(), total=total, next_row=next_row)
+
+    async def _source(self, question: Inspect) -> _Source:
+        match question.what:
+            case "engine":
+                row = await self._engine_row()
+                return _Source([row], _anything, lambda row: row)
+            case "peers":
+                entered = await self._entered()
+                return _Source(list(self._peers), _is_of_engine, lambda key: self._peer_row(key, entered))
+            case "requests":
+                entered = await self._entered()
+                positions = {name: place for place, name in enumerate(self._context.reads.waiting())}
+                candidates: list[tuple[PeerActor, str | tuple[str, LeaseName]]] = []
+                for actor in list(self._peers.values()):
+                    candidates += [(actor, request_id) for request_id in actor.core.request_ids()]
+                    await trio.lowlevel.checkpoint()
+                    candidates += [(actor, name) for name in actor.core.queued()]
+                return _Source(
+                    candidates, _is_request_about, lambda each: self._request_row(each[0], each[1], entered, positions)
+                )
+            case "holds":
+                entered = await self._entered()
+                holds = [
+                    (actor, name, rank)
+                    for actor in list(self._peers.values())
+                    for name in actor.core.claimed()
+                    for rank in range(max(1, actor.core.view().ranks))
+                ]
+                return _Source(holds, _is_hold_about, lambda each: self._hold_row(each[0], each[1], each[2], entered))
+            case "leases":
+                entered = await self._entered()
+                leases = self._lease_keeper.leases()
+                return _Source(leases, is_about, lambda value: self._lease_row(value, entered))
+            case "reads":
+                reads = self._context.reads.in_hand()
+                return _Source(reads, lambda each, what: what in each[0].request_id, self._read_row)
+            case "quarantines":
+                quarantines = [
+                    (actor, *each) for actor in list(self._peers.values()) for each in actor.core.quarantined()
+                ]
+                return _Source(quarantines, lambda each, what: what in each[1], self._quarantine_row)
+            case "local_prefills":
+                named = list(reversed(self._local_prefills))
+                return _Source(named, lambda each, what: what in each[1].request_id, self._local_prefill_row)
+            case "records":
+                steps = self._context.recorder.flight.newest_first()
+                numbered = list(enumerate(steps))
+                return _Source(numbered, lambda each, what: is_about(each[1].after, what), self._record_row)
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    async def _engine_row(self) -> AnyRow:
+        layout, recorder = self._context.local.layout, self._context.recorder
+        oldest_ns = recorder.flight.oldest_ns()
+        return inspection.EngineRow(
+            engine_id=text(layout.engine_id),
+            rank=recorder.rank,
+            tp_rank=layout.tp_rank,
+            pp_rank=layout.pp_rank,
+            tp_size=layout.tp_size,
+            uptime_seconds=self._passed(self._started_ns),
+            recorded_seconds=self._passed(oldest_ns) if oldest_ns is not None else None,
+            stopped=optional_text(self._stopped()),
+            facts=self._facts,
+            counts=await self._counts(),
+        )
+
+    async def _counts(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for actor in list(self._peers.values()):
+            view = actor.core.view()
+            counts["peers"] += 1
+            counts[f"peers {view.peer.state.value}"] += 1
+            counts["requests"] += view.requests
+            counts["claims"] += view.claims
+            counts["quarantined requests"] += view.quarantined
+            counts["quarantined blocks"] += actor.quarantined_blocks()
+            await trio.lowlevel.checkpoint()
+        leases = self._lease_keeper.leases()
+        for first in range(0, len(leases), LOOKED_AT_PER_SLICE):
+            for each in leases[first : first + LOOKED_AT_PER_SLICE]:
+                counts[f"leases {each.state.value}"] += 1
+                counts["lent blocks"] += each.blocks
+            await trio.lowlevel.checkpoint()
+        counts["leases"] = len(leases)
+        counts["reads in flight"] = self._context.reads.in_flight
+        counts["local prefills"] = self._local_prefills_count
+        counts["late releases"] = self._lease_keeper.late_releases
+        counts["notifications dropped"] = self._lease_keeper.notifications_dropped
+        return dict(counts)
+
+    def _peer_row(self, key: PeerKey, entered: Mapping[Any, int]) -> AnyRow | None:
+        actor, member = self._peers.get(key), self._roster.view(key)
+        if actor is None or member is None:
+            return None
+        view = actor.core.view()
+        value, failure = view.peer, view.peer.failure
+        return inspection.PeerRow(
+            engine_id=text(key.engine_id),
+            address=text(member.place),
+            state=value.state.value,
+            since_seconds=self._since(entered, value, key.engine_id),
+            failure=failure.kind if failure is not None else None,
+            detail=optional_text(failure, DETAIL_LENGTH_MAX),
+            failures=value.failures,
+            backoff_seconds=self._left(view.backoff_until_ns),
+            is_builtin=view.is_builtin,
+            is_retiring=value.is_retiring or member.is_retired,
+            ranks=view.ranks,
+            requests=view.requests,
+            queued=len(actor.core.queued()),
+            holds=view.claims,
+            reads=view.reads,
+            quarantined_requests=view.quarantined,
+            quarantined_blocks=actor.quarantined_blocks(),
+            unasked_seconds=self._passed(member.asked_ns),
+        )
+
+    def _request_row(
+        self,
+        actor: PeerActor,
+        subject: str | tuple[str, LeaseName],
+        entered: Mapping[Any, int],
+        positions: Mapping[str, int],
+    ) -> AnyRow | None:
+        if not isinstance(subject, str):
+            return self._queued_row(actor, *subject)
+        view = actor.core.view_request(subject)
+        if view is None:
+            return None
+        value = view.value
+        position = positions.get(subject) if value.state is request.State.READING else None
+        blocks, length_bytes, _ = actor.amounts(subject)
+        return inspection.RequestRow(
+            request_id=text(subject),
+            remote_request_id=text(value.lease.request_id),
+            lease_number=value.lease.number,
+            peer=text(value.peer),
+            address=text(actor.core.address),
+            state=value.state.value,
+            waits_for="turn" if position is not None else _WAITS_FOR[value.state],
+            since_seconds=self._since_request(view, entered),
+            age_seconds=self._passed(view.started_ns) if view.started_ns is not None else None,
+            until_seconds=self._left(view.until_ns),
+            queue_position=position,
+            blocks=blocks,
+            reads=len(value.in_flight),
+            bytes=length_bytes,
+            proven_seconds=self._proven(actor.core.view_claim(value.lease)),
+            retries_left=value.retries_left,
+            ending=value.ending.value if value.ending is not None else None,
+            failure=value.failure.kind if value.failure is not None else None,
+            detail=optional_text(value.failure, DETAIL_LENGTH_MAX),
+        )
+
+    def _queued_row(self, actor: PeerActor, request_id: str, name: LeaseName) -> AnyRow | None:
+        claim = actor.core.view_claim(name)
+        if claim is None or request_id not in claim.queued:
+            return None
+        heard_seconds = self._passed(claim.heard_ns)
+        return inspection.RequestRow(
+            request_id=text(request_id),
+            remote_request_id=text(name.request_id),
+            lease_number=name.number,
+            peer=text(actor.core.engine_id),
+            address=text(actor.core.address),
+            state=QUEUED,
+            waits_for="scheduler",
+            since_seconds=heard_seconds,
+            age_seconds=heard_seconds,
+            until_seconds=None,
+            queue_position=None,
+            blocks=None,
+            reads=0,
+            bytes=None,
+            proven_seconds=self._proven(claim),
+            retries_left=0,
+            ending=None,
+            failure=None,
+            detail=None,
+        )
+
+    def _hold_row(self, actor: PeerActor, name: LeaseName, rank: int, entered: Mapping[Any, int]) -> AnyRow | None:
+        claim = actor.core.view_claim(name)
+        if claim is None or rank >= max(1, len(claim.holds)):
+            return None
+        fresh = hold.Hold(lease=name, rank=rank)
+        value = claim.holds[rank] if claim.holds else fresh
+        return inspection.HoldRow(
+            remote_request_id=text(name.request_id),
+            lease_number=name.number,
+            peer=text(actor.core.engine_id),
+            rank=rank,
+            state=value.state.value,
+            since_seconds=self._since(entered, value, actor.core.engine_id),
+            proven_seconds=self._left(value.proven_until_ns) if value.proven_until_ns >= 0 else None,
+            why=optional_text(value.why),
+            users=tuple(text(each) for each in claim.users[:LIST_LENGTH_MAX]),
+            users_count=len(claim.users),
+        )
+
+    def _lease_row(self, value: lease.Lease, entered: Mapping[Any, int]) -> AnyRow:
+        is_held = value.state is lease.State.HELD
+        holders = tuple(
+            inspection.HolderRow(
+                engine_id=text(each.engine_id),
+                ranks=each.ranks,
+                released=tuple(sorted(text(rank) for rank in each.released))[:LIST_LENGTH_MAX],
+                released_count=len(each.released),
+            )
+            for each in value.holders[:LIST_LENGTH_MAX]
+        )
+        return inspection.LeaseRow(
+            request_id=text(value.name.request_id),
+            lease_number=value.name.number,
+            state=value.state.value,
+            since_seconds=self._since(entered, value, None),
+            deadline_seconds=self._left(value.deadline_ns) if is_held else None,
+            limit_seconds=self._left(value.latest_ns) if is_held else None,
+            blocks=value.blocks,
+            holders=holders,
+            holders_count=len(value.holders),
+        )
+
+    def _read_row(self, in_hand: tuple[Any, int, bool]) -> AnyRow:
+        order, since_ns, is_posted = in_hand
+        return inspection.ReadRow(
+            request_id=text(order.request_id),
+            read=order.read,
+            peer=text(order.peer),
+            age_seconds=self._passed(since_ns),
+            descriptors=int(order.local_ids.size),
+            is_posted=is_posted,
+        )
+
+    def _quarantine_row(self, quarantine: tuple[PeerActor, str, int]) -> AnyRow | None:
+        actor, request_id, reads = quarantine
+        found = actor.quarantine(request_id)
+        if found is None:
+            return None
+        blocks, remote_request_id, since_ns = found
+        return inspection.QuarantineRow(
+            request_id=text(request_id),
+            remote_request_id=text(remote_request_id),
+            peer=text(actor.core.engine_id),
+            blocks=blocks,
+            reads=reads,
+            since_seconds=self._passed(since_ns),
+        )
+
+    def _local_prefill_row(self, noted: tuple[int, LocalPrefill]) -> AnyRow:
+        seen_ns, seen = noted
+        return inspection.LocalPrefillRow(
+            request_id=text(seen.request_id),
+            has_params=seen.has_params,
+            prompt_tokens=seen.prompt_tokens,
+            age_seconds=self._passed(seen_ns),
+        )
+
+    def _record_row(self, numbered: tuple[int, Step]) -> AnyRow:
+        number, step = numbered
+        record = self._context.recorder.render(step, number)
+        bounded = {
+            name: optional_text(getattr(record, name), DETAIL_LENGTH_MAX)
+            for name in ("subject", "peer", "remote_request_id", "reason", "detail")
+        }
+        return inspection.RecordRow(record=inspection.with_texts(record, bounded), age_seconds=self._passed(step.at_ns))
+
+    # --- times ------------------------------------------------------------------------------------------------------
+
+    async def _entered(self) -> dict[Any, int]:
+        """When each instance came into the state that it was in last, as far back as steps are kept."""
+        entered: dict[Any, int] = {}
+        for number, step in enumerate(self._context.recorder.flight.newest_first()):
+            entered.setdefault(key_of(step.after, step.peer), step.at_ns)
+            if number % LOOKED_AT_PER_SLICE == LOOKED_AT_PER_SLICE - 1:
+                await trio.lowlevel.checkpoint()
+        return entered
+
+    def _since(self, entered: Mapping[Any, int], value: Any, peer_id: str | None) -> float | None:
+        at_ns = entered.get(key_of(value, peer_id))
+        return self._passed(at_ns) if at_ns is not None else None
+
+    def _since_request(self, view: RequestView, entered: Mapping[Any, int]) -> float | None:
+        if view.entered_ns is not None:
+            return self._passed(view.entered_ns)
+        return self._since(entered, view.value, view.value.peer)
+
+    def _passed(self, since_ns: int) -> float:
+        return (self._clock.now_ns() - since_ns) / NS_PER_SECOND
+
+    def _left(self, until_ns: int | None) -> float | None:
+        return (until_ns - self._clock.now_ns()) / NS_PER_SECOND if until_ns is not None else None
+
+    def _proven(self, claim: ClaimView | None) -> float | None:
+        if claim is None or not claim.holds:
+            return None
+        proven_until_ns = min(each.proven_until_ns for each in claim.holds)
+        return self._left(proven_until_ns) if proven_until_ns >= 0 else None
+
+
+def _anything(candidate: Any, match: str) -> bool:
+    return True
+
+
+def _is_of_engine(key: PeerKey, match: str) -> bool:
+    return match in key.engine_id
+
+
+def _is_request_about(candidate: tuple[PeerActor, Any], match: str) -> bool:
+    actor, subject = candidate
+    if not isinstance(subject, str):
+        request_id, name = subject
+        return match in request_id or match in name.request_id
+    if match in subject:
+        return True
+    view = actor.core.view_request(subject)
+    return view is not None and match in view.value.lease.request_id
+
+
+def _is_hold_about(candidate: tuple[PeerActor, LeaseName, int], match: str) -> bool:
+    actor, name, _ = candidate
+    if match in name.request_id:
+        return True
+    claim = actor.core.view_claim(name)
+    return claim is not None and any(match in user for user in claim.users)

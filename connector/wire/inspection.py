@@ -1,0 +1,366 @@
+"""Questions of tools about what lives in a worker, and the answers: read-only messages on its control socket.
+
+    tool -> worker   Inspect     what to show, of which request, from which row on
+    worker -> tool   Inspected   so many rows, and where to go on; or nothing, when too many questions wait
+
+One msgpack map in one frame each, as all messages on that socket (`connector.wire.control`). A question names one kind
+of rows (`What`). An answer has at most ROWS_MAX rows and about ROWS_BYTES_MAX bytes; `next` is the row from which to
+ask on. Every answer shows the moment at which it was made: what comes or goes between two answers may be missing, or be
+in both. No clock reading crosses, only durations; `wall` is for people.
+
+Both sides distrust the other: the worker decodes a question within bounds, the tool an answer. A tool asks only workers
+whose handshake says `inspection` (`connector.wire.handshake.ActorExtension`).
+
+Fields of rows may be added; a tool ignores those that it does not know, and INSPECTION_VERSION grows when one changes
+its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import BadFrame, decode_msgpack, shorten
+from statemachine.trace import TransitionRecord
+
+INSPECTION_VERSION = 1
+
+ROWS_MAX = 256
+"""Of one answer."""
+ROWS_BYTES_MAX = 1 << 20
+"""Of the rows of one answer; the last one may go beyond it, by ROW_BYTES_MAX at most."""
+ROW_BYTES_MAX = 1 << 19
+ANSWER_BYTES_MAX = ROWS_BYTES_MAX + ROW_BYTES_MAX + 4096
+MATCH_LENGTH_MAX = 512
+TEXT_LENGTH_MAX = 512
+"""Characters of an id or a name in a row; longer ones are cut."""
+DETAIL_LENGTH_MAX = 1000
+LIST_LENGTH_MAX = 16
+"""Entries of a list within a row; further ones are counted."""
+ENTRIES_MAX = 96
+"""Of a map of options or of the environment."""
+
+What: TypeAlias = Literal[
+    "engine", "peers", "requests", "holds", "leases", "reads", "quarantines", "local_prefills", "records"
+]
+WHATS: tuple[What, ...] = get_args(What)
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Show rows of one kind.
+
+    Attributes:
+        number: chosen by the tool; the answer repeats it.
+        match: only rows about requests one of whose ids contains this; empty: all. Not for `engine`; for `peers`, those
+            whose engine id contains it.
+        first: 0, or `next` of the answer before.
+        rows: how many at most.
+    """
+
+    number: _Count
+    what: What
+    match: Annotated[str, Meta(max_length=MATCH_LENGTH_MAX)] = ""
+    first: _Count = 0
+    rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)] = ROWS_MAX
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all rows. Seconds are durations until, or since, the moment of the answer."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while a worker lives. Texts are cut to bounds where they are made (`facts`).
+
+    Attributes:
+        role: vLLM's `kv_role`.
+        versions: of this package, vLLM, NIXL, Python.
+        options: those in force, as JSON values.
+        environment: variables of UCX, NIXL and vLLM's side channel that are set in this process.
+        factors: what the compatibility hash is made of.
+        devices: RDMA devices of this machine, as Linux lists them.
+        addresses: IP addresses of this machine.
+    """
+
+    role: str = ""
+    model: str = ""
+    load_failure_policy: str = ""
+    host_name: str = ""
+    process_id: int = 0
+    side_channel: str = ""
+    control: str = ""
+    versions: dict[str, str] = {}
+    options: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    factors: dict[str, str] = {}
+    backends: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    memory_kind: str = ""
+    registered_bytes: int = 0
+    blocks: int = 0
+    """Logical blocks of the KV cache."""
+    block_tokens: int = 0
+
+
+class EngineRow(Row, frozen=True, kw_only=True):
+    """This worker. `counts`: how many of what lives now, and what was counted since the start.
+
+    `recorded_seconds`: how far back every step is kept; None: nothing has happened yet.
+    """
+
+    engine_id: str
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    tp_size: int
+    uptime_seconds: float
+    recorded_seconds: float | None
+    stopped: str | None
+    facts: EngineFacts
+    counts: dict[str, int]
+
+
+class PeerRow(Row, frozen=True, kw_only=True):
+    """A remote engine as this worker reads from it.
+
+    Attributes:
+        since_seconds: in its state; None: longer than the flight recorder reaches.
+        failure, detail: kind and sentence of the last failure.
+        ranks: of it that are connected.
+        queued: requests that are announced and wait in vLLM's queue; `requests` have their blocks.
+        holds: leases that are wanted of it, or owed a release.
+        quarantined_blocks: that READs from it may still write into.
+    """
+
+    engine_id: str
+    address: str
+    state: str
+    since_seconds: float | None
+    failure: str | None
+    detail: str | None
+    failures: int
+    backoff_seconds: float | None
+    is_builtin: bool
+    is_retiring: bool
+    ranks: int
+    requests: int
+    queued: int
+    holds: int
+    reads: int
+    quarantined_requests: int
+    quarantined_blocks: int
+    unasked_seconds: float
+
+
+class RequestRow(Row, frozen=True, kw_only=True):
+    """A request on D that has not ended: `queued` while it waits in vLLM's queue, and then a state of `request`.
+
+    Attributes:
+        waits_for: scheduler, peer, turn (its READs wait for those of other requests), reads, proof or quiescence.
+        since_seconds: in its state; None: longer than the flight recorder reaches.
+        age_seconds: since its blocks were allocated; of a queued one, since this engine first heard of its lease.
+        until_seconds: until its state ends at the latest; None: not bounded by the connector.
+        queue_position: of its READs among the requests whose turn has not come, from 0.
+        reads: READs that have not ended; `bytes`: of those that have.
+        proven_seconds: how much longer P is known to keep the blocks; None: it has not said.
+        ending, failure, detail: of a draining request: how it will end, and why.
+    """
+
+    request_id: str
+    remote_request_id: str
+    lease_number: int
+    peer: str
+    address: str
+    state: str
+    waits_for: str
+    since_seconds: float | None
+    age_seconds: float | None
+    until_seconds: float | None
+    queue_position: int | None
+    blocks: int | None
+    reads: int
+    bytes: int | None
+    proven_seconds: float | None
+    retries_left: int
+    ending: str | None
+    failure: str | None
+    detail: str | None
+
+
+class HoldRow(Row, frozen=True, kw_only=True):
+    """One lease on one rank of P, as D knows it."""
+
+    remote_request_id: str
+    lease_number: int
+    peer: str
+    rank: int
+    state: str
+    since_seconds: float | None
+    proven_seconds: float | None
+    why: str | None
+    users: tuple[str, ...]
+    users_count: int
+
+
+class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode engine that reads a lease; empty: the built-in ones, whose ranks are agents' names."""
+
+    engine_id: str
+    ranks: int
+    released: tuple[str, ...]
+    released_count: int
+
+
+class LeaseRow(Row, frozen=True, kw_only=True):
+    """What P lends. `deadline_seconds`: until it expires unless it is renewed; `limit_seconds`: however it is."""
+
+    request_id: str
+    lease_number: int
+    state: str
+    since_seconds: float | None
+    deadline_seconds: float | None
+    limit_seconds: float | None
+    blocks: int
+    holders: tuple[HolderRow, ...]
+    holders_count: int
+
+
+class ReadRow(Row, frozen=True, kw_only=True):
+    """A READ that NIXL was given and has not ended. `is_posted` false: its turn has not come."""
+
+    request_id: str
+    read: int
+    peer: str
+    age_seconds: float
+    descriptors: int
+    is_posted: bool
+
+
+class QuarantineRow(Row, frozen=True, kw_only=True):
+    """A request that ended while READs might still write into its blocks; these stay out of the pool until they end."""
+
+    request_id: str
+    remote_request_id: str
+    peer: str
+    blocks: int
+    reads: int
+    since_seconds: float
+
+
+class LocalPrefillRow(Row, frozen=True, kw_only=True):
+    """A request that came without parameters that say where its KV is: this engine computed the prompt itself.
+
+    `has_params`: it had kv_transfer_params, and neither of their flags.
+    """
+
+    request_id: str
+    has_params: bool
+    prompt_tokens: int
+    age_seconds: float
+
+
+class RecordRow(Row, frozen=True, kw_only=True):
+    """A step of the flight recorder; the newest come first. `age_seconds`: since it was taken."""
+
+    record: TransitionRecord
+    age_seconds: float
+
+
+AnyRow: TypeAlias = (
+    EngineRow | PeerRow | RequestRow | HoldRow | LeaseRow | ReadRow | QuarantineRow | LocalPrefillRow | RecordRow
+)
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
+    """The answer. `next` None: there are no more rows. `total`: rows of this kind, whether they match or not."""
+
+    number: _Count
+    what: What
+    wall: float
+    total: _Count
+    next: _Count | None
+    rows: Annotated[tuple[AnyRow, ...], Meta(max_length=ROWS_MAX)]
+
+
+class _Encoded(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
+    """`Inspected` with rows that are encoded already."""
+
+    number: int
+    what: What
+    wall: float
+    total: int
+    next: int | None
+    rows: list[msgspec.Raw]
+
+
+# --- the worker's side ------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Inspected] = msgspec.msgpack.Decoder(Inspected)
+
+
+class AnswerBuilder:
+    """Collects the rows of one answer until it is full."""
+
+    def __init__(self, rows_max: int) -> None:
+        self._rows: list[msgspec.Raw] = []
+        self._rows_max = min(rows_max, ROWS_MAX)
+        self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._rows) >= self._rows_max or self._bytes >= ROWS_BYTES_MAX
+
+    def add(self, row: AnyRow) -> None:
+        encoded = _encoder.encode(row)
+        self._bytes += len(encoded)
+        self._rows.append(msgspec.Raw(encoded))
+
+    def frames(self, question: Inspect, *, wall: float, total: int, next_row: int | None) -> tuple[bytes]:
+        answer = _Encoded(
+            number=question.number, what=question.what, wall=wall, total=total, next=next_row, rows=self._rows
+        )
+        return (_encoder.encode(answer),)
+
+
+def text(value: object) -> str:
+    """An id or a name, fit for a row and for a terminal."""
+    return shorten(str(value), TEXT_LENGTH_MAX)
+
+
+def optional_text(value: object | None, length_max: int = TEXT_LENGTH_MAX) -> str | None:
+    return None if value is None else shorten(str(value), length_max)
+
+
+def texts(values: dict[str, Any]) -> dict[str, str]:
+    """A map of options or of the environment, within bounds."""
+    chosen = sorted(values.items())[:ENTRIES_MAX]
+    return {text(name): text(value) for name, value in chosen}
+
+
+def with_texts(record: TransitionRecord, values: dict[str, str | None]) -> TransitionRecord:
+    """The record with these fields in place of its own."""
+    return msgspec.structs.replace(record, **values)
+
+
+# --- the tool's side --------------------------------------------------------------------------------------------------
+
+
+def encode_question(question: Inspect) -> tuple[bytes]:
+    """The frames of a question."""
+    return (_encoder.encode(question),)
+
+
+def decode_inspected(frames_untrusted: Sequence[bytes]) -> Inspected:
+    """Read what a worker sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    if len(frames_untrusted) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
+    return decode_msgpack(_decoder, frames_untrusted[0], bytes_max=ANSWER_BYTES_MAX)

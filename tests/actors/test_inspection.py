@@ -1,0 +1,197 @@
+"""Questions about what lives, asked over real sockets of engines of real actors and real NIXL."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.observe.live import Address, Question, Survey, opened_surveyor
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.protocol import LocalPrefill, LocalPrefillsSeen
+from connector.wire.inspection import (
+    WHATS,
+    EngineRow,
+    HoldRow,
+    LeaseRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    ReadRow,
+    RecordRow,
+    RequestRow,
+)
+from tests.actors.engines import HOST, Engine, engine, lend_by_all, parallel_engine, until
+from tests.actors.late_reads import Answer, LateReads
+from tests.actors.test_pull import run
+
+OPTIONS = ConnectorOptions(
+    transfer_retries=0, request_timeout_seconds=0.5, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
+)
+EVERYTHING = tuple(Question(what=what) for what in WHATS)
+
+
+def address_of(engine: Engine) -> Address:
+    return Address(HOST, engine.address.port)
+
+
+async def asked(*engines: Engine, questions: tuple[Question, ...] = EVERYTHING) -> Survey:
+    async with opened_surveyor(seconds=30.0) as surveyor:
+        found = await surveyor.survey([address_of(each) for each in engines], questions)
+    assert [error for each in engines for error in each.crashes] == []
+    assert [rank.problem for each in found.engines for rank in each.ranks if rank.problem] == []
+    return found
+
+
+def test_a_request_that_was_served_is_shown_on_both_sides() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True) as d:
+            d.borrow("a-request", lend_by_all([p], "a-lease"), p.address, [1, 2], [3, 4])
+            await until(lambda: p.sent("a-lease"))
+            found = await asked(d)
+            assert [each.problem for each in found.engines] == [None, None]
+            assert [each.engine_id for each in found.engines] == ["d", "p"]
+            of_d, of_p = found.engines
+            assert of_p.named_by == ("d",)
+            (peer,) = of_d.of(PeerRow)
+            assert (peer.engine_id, peer.state, peer.requests, peer.holds) == ("p", "ready", 0, 0)
+            assert not of_d.of(RequestRow)
+            assert not of_p.of(LeaseRow)
+            paths = {
+                machine: [row.record.to_state for row in reversed(side.of(RecordRow)) if row.record.machine == machine]
+                for side, machine in ((of_d, "request"), (of_d, "hold"), (of_p, "lease"))
+            }
+            assert paths["request"] == ["pending_handshake", "reading", "done"]
+            assert paths["hold"][-1] == "released"
+            assert paths["lease"] == ["computing", "held", "done"]
+
+    run(test)
+
+
+def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(request_timeout_seconds=60.0)
+        async with engine("p", serves=True) as p, engine("d", serves=True, options=options) as d:
+            d.borrow("before", lend_by_all([p], "before"), p.address, [1], [1])
+            await until(lambda: d.received("before"))
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+            d.borrow("reads", lend_by_all([p], "lent-reads"), p.address, [4, 6, 9], [1, 3, 5])
+            d.wait_for("waits", lend_by_all([p], "lent-waits"), p.address)
+            await until(lambda: late.posted)
+            await trio.sleep(0.2)
+            found = await asked(d, p)
+            of_d, of_p = found.engines
+            rows = {row.request_id: row for row in of_d.of(RequestRow)}
+            assert set(rows) == {"reads", "waits"}
+            reads, waits = rows["reads"], rows["waits"]
+            assert (reads.state, reads.waits_for, reads.blocks, reads.reads) == ("reading", "reads", 3, 1)
+            assert reads.since_seconds is not None
+            assert reads.since_seconds >= 0.1
+            assert reads.until_seconds is not None
+            assert 50 < reads.until_seconds < 60
+            assert reads.proven_seconds is not None
+            assert reads.proven_seconds > 10
+            assert (waits.state, waits.waits_for, waits.until_seconds) == ("queued", "scheduler", None)
+            assert (waits.peer, waits.remote_request_id, waits.lease_number) == ("p", "lent-waits", 1)
+            (read,) = of_d.of(ReadRow)
+            assert (read.request_id, read.peer) == ("reads", "p")
+            assert read.age_seconds >= 0.1
+            assert {row.remote_request_id: row.state for row in of_d.of(HoldRow)} == {
+                "lent-reads": "held",
+                "lent-waits": "held",
+            }
+            leases = {row.request_id: row for row in of_p.of(LeaseRow)}
+            assert set(leases) == {"lent-reads", "lent-waits"}
+            (holder,) = leases["lent-reads"].holders
+            assert (holder.engine_id, holder.ranks, holder.released_count) == ("d", 1, 0)
+            assert of_p.of(EngineRow)[0].counts["leases held"] == 2
+            late.let_go()
+            monkeypatch.undo()
+
+    run(test)
+
+
+def test_a_quarantine_is_shown_until_it_is_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True, options=OPTIONS) as d:
+            d.borrow("before", lend_by_all([p], "before"), p.address, [1], [1])
+            await until(lambda: d.received("before"))
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+            d.borrow("a", lend_by_all([p], "remote-a"), p.address, [4, 6, 9], [1, 3, 5])
+            await until(lambda: d.received("a"))
+            found = await asked(d)
+            (row,) = found.engines[0].of(QuarantineRow)
+            assert (row.request_id, row.remote_request_id, row.peer, row.blocks) == ("a", "remote-a", "p", 3)
+            assert found.engines[0].of(EngineRow)[0].counts["quarantined blocks"] == 3
+            late.let_go()
+
+            async def is_lifted() -> bool:
+                return not (await asked(d)).engines[0].of(QuarantineRow)
+
+            with trio.fail_after(10.0):
+                while not await is_lifted():
+                    await trio.sleep(0.1)
+
+    run(test)
+
+
+def test_every_rank_of_an_engine_is_asked() -> None:
+    async def test() -> None:
+        async with parallel_engine("p", 2, serves=True) as ranks:
+            lend_by_all(ranks, "lent")
+            found = await asked(ranks[0])
+            (of_p,) = found.engines
+            assert [(each.tp_rank, each.tp_size) for each in of_p.of(EngineRow)] == [(0, 2), (1, 2)]
+            assert [each.request_id for each in of_p.of(LeaseRow)] == ["lent", "lent"]
+
+    run(test)
+
+
+def test_only_what_matches_is_shown_and_pages_are_followed() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            for number in range(600):
+                p.lend(f"lent-{number:03}")
+            everything = await asked(p, questions=(Question(what="leases"),))
+            assert [row.request_id for row in everything.engines[0].of(LeaseRow)] == [
+                f"lent-{number:03}" for number in range(600)
+            ]
+            some = await asked(p, questions=(Question(what="leases", match="ent-12"), Question(what="engine")))
+            assert [row.request_id for row in some.engines[0].of(LeaseRow)] == [f"lent-12{n}" for n in range(10)]
+            few = await asked(p, questions=(Question(what="records", match="lent-599", rows_max=1),))
+            (row,) = few.engines[0].of(RecordRow)
+            assert (row.record.subject, row.record.to_state) == ("lent-599", "held")
+
+    run(test)
+
+
+def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> None:
+    async def test() -> None:
+        async with engine("d", serves=True) as d:
+            named = (LocalPrefill(request_id="cmpl-x-0-1", has_params=False, prompt_tokens=7),)
+            d.supervisor.deliver(LocalPrefillsSeen(count=3, named=named))
+            found = await asked(d)
+            (row,) = found.engines[0].of(LocalPrefillRow)
+            assert (row.request_id, row.has_params, row.prompt_tokens) == ("cmpl-x-0-1", False, 7)
+            assert found.engines[0].of(EngineRow)[0].counts["local prefills"] == 3
+
+    run(test)
+
+
+def test_nonsense_is_no_question_and_costs_nobody_else() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True) as d:
+            channel = ZmqSideChannel()
+            try:
+                link = await channel.open_link(HOST, p.control.port)
+                for frames in ([b"\xc1"], [b"\x81\xa4type\xa7inspect"], [b"x" * 100_000], [b"a", b"b"]):
+                    link.send(frames)
+                await until(lambda: len(p.failures) >= 4)
+                found = await asked(p)
+                assert found.engines[0].answers
+            finally:
+                channel.close()
+            d.borrow("after", lend_by_all([p], "after"), p.address, [1], [1])
+            assert (await until(lambda: d.received("after"))).failure is None
+
+    run(test)

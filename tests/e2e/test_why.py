@@ -1,0 +1,218 @@
+"""Requests that are stuck or have failed, made on purpose on real engines: `why` names the cause in its first line.
+
+The command is run as an operator runs it, in a process of its own, with nothing but the address of a decode engine: the
+prefill engine is found through it. No trace is read. Quarantine is shown on the real port in
+`tests/actors/test_inspection.py`: a READ that never ends cannot be had from real engines within the time of a test.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import PrefillDecode
+from tests.e2e.cluster import LEASE_SECONDS, OnePrefillTwoDecode, prompt, wait_for
+from tests.e2e.engines import LOOPBACK, ROOT, Engine
+from tests.e2e.tiny_model import tiny_gemma
+from tests.rig.network import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+TOKENS = 100
+_log = logging.getLogger(__name__)
+TIMEOUT_SECONDS = "10"
+"""For each engine: the machine is busy, and a slow answer must not be taken for none."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the command printed and how it ended."""
+
+    status: int
+    text: str
+    seconds: float
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
+
+
+def run(*arguments: str) -> Said:
+    started = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, "-m", "connector", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Said(finished.returncode, finished.stdout + finished.stderr, time.monotonic() - started)
+
+
+def engine_option(engine: Engine) -> tuple[str, str]:
+    return "--engine", f"{LOOPBACK}:{engine.options.side_channel_port}"
+
+
+def why(key: str, engine: Engine, *others: str) -> Said:
+    said = run("why", key, *engine_option(engine), "--timeout", TIMEOUT_SECONDS, *others)
+    _log.info("%s: %s  [%.2f s]", key, said.first_line, said.seconds)
+    return said
+
+
+def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
+    answer = service.prefill(prompt(TOKENS, key), key)
+    assert answer.ok, answer.error
+    assert answer.kv_transfer_params is not None
+    return answer.kv_transfer_params
+
+
+def assert_names(said: Said, kind: str, *words: str, status: int = 1) -> None:
+    assert said.status == status, said.text
+    assert said.first_line.startswith(kind), said.text
+    for word in words:
+        assert word in said.first_line, said.text
+
+
+def test_one_that_was_served(cluster: OnePrefillTwoDecode) -> None:
+    """And the whole answer: both sides in one order."""
+    key = "why-served"
+    answer = cluster.fail.pd(prompt(TOKENS, key), key)
+    assert answer.ok, answer.error
+    cluster.traces.assert_plain(key)
+    said = why(key, cluster.failing)
+    assert_names(said, "Done", status=0)
+    for line in ("lease held", "request reading", "request done", "lease done"):
+        assert line in said.text
+    found = json.loads(why(key, cluster.failing, "--json").text)
+    (match,) = found["matches"]
+    assert (match["outcome"], match["state"], match["peer"]) == ("served", "done", "the-prefill-engine")
+    from_trace = run("why", key, "--trace", str(cluster.traces.directory))
+    assert_names(from_trace, "Done", status=0)
+
+
+def test_an_id_that_nobody_knows(cluster: OnePrefillTwoDecode) -> None:
+    said = why("why-never-sent", cluster.failing)
+    assert said.status == 3
+    assert "No request with 'why-never-sent' in its id" in said.first_line
+
+
+def test_parameters_lost_by_the_router(cluster: OnePrefillTwoDecode) -> None:
+    """P has lent the blocks; D answers 200 all the same."""
+    key = "why-lost"
+    prefilled(cluster.fail, key)
+    answer = cluster.fail.decode_client.complete(prompt(TOKENS, key), request_id=key)
+    assert answer.ok, answer.error
+    said = wait_for(lambda: found if (found := why(key, cluster.failing)).status == 1 else None, "the local prefill")
+    assert_names(said, "NoTransferParams", "no kv_transfer_params", "computed the prompt itself")
+
+
+LIES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "sizes": ({"tp_size": 2}, "BadParams", "tp_size"),
+    "address": ({"remote_engine_id": "moved-away", "remote_port": free_port()}, "ConnectionRefused", "nothing listens"),
+    "dns": (
+        {"remote_engine_id": "nowhere", "remote_host": "no-such-host.invalid"},
+        "AddressNotResolved",
+        "no-such-host.invalid",
+    ),
+}
+"""By name: what is wrong with the parameters, the kind, and what the first line says of it."""
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_parameters_that_are_wrong(cluster: OnePrefillTwoDecode, name: str) -> None:
+    lie, kind, word = LIES[name]
+    key = f"why-wrong-{name}"
+    answer = cluster.fail.decode(prompt(TOKENS, key), prefilled(cluster.fail, key) | lie, key)
+    assert answer.status == 500
+    assert_names(why(key, cluster.failing), kind, word)
+
+
+def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
+    key = "why-repeated"
+    params = prefilled(cluster.fail, f"{key}-first")
+    assert cluster.fail.decode(prompt(TOKENS, f"{key}-first"), params, f"{key}-first").ok
+    answer = cluster.fail.decode_client.complete(
+        prompt(TOKENS, f"{key}-first"), request_id=f"{key}-again", kv_transfer_params=params, cache_salt="again"
+    )
+    assert answer.status == 500
+    said = why(f"{key}-again", cluster.failing)
+    assert said.status == 1
+    assert said.first_line.startswith(("BlocksConsumed", "LeaseOver")), said.text
+    assert "released" in said.first_line, said.text
+
+
+def test_a_lease_that_has_expired(cluster: OnePrefillTwoDecode) -> None:
+    """First as P knows it, of which no D has heard; then as D knows it."""
+    key = "why-expired"
+    params = prefilled(cluster.fail, key)
+    said = why(key, cluster.prefill)
+    assert said.status == 4
+    assert "no decode engine is known to read them" in said.first_line
+    cluster.traces.ended_lease(key, LEASE_SECONDS + 20)
+    assert_names(why(key, cluster.prefill), "LeaseExpired", "nobody had read them")
+    assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
+    assert_names(why(key, cluster.failing), "LeaseOver", "expired")
+
+
+def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
+    """All of its processes, in the middle of a READ. The request waits."""
+    service, engine, key = cluster.recompute, cluster.recomputing, "why-stopped"
+    assert service.pd(prompt(TOKENS, "why-before-the-stop"), "why-before-the-stop").ok
+    params = prefilled(service, key)
+    cluster.prefill.pause()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
+            cluster.traces.request_in(key, "reading", "proving")
+            said = run("why", key, *engine_option(engine), "--timeout", "1.5")
+            _log.info("%s: %s  [%.2f s]", key, said.first_line, said.seconds)
+            assert_names(said, "HandshakeTimeout", "does not answer", "the-prefill-engine", status=4)
+            ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
+            assert ps.status == 0
+            (decode, prefill) = json.loads(ps.text)["engines"]
+            assert prefill["problem_kind"] == "HandshakeTimeout"
+            (row,) = decode["ranks"][0]["requests"]
+            assert key in row["request_id"]
+            cluster.prefill.resume()
+            assert answer.result().ok
+    finally:
+        cluster.prefill.resume()
+
+
+def test_a_prefill_engine_that_is_dead(cluster: OnePrefillTwoDecode) -> None:
+    key = "why-dead"
+    params = prefilled(cluster.fail, key)
+    cluster.prefill.kill()
+    assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
+    assert_names(why(key, cluster.failing), "ConnectionRefused", "nothing listens")
+    doctor = run("doctor", *engine_option(cluster.failing), "--timeout", TIMEOUT_SECONDS)
+    assert doctor.status == 1
+    assert "ConnectionRefused" in doctor.text
+    assert "silent local prefill" in doctor.text
+    nobody = run("doctor", *engine_option(cluster.prefill), "--timeout", TIMEOUT_SECONDS)
+    assert nobody.status == 2
+
+
+def test_a_prefill_engine_with_another_model(unmended: OnePrefillTwoDecode) -> None:
+    """In the place of the dead one. Both models have the same tokenizer."""
+    cluster, key = unmended, "why-model"
+    cluster.restart_prefill(model=tiny_gemma(), engine_id="another-model")
+    params = prefilled(cluster.fail, key)
+    # The number of block tables differs too, which D's scheduler would find first.
+    params["remote_block_ids"] = params["remote_block_ids"][:1]
+    assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
+    said = why(key, cluster.failing)
+    assert_names(said, "Incompatible", "compatibility_hash")
+    assert "model: " in said.text
+    doctor = run("doctor", *engine_option(cluster.failing), "--timeout", TIMEOUT_SECONDS)
+    assert doctor.status == 1
+    assert "gemma" in doctor.text

@@ -1,0 +1,389 @@
+"""Why a request is where it is: the first line names the cause, for every way to end and every state that waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connector.observe.explanation import (
+    LEASE_WAITING,
+    NO_PARAMETERS,
+    NOT_READ,
+    WAITING,
+    WHAT_TO_DO,
+    Case,
+    Explanation,
+    Live,
+    Said,
+    Silent,
+    explain,
+    explain_nothing,
+    find,
+)
+from connector.runtime.inspector import QUEUED
+from connector.wire.inspection import (
+    EngineFacts,
+    EngineRow,
+    HolderRow,
+    LeaseRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    RequestRow,
+)
+from statemachine import failures, lease, request
+from statemachine.failures import Failure
+from statemachine.trace import TransitionRecord
+from tests.unit.test_failures import EXAMPLES
+from tests.unit.test_history import LENT, PULLED, Step, records
+
+D_NAME, P_NAME = "cmpl-abc-0-d", "cmpl-abc-0-p"
+FAILED: tuple[Step, ...] = (
+    (None, "Created", "pending_handshake"),
+    ("pending_handshake", "PeerFailed", "failed"),
+)
+EXPIRED: tuple[Step, ...] = ((None, "Created", "computing"), ("computing", "Granted", "held"), ("held", "X", "expired"))
+
+
+def pulled(steps: tuple[Step, ...] = PULLED, **fields: Any) -> list[TransitionRecord]:
+    return records("request", "D", D_NAME, steps, **({"peer": "P", "remote_request_id": P_NAME} | fields))
+
+
+def lent(steps: tuple[Step, ...] = LENT, **fields: Any) -> list[TransitionRecord]:
+    return records("lease", "P", P_NAME, steps, **fields)
+
+
+def ended_with(failure: Failure, steps: tuple[Step, ...] = FAILED) -> list[TransitionRecord]:
+    *before, last = pulled(steps)
+    fields = {name: getattr(last, name) for name in last.__struct_fields__}
+    return [*before, TransitionRecord(**(fields | {"reason": failure.kind, "detail": str(failure)}))]
+
+
+def row(state: str, **changes: Any) -> Said[RequestRow]:
+    fields: dict[str, Any] = {
+        "request_id": D_NAME,
+        "remote_request_id": P_NAME,
+        "lease_number": 1,
+        "peer": "P",
+        "address": "10.0.0.1:5600",
+        "state": state,
+        "waits_for": "something",
+        "since_seconds": 3.0,
+        "age_seconds": 4.0,
+        "until_seconds": 100.0,
+        "queue_position": None,
+        "blocks": 4,
+        "reads": 2,
+        "bytes": None,
+        "proven_seconds": 20.0,
+        "retries_left": 1,
+        "ending": None,
+        "failure": None,
+        "detail": None,
+    }
+    return Said("D", 0, RequestRow(**(fields | changes)))
+
+
+def peer_row(state: str, **changes: Any) -> Said[PeerRow]:
+    fields: dict[str, Any] = {
+        "engine_id": "P",
+        "address": "10.0.0.1:5600",
+        "state": state,
+        "since_seconds": 2.0,
+        "failure": None,
+        "detail": None,
+        "failures": 0,
+        "backoff_seconds": None,
+        "is_builtin": False,
+        "is_retiring": False,
+        "ranks": 1,
+        "requests": 1,
+        "queued": 0,
+        "holds": 1,
+        "reads": 3,
+        "quarantined_requests": 0,
+        "quarantined_blocks": 0,
+        "unasked_seconds": 0.0,
+    }
+    return Said("D", 0, PeerRow(**(fields | changes)))
+
+
+def lease_row(state: str, holders: tuple[HolderRow, ...] = ()) -> Said[LeaseRow]:
+    found = LeaseRow(
+        request_id=P_NAME,
+        lease_number=1,
+        state=state,
+        since_seconds=1.0,
+        deadline_seconds=9.0,
+        limit_seconds=90.0,
+        blocks=4,
+        holders=holders,
+        holders_count=len(holders),
+    )
+    return Said("P", 0, found)
+
+
+def engine_row(engine_id: str, **facts: Any) -> Said[EngineRow]:
+    found = EngineRow(
+        engine_id=engine_id,
+        rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        tp_size=1,
+        uptime_seconds=50.0,
+        recorded_seconds=40.0,
+        stopped=None,
+        facts=EngineFacts(**facts),
+        counts={},
+    )
+    return Said(engine_id, 0, found)
+
+
+def the_answer(found: list[TransitionRecord], live: Live | None = None, text: str = "abc") -> Explanation:
+    live = live or Live()
+    (case,) = find(text, found, live)
+    return explain(case, live)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
+    def leaves(base: type[Failure]) -> set[type[Failure]]:
+        below = base.__subclasses__()
+        return {base}.union(*map(leaves, below)) - {base} if below else {base}
+
+    kinds = {each.__name__ for each in leaves(Failure)}
+    assert kinds <= WHAT_TO_DO.keys()
+    assert WHAT_TO_DO.keys() - kinds == {NO_PARAMETERS, NOT_READ}
+
+
+def test_every_state_that_waits_says_for_what() -> None:
+    waiting = {state.value for state in request.State} - {state.value for state in request.MACHINE.terminal}
+    assert WAITING.keys() == waiting | {QUEUED}
+    assert {state.value for state in lease.State} - {s.value for s in lease.MACHINE.terminal} == LEASE_WAITING.keys()
+
+
+@pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
+@pytest.mark.parametrize("state", ["failed", "expired"])
+def test_the_first_line_begins_with_the_kind_and_says_what_happened(failure: Failure, state: str) -> None:
+    steps = ((None, "Created", "pending_handshake"), ("pending_handshake", "PeerFailed", state))
+    answer = the_answer(ended_with(failure, steps))
+    assert answer.cause.startswith(f"{failure.kind}: ")
+    assert str(failure).split(";")[0] in answer.cause or failure.kind == "Quarantined"
+    assert (answer.kind, answer.outcome, answer.state, answer.detail) == (failure.kind, "failed", state, str(failure))
+    assert answer.advice == WHAT_TO_DO[failure.kind]
+    assert answer.next
+
+
+@pytest.mark.parametrize("state", WAITING)
+def test_the_first_line_of_one_that_waits_says_for_what_and_how_long(state: str) -> None:
+    live = Live(requests=(row(state),), peers=(peer_row("handshaking"),))
+    answer = the_answer([], live)
+    assert answer.outcome == "waiting"
+    assert "3.0 s" in answer.cause or "2.0 s" in answer.cause
+    assert (answer.state, answer.side, answer.engine_id, answer.peer) == (state, "D", "D", "P")
+    assert (answer.since_seconds, answer.until_seconds) == (3.0, 100.0)
+    assert answer.next == WAITING[state][1]
+
+
+# --- causes that lie elsewhere ----------------------------------------------------------------------------------------
+
+
+def test_one_that_was_refused_because_its_peer_backs_off_says_why_it_does() -> None:
+    peer = records(
+        "peer",
+        "D",
+        "P",
+        ((None, "Created", "idle"), ("idle", "Wanted", "handshaking"), ("handshaking", "HandshakeFailed", "backoff")),
+        at=-5.0,
+        peer="P",
+        reason="ConnectionRefused",
+        detail="nothing listens at 10.0.0.1:5600; the engine has ended",
+    )
+    refused = ended_with(failures.PeerBackoff(peer="P", retry_in_seconds=3.0, last="ConnectionRefused"))
+    answer = the_answer([*peer, *refused])
+    assert answer.cause.startswith("PeerBackoff: ConnectionRefused: nothing listens at 10.0.0.1:5600")
+    live = Live(peers=(peer_row("backoff", failure="HandshakeTimeout", detail="did not answer; check"),))
+    assert the_answer(refused, live).cause.startswith("PeerBackoff: HandshakeTimeout: did not answer")
+
+
+def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
+    kept = QuarantineRow(request_id="other", remote_request_id="o", peer="P", blocks=38, reads=2, since_seconds=9.0)
+    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("Quarantined: 38 of 40 KV blocks")
+    assert "P never ended" in answer.cause
+    assert answer.advice == WHAT_TO_DO["Quarantined"]
+
+
+@pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])
+def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> None:
+    silent = Silent(address="10.0.0.1:5600", engine_id="P", kind="HandshakeTimeout", problem="no answer within 1 s")
+    live = Live(requests=(row(state),), peers=(peer_row("ready"),), silent=(silent,))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("HandshakeTimeout: ")
+    assert "no answer within 1 s" in answer.cause
+    assert answer.advice == WHAT_TO_DO["HandshakeTimeout"]
+
+
+def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
+    live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
+    assert "behind those of 7 request(s)" in the_answer([], live).cause
+
+
+def test_one_whose_connection_is_given_up_says_why() -> None:
+    lost = peer_row("draining", failure="ControlLinkLost", detail="the control connection was lost; it is rebuilt")
+    live = Live(requests=(row("pending_handshake"),), peers=(lost,))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("ControlLinkLost: the control connection was lost; the connection is rebuilt when 3")
+
+
+def test_one_that_drains_says_what_it_failed_of() -> None:
+    failure = failures.DeadlineExceeded(timeout_seconds=5.0, phase="reading")
+    live = Live(requests=(row("draining", failure=failure.kind, detail=str(failure), ending="expired"),))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("DeadlineExceeded: ")
+    assert "READs have not ended" in answer.cause
+
+
+def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
+    failure = failures.Incompatible(peer="P", field="compatibility_hash", local="a1", remote="b2")
+    live = Live(
+        engines=(
+            engine_row("D", factors={"model": "llama", "dtype": "float16"}),
+            engine_row("P", factors={"model": "gemma", "dtype": "float16"}),
+        )
+    )
+    assert "model: gemma on P, llama on D" in the_answer(ended_with(failure), live).facts
+
+
+@pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
+def test_what_happens_next_depends_on_the_policy(policy: str, word: str) -> None:
+    live = Live(engines=(engine_row("D", load_failure_policy=policy),))
+    assert word in the_answer(ended_with(failures.ConnectionRefused(peer="P")), live).next
+
+
+# --- parameters that were lost, and leases that nobody reads ----------------------------------------------------------
+
+
+def local_prefill(name: str = D_NAME, *, has_params: bool = False) -> Said[LocalPrefillRow]:
+    return Said("D", 0, LocalPrefillRow(request_id=name, has_params=has_params, prompt_tokens=100, age_seconds=2.0))
+
+
+@pytest.mark.parametrize(
+    ("has_params", "word"), [(False, "no kv_transfer_params"), (True, "neither do_remote_prefill nor")]
+)
+def test_one_without_parameters(has_params: bool, word: str) -> None:
+    live = Live(local_prefills=(local_prefill(has_params=has_params),))
+    answer = the_answer([], live)
+    assert answer.cause.startswith(f"{NO_PARAMETERS}: ")
+    assert word in answer.cause
+    assert "D, which computed the prompt itself" in answer.cause
+    assert answer.outcome == "computed_locally"
+
+
+def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:
+    live = Live(local_prefills=(local_prefill(),), leases=(lease_row("held"),))
+    answer = the_answer(lent(LENT[:2]), live)
+    assert answer.kind == NO_PARAMETERS
+    assert any("the router has lost the parameters" in fact for fact in answer.facts)
+    assert [line.side for line in answer.happened] == ["P", "P"]
+
+
+def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
+    live = Live(engines=(engine_row("D", role="kv_producer"),), local_prefills=(local_prefill(),))
+    answer = the_answer([], live)
+    assert "P, which did not lend" in answer.cause
+    assert "do_remote_decode" in answer.advice
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "word", "outcome"),
+    [
+        (LENT[:1], (lease_row("computing"),), "computes its prompt", "waiting"),
+        (LENT[:2], (lease_row("held"),), "no decode engine is known to read them", "waiting"),
+        (LENT[:2], (lease_row("held", (HolderRow(engine_id="other-d", ranks=1, released=(), released_count=0),)),),
+         "for other-d", "waiting"),
+        (EXPIRED, (), "LeaseExpired: ", "failed"),
+        (LENT, (), "read and released", "served"),
+        ((LENT[0], ("computing", "Withdrawn", "released")), (), "without lending", "failed"),
+    ],
+)  # fmt: skip
+def test_a_lease_of_which_no_decode_engine_knows(
+    steps: tuple[Step, ...], rows: tuple[Any, ...], word: str, outcome: str
+) -> None:
+    answer = the_answer(lent(steps), Live(leases=rows))
+    assert word in answer.cause
+    assert (answer.outcome, answer.side) == (outcome, "P")
+
+
+# --- what happened, and which request is meant ------------------------------------------------------------------------
+
+
+def test_both_sides_are_one_order_with_offsets() -> None:
+    found = [*lent(), *pulled(at=1.25)]
+    answer = the_answer(found)
+    assert answer.cause.startswith("Done")
+    assert [(line.side, line.offset_seconds) for line in answer.happened] == [
+        ("P", 0.0),
+        ("P", 1.0),
+        ("D", 1.25),
+        ("P", 2.0),
+        ("D", 2.25),
+        ("D", 4.25),
+    ]
+
+
+def test_ranks_that_went_the_same_way_are_one_line_and_the_one_that_failed_decides() -> None:
+    found = [*pulled(rank=0), *pulled(rank=1)]
+    assert all(line.what.endswith("(2 ranks)") for line in the_answer(found).happened)
+    failed = [
+        TransitionRecord(**({name: getattr(each, name) for name in each.__struct_fields__} | {"rank": 1}))
+        for each in ended_with(failures.ConnectionRefused(peer="P"))
+    ]
+    assert the_answer([*pulled(rank=0), *failed]).kind == "ConnectionRefused"
+
+
+def test_one_that_lives_is_told_with_its_records() -> None:
+    live = Live(requests=(row("reading"),), leases=(lease_row("held"),))
+    answer = the_answer([*lent(LENT[:2]), *pulled(PULLED[:2])], live)
+    assert answer.outcome == "waiting"
+    assert len(answer.happened) == 4
+    assert any("its lease is held" in fact for fact in answer.facts)
+
+
+def test_a_queued_one_is_one_case_with_its_lease() -> None:
+    live = Live(requests=(row("queued"),), leases=(lease_row("held"),))
+    (case,) = find("abc", lent(LENT[:2]), live)
+    assert len(case.leases) == 1
+    assert case.name == D_NAME
+
+
+def test_a_lease_belongs_to_the_request_whose_parameters_name_it_wrongly() -> None:
+    """Another engine, or parameters that make no sense: what the client calls it is the same on both sides."""
+    wrong = pulled(FAILED, peer="another", reason="ConnectionRefused", detail="nothing listens")
+    senseless = pulled(FAILED, peer=None, remote_request_id=None, lease_number=0, reason="BadParams", detail="bad")
+    for each in (wrong, senseless):
+        (case,) = find("abc", [*lent(LENT[:2]), *each], Live(leases=(lease_row("held"),)))
+        assert len(case.story.leases) == 1
+        assert len(case.leases) == 1
+        assert explain(case, Live()).outcome == "failed"
+
+
+def test_several_that_match_are_all_found() -> None:
+    other = records("request", "D", "cmpl-abd-0-d", PULLED, peer="P", remote_request_id="cmpl-abd-0-p", at=10)
+    assert [case.name for case in find("ab", [*other, *pulled()], Live())] == [D_NAME, "cmpl-abd-0-d"]
+    assert find("xyz", [*other, *pulled()], Live()) == []
+
+
+def test_nothing_found_says_what_was_looked_at() -> None:
+    silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
+    said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
+    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it"):
+        assert word in said
+
+
+def test_a_case_without_anything_has_no_name() -> None:
+    assert Case().name == ""

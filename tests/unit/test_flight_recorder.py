@@ -1,0 +1,105 @@
+"""The ring of the last steps: what is kept, what is left out, and that a step is rendered as a trace would."""
+
+from __future__ import annotations
+
+from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, is_about, names
+from connector.runtime.recorder import Recorder
+from statemachine import hold, lease, lending, peer, request
+from statemachine.failures import ConnectionRefused
+from statemachine.lease import LeaseName
+from statemachine.lending import Lending, LendingLimits
+from tests.unit.test_recorder import HandClock, ListSink
+
+LIMITS = LendingLimits(lease_ns=10**9, heartbeat_ns=10**9, total_ns=10**10)
+LEASE = LeaseName("cmpl-abc-0-1", 7)
+
+
+def recorder(sink: ListSink | None = None) -> tuple[Recorder, HandClock]:
+    clock = HandClock()
+    return Recorder(engine_id="e", rank=1, role="worker", clock=clock, sink=sink), clock
+
+
+def fill(flight: FlightRecorder, count: int) -> None:
+    for number in range(count):
+        value = request.Request(request_id=f"r{number}", lease=LEASE, peer="p", retries_left=0)
+        flight.keep((number, None, None, value, "p", NO_AMOUNTS))
+
+
+def test_the_oldest_steps_make_room_for_new_ones() -> None:
+    flight = FlightRecorder(steps_kept=4)
+    fill(flight, 10)
+    assert [step.after.request_id for step in flight.newest_first()] == ["r9", "r8", "r7", "r6"]
+    assert flight.oldest_ns() == 6
+
+
+def test_bad_ends_outlive_the_other_steps() -> None:
+    own, clock = recorder()
+    own.flight = FlightRecorder(steps_kept=4, bad_ends_kept=2)
+    core = Lending(LIMITS, own.observer(None))
+    core.handle(lending.Computing(lease=LEASE), clock.ns)
+    core.handle(lending.Granted(lease=LEASE), clock.ns)
+    clock.pass_seconds(20)
+    core.advance(clock.ns)
+    for number in range(8):
+        clock.pass_seconds(1)
+        core.handle(lending.Computing(lease=LeaseName("other", number)), clock.ns)
+    kept = own.flight.newest_first()
+    assert len(kept) == 5
+    assert kept[-1].after.state is lease.State.EXPIRED
+    assert kept[-1].after.name == LEASE
+    assert sum(step.after.state is lease.State.EXPIRED for step in kept) == 1
+
+
+def test_a_step_that_stays_in_its_state_is_only_traced() -> None:
+    sink = ListSink()
+    own, clock = recorder(sink)
+    core = Lending(LIMITS, own.observer(None))
+    core.handle(lending.Computing(lease=LEASE), clock.ns)
+    core.handle(lending.Granted(lease=LEASE), clock.ns)
+    asked = lending.HoldAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, sent_ns=0, leases=(LEASE,))
+    core.handle(asked, clock.ns)
+    assert [each.to_state for each in sink.records] == ["computing", "held", "held"]
+    assert [step.after.state.value for step in own.flight.newest_first()] == ["held", "computing"]
+
+
+def test_what_is_kept_is_rendered_as_it_was_traced() -> None:
+    sink = ListSink()
+    own, clock = recorder(sink)
+    core = Lending(LIMITS, own.observer(None))
+    for event in (
+        lending.Computing(lease=LEASE),
+        lending.Granted(lease=LEASE, blocks=3),
+        lending.Computing(lease=LEASE),
+    ):
+        clock.pass_seconds(1)
+        core.handle(event, clock.ns)
+    clock.pass_seconds(5)
+    steps = own.flight.newest_first()[::-1]
+    rendered = [own.render(step, number) for number, step in enumerate(steps)]
+    fields = ("seq", "mono_ns", "engine_id", "rank", "machine", "subject", "from_state", "event", "to_state", "blocks")
+    assert [[getattr(each, name) for name in fields] for each in rendered] == [
+        [getattr(each, name) for name in fields] for each in sink.records
+    ]
+    assert [round(each.wall, 3) for each in rendered] == [round(each.wall, 3) for each in sink.records]
+
+
+def test_every_machine_has_a_name_and_is_found_by_its_request() -> None:
+    failed = request.Request(
+        request_id="cmpl-d-0-2",
+        lease=LEASE,
+        peer="p",
+        retries_left=0,
+        state=request.State.FAILED,
+        failure=ConnectionRefused(peer="p", address="h:1"),
+    )
+    values = {
+        failed: ("cmpl-d-0-2", "cmpl-abc-0-1", 7),
+        hold.Hold(lease=LEASE, rank=2): ("cmpl-abc-0-1/2", "cmpl-abc-0-1", 7),
+        lease.Lease(name=LEASE): ("cmpl-abc-0-1", None, 7),
+        peer.Peer(engine_id="p"): ("p", None, None),
+    }
+    for value, expected in values.items():
+        assert names(value) == expected
+        assert is_about(value, "abc") == (not isinstance(value, peer.Peer))
+    assert is_about(failed, "cmpl-d")
+    assert not is_about(failed, "xyz")
