@@ -187,16 +187,12 @@ class Lending:
     """See the module's docstring.
 
     Args:
-        observe: told of every step; for the trace.
-        observe_end: told of the last step of each lease; for the log.
+        observe: told of every step.
     """
 
-    def __init__(
-        self, limits: LendingLimits, observe: Observer | None = None, observe_end: Observer | None = None
-    ) -> None:
+    def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
         self._limits = limits
         self._observe = observe
-        self._observe_end = observe_end
         # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX.
@@ -381,8 +377,6 @@ class Lending:
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
-            if self._observe_end is not None:
-                self._observe_end("lease", name, before, event, after)
             if after.state is machine.State.EXPIRED and (readers := _readers(after)):
                 self._readers_of_expired[name] = readers
         if self._observe is not None:
@@ -417,7 +411,7 @@ class Lending:
     # --- for the explorer -------------------------------------------------------------------------------------------
 
     def copy(self) -> Lending:
-        other = type(self)(self._limits, self._observe, self._observe_end)
+        other = type(self)(self._limits, self._observe)
         other._leases = dict(self._leases)
         other._ended = dict(self._ended)
         other._readers_of_expired = dict(self._readers_of_expired)

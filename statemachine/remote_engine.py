@@ -483,8 +483,7 @@ class RemoteEngine:
 
     Args:
         identity: of this rank; makes the jitter of its back-off its own.
-        observe: told of every step; for the trace.
-        observe_peer: told of every step of the connection; for the log.
+        observe: told of every step.
     """
 
     def __init__(
@@ -495,14 +494,12 @@ class RemoteEngine:
         *,
         identity: str = "",
         observe: Observer | None = None,
-        observe_peer: Observer | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.address = address
         self._limits = limits
         self._identity = identity
         self._observe = observe
-        self._observe_peer = observe_peer
         self._peer = peer.Peer(engine_id=engine_id)
         # Requests that have not ended. Removed in the step that reports them, so each is reported exactly once.
         self._requests: dict[str, request.Request] = {}
@@ -845,8 +842,6 @@ class RemoteEngine:
         before = self._peer
         self._peer, effects = peer.MACHINE.step(before, event)
         self._see("peer", self.engine_id, before, event, self._peer)
-        if self._observe_peer is not None:
-            self._observe_peer("peer", self.engine_id, before, event, self._peer)
         for effect in effects:
             match effect:
                 case peer.StartHandshake():
@@ -1309,7 +1304,7 @@ class RemoteEngine:
 
     def copy(self) -> RemoteEngine:
         other = type(self)(self.engine_id, self.address, self._limits, identity=self._identity)
-        other._observe, other._observe_peer = self._observe, self._observe_peer
+        other._observe = self._observe
         other._peer = self._peer
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)

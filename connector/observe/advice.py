@@ -1,32 +1,47 @@
-"""What to do about each kind of failure, for people who read a trace. README.md has the same table with more room."""
+"""What to do about each kind of failure, in one line. README.md has the same with more room."""
 
 from __future__ import annotations
 
-ADVICE: dict[str, str] = {
-    "AbortedByClient": "nothing: the client left",
-    "ActorCrashed": "a bug: report it with the log and the trace",
-    "BadParams": "make the router forward kv_transfer_params unchanged; the text names the field and both values",
-    "BlocksConsumed": "prefill again before a retry: these blocks were read and released already",
-    "ConnectionRefused": "start P, or correct its address: nothing listens there",
-    "ConnectorStopped": "restart the engine if it was not shut down; the log says why its connector stopped",
-    "ConsumerUnknown": "find out who released what is not lent; P is not disturbed",
-    "ControlLinkLost": "did the worker of P die, and are its ports open to D? It is rebuilt by itself",
-    "DeadlineExceeded": "see which state took the time (trace slow); request_timeout_seconds is the limit",
-    "HandshakeMalformed": "check the port: something else listens there, or an unlike version",
-    "HandshakeRefused": "read the text: P says why it refuses; has one of its workers died?",
-    "HandshakeTimeout": "is P up, and does VLLM_NIXL_SIDE_CHANNEL_HOST name an address that D can reach?",
-    "Incompatible": "start both engines alike; the text has the field and both values",
-    "LeaseExpired": "did D fail, or never get the request? does its queue exceed the lease (trace show)?",
-    "LeaseNotProven": "P hangs, or its control socket does: all bytes came, and nobody confirmed that they were kept",
-    "LeaseOver": "prefill again; does D's queue exceed lease_limit_seconds, or did another engine read the blocks?",
-    "MessageMalformed": "find out who sends it; nothing is disturbed",
-    "NotificationsDropped": "find out who floods this engine",
-    "PeerBackoff": "look at the failure before it: P is tried again by itself",
-    "PeerRetired": "prefill again: another engine has taken P's address, or P was forgotten for want of use",
-    "Quarantined": "as ReadNeverEnded; the blocks return to the pool when their READs have ended",
-    "ReadNeverEnded": "P hangs, or the network does; the connection is given up until the READs end",
-    "TooManyPeers": "raise peer_limit",
-    "TransferError": "the connection is rebuilt by itself; if it comes often, look at NIXL's log and the network",
-    "WrongEngine": "two engines share an address, or P was replaced",
+NO_PARAMETERS = "NoTransferParams"
+"""Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
+LEASE_EXPIRED = "LeaseExpired"
+"""Kind of a lease that ended before everybody had read it. Not a failure of D, which may not know of it."""
+
+WHAT_TO_DO: dict[str, str] = {
+    "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
+    "ConnectionRefused": "start P again if it has ended; else correct VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it",
+    "HandshakeTimeout": (
+        "see whether P runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that D can reach"
+    ),
+    "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
+    "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "WrongEngine": (
+        "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
+        "prefill again"
+    ),
+    "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
+    "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
+    "PeerBackoff": "correct what made P fail; it is tried again by itself",
+    "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
+    "TooManyPeers": "raise the option peer_limit on D",
+    "Incompatible": "start both engines with the same model and settings; the line has both values",
+    "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
+    "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
+    "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
+    "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
+    "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
+    "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
+    "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
+    "AbortedByClient": "nothing: the client went away",
+    "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
+    "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
+    "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
+    "ConnectorStopped": "restart this engine, and report what its log says",
+    "ActorCrashed": "report it with the log and the trace: it is a bug",
+    NO_PARAMETERS: "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D",
+    LEASE_EXPIRED: (
+        "see whether the router sent the request to a decode engine, and how long it waits there; raise "
+        "kv_lease_duration"
+    ),
 }
-"""By kind; `LeaseExpired` is P's side of a lease that ran out."""
+"""By kind; complete for `statemachine/failures.py`."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from connector.observe.explanation import WHAT_TO_DO
+from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.live import EngineReport, Survey
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
 
@@ -385,7 +385,7 @@ def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             what = f"{count} request(s) came to {_name(engine)} without usable kv_transfer_params: it computed the " + (
                 f"prompts itself, with HTTP 200{last}"
             )
-            advice = WHAT_TO_DO["NoTransferParams"]
+            advice = WHAT_TO_DO[NO_PARAMETERS]
         yield Finding(
             level="note" if engine.role == "kv_both" else "problem",
             check="silent local prefill",
@@ -427,7 +427,7 @@ def _releases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 check="expired leases",
                 engines=(_name(engine),),
                 what=f"{_name(engine)}: {len(expired - done)} lease(s) expired that nobody has read ({name})",
-                advice=WHAT_TO_DO["LeaseExpired"],
+                advice=WHAT_TO_DO[LEASE_EXPIRED],
             )
         late = sum(row.counts.get("late releases", 0) for row in engine.of(EngineRow))
         if late:

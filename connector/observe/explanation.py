@@ -6,7 +6,7 @@
 
 `explain` is a pure function. Its first line is the cause: the kind of the failure first where there is one, otherwise
 what is waited for. A failure that only follows from another one names that: a request that was refused because its peer
-backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`), which is complete for `failures.py`.
+backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`).
 
 A Case is one request of one decode engine, or a lease that no decode engine is known to have read, or a request that
 came without parameters. `find` puts together those that a person may mean by a text.
@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.history import History, Story, histories, stories
 from connector.wire.inspection import (
     AnyRow,
@@ -269,53 +270,7 @@ def _is_lease_of(case: Case, engine_id: str, row: LeaseRow) -> bool:
     return key in known
 
 
-# --- what to do, by kind ----------------------------------------------------------------------------------------------
-
-WHAT_TO_DO: dict[str, str] = {
-    "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
-    "ConnectionRefused": "start P again if it has ended; else correct VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it",
-    "HandshakeTimeout": (
-        "see whether P runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that D can reach"
-    ),
-    "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
-    "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
-    "WrongEngine": (
-        "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
-        "prefill again"
-    ),
-    "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
-    "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
-    "PeerBackoff": "correct what made P fail; it is tried again by itself",
-    "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
-    "TooManyPeers": "raise the option peer_limit on D",
-    "Incompatible": "start both engines with the same model and settings; the line has both values",
-    "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
-    "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
-    "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
-    "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
-    "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
-    "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
-    "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
-    "AbortedByClient": "nothing: the client went away",
-    "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
-    "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
-    "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
-    "ConnectorStopped": "restart this engine, and report what its log says",
-    "ActorCrashed": "report it with the log and the trace: it is a bug",
-}
-"""By kind of failure."""
-
-NO_PARAMETERS = "NoTransferParams"
-"""Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
-NOT_READ = "LeaseExpired"
-"""Kind of a lease that ended before anybody had read it. Not a failure of D, which may not know of it."""
-
-WHAT_TO_DO[NO_PARAMETERS] = (
-    "have the router put kv_transfer_params of P's answer, unchanged, into the request that it sends to D"
-)
-WHAT_TO_DO[NOT_READ] = (
-    "see whether the router sent the request to a decode engine, and how long it waits there; raise kv_lease_duration"
-)
+# --- what is waited for -----------------------------------------------------------------------------------------------
 
 WAITING: dict[str, tuple[str, str]] = {
     "queued": (
@@ -625,7 +580,7 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         waiting, follows = LEASE_WAITING[state]
         cause = f"{_capital(waiting)}, for {_seconds(since)}"
     elif state == "expired":
-        kind, outcome, advice = NOT_READ, "failed", WHAT_TO_DO[NOT_READ]
+        kind, outcome, advice = LEASE_EXPIRED, "failed", WHAT_TO_DO[LEASE_EXPIRED]
         cause = f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and nobody had read them"
     elif state == "done":
         outcome, advice = "served", "nothing"

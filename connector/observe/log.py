@@ -188,10 +188,10 @@ class EventLog:
         """For the core of one remote engine. `describe` names it and says where it is."""
         return _PeerObserver(self, self._clock, describe)
 
-    def observe_lease_end(
+    def observe_lease(
         self, machine: str, subject: Hashable, before: object, event: Event | None, after: object
     ) -> None:
-        """Told of the step that ends a lease. One that lends blocks back for a fixed time may well end unread."""
+        """Told of every other state of a lease. One that lends blocks back for a fixed time may well end unread."""
         assert isinstance(after, lease.Lease)
         if after.state is not lease.State.EXPIRED or not (after.is_renewable or after.holders):
             return
@@ -213,7 +213,7 @@ class EventLog:
 
 
 class _PeerObserver:
-    """Hears of every step of one connection, and says what became of it.
+    """Hears of every other state of one connection, and says what became of it.
 
     An outage begins with the first failure that is noticed and ends when the engine is connected again. Within it a
     failed attempt is said again only when it fails otherwise than the one before: that tells more of the cause.
@@ -228,11 +228,11 @@ class _PeerObserver:
         self._last_kind: str | None = None
 
     def __call__(self, machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
+        if before is None:
+            return
         assert isinstance(before, peer.Peer)
         assert isinstance(after, peer.Peer)
         came_from, is_in = before.state, after.state
-        if is_in is came_from:
-            return
         if is_in is peer.State.HANDSHAKING:
             self._handshake_began_ns = self._clock.now_ns()
         elif is_in is peer.State.READY:

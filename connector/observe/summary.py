@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.advice import ADVICE
+from connector.observe.advice import WHAT_TO_DO
 from connector.observe.history import TERMINAL, History, Story
 from statemachine import lease, peer, request
 
@@ -173,7 +173,7 @@ def failures(histories: Iterable[History]) -> list[FailureSummary]:
             first_wall=min(each.wall for each in examples),
             last_wall=max(each.wall for each in examples),
             peers=tuple(sorted({each.peer for each in examples if each.peer})),
-            advice=ADVICE.get(kind, ""),
+            advice=WHAT_TO_DO.get(kind, ""),
             examples=tuple(examples[:EXAMPLES_MAX]),
         )
         for (kind, machine), examples in groups.items()

@@ -74,7 +74,6 @@ class LeaseKeeper:
 
     Args:
         observe: told of every step of a lease, for the trace; None: nobody wants to know.
-        observe_end: told of the last step of each, for the log; None: nobody wants to know.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure. It limits how many it writes.
         log_crash: writes a line with a traceback: which task, what it raised.
@@ -98,12 +97,11 @@ class LeaseKeeper:
         watch_notifications: Callable[[bool], None],
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
-        observe_end: Observer | None = None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
-        self._core = Lending(limits, observe, observe_end)
+        self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
         self._log_failure = log_failure

@@ -49,6 +49,7 @@ from statemachine import roster
 from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.roster import PeerKey
+from statemachine.trace import Observer
 
 
 @dataclass(kw_only=True)
@@ -89,8 +90,7 @@ class PeerActor:
             address,
             engine_limits(context.options),
             identity=f"{local.engine_id}/{local.tp_rank}",
-            observe=context.recorder.observer(address.engine_id, self.amounts),
-            observe_peer=context.event_log.observer_of_peer(self._describe) if context.event_log is not None else None,
+            observe=context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer()),
         )
         # Requests that may come to wait for long, with the moment at which that is said; in the order of these.
         self._to_be_said: deque[tuple[int, str]] = deque()
@@ -223,6 +223,10 @@ class PeerActor:
         since_ns = self._context.clock.now_ns() - pull.began_ns
         age_seconds = pull.command.age_seconds + since_ns / NS_PER_SECOND
         return f"request {request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
+
+    def _log_of_peer(self) -> Observer | None:
+        log = self._context.event_log
+        return None if log is None else log.observer_of_peer(self._describe)
 
     def _describe(self) -> str:
         """What the log calls the engine."""

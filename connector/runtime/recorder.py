@@ -36,6 +36,9 @@ _ENDS: frozenset[object] = (
 _REQUEST = request.MACHINE.name
 
 
+_LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
+
+
 class Recorder:
     """See the module's docstring. `sink` None: no trace is written; `figures` None: nothing is counted."""
 
@@ -60,8 +63,9 @@ class Recorder:
         # With a sink: when each living machine instance entered its state; dropped in the record of its end.
         self._entered_ns: dict[Hashable, int] = {}
 
-    def observer(self, peer_id: str | None, amounts: Amounts | None = None) -> Observer:
-        """For a core that deals with the engine `peer_id` (None: with many)."""
+    def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
+        """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
+        peer or a lease comes to."""
         keep, keep_bad_end, now_ns = self.flight.keep, self.flight.keep_bad_end, self.clock.now_ns
         write = self._write if self._sink is not None else None
         count = self._figures.observer() if self._figures is not None else None
@@ -76,6 +80,8 @@ class Recorder:
             known = amounts(after.request_id) if amounts is not None and machine is _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
             step = (now_ns(), before, event, after, peer_id, known)
             if not is_same:
+                if log is not None and machine in _LOGGED:
+                    log(machine, subject, before, event, after)
                 keep(step)
                 if state in BAD_ENDS:
                     keep_bad_end(step)

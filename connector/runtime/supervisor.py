@@ -111,8 +111,7 @@ class Supervisor:
         self._lease_keeper = LeaseKeeper(
             limits=lending_limits(options),
             clock=clock,
-            observe=recorder.observer(None),
-            observe_end=event_log.observe_lease_end if event_log is not None else None,
+            observe=recorder.observer(None, log=None if event_log is None else event_log.observe_lease),
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,

@@ -28,6 +28,7 @@ from connector.observe.log import (
     get_logger,
     log_crash,
 )
+from connector.runtime.recorder import Recorder
 from statemachine import lending, peer, remote_engine, request
 from statemachine.failures import (
     AbortedByClient,
@@ -293,6 +294,10 @@ class CoreClock:
         raise AssertionError("not for people's lines")
 
 
+def recorder(clock: CoreClock) -> Recorder:
+    return Recorder(engine_id="engine", rank=0, role="kv_both", clock=clock, sink=None)
+
+
 class Told:
     """A core of a decode rank, and its log."""
 
@@ -314,7 +319,9 @@ class Told:
             "prefill-1",
             "h:1",
             limits,
-            observe_peer=self.log.observer_of_peer(lambda: "prefill-1 at h:1 (TP 2)"),
+            observe=recorder(self.clock).observer(
+                "prefill-1", log=self.log.observer_of_peer(lambda: "prefill-1 at h:1 (TP 2)")
+            ),
         )
         self.requests = 0
         self.connections = 0
@@ -406,7 +413,7 @@ class Lender:
         self.clock = CoreClock()
         log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
         limits = lending.LendingLimits(lease_ns=30 * SECOND, heartbeat_ns=20 * SECOND, total_ns=900 * SECOND)
-        self.core = lending.Lending(limits, observe_end=log.observe_lease_end)
+        self.core = lending.Lending(limits, recorder(self.clock).observer(None, log=log.observe_lease))
 
     def feed(self, event: lending.Event) -> None:
         self.core.handle(event, self.clock.ns)
