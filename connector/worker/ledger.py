@@ -21,7 +21,6 @@ from collections import deque
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
-from connector.observe.log import get_logger
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
@@ -42,8 +41,6 @@ from statemachine.failures import ConnectorStopped
 
 REASON_LENGTH_MAX = 300
 """Of why this worker has stopped, in characters."""
-
-_log = get_logger()
 
 
 class TransferLedger:
@@ -167,9 +164,6 @@ class TransferLedger:
         if self._dead_since_ns is None:
             self._dead_since_ns = now_ns
             self._note_stop(f"its actors died: {death!r}")
-            _log.critical(
-                "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
-            )
         failure = ConnectorStopped(detail=f"its actors died: {death!r}")
         for request_id, tables in self._open_receives.items():
             block_ids = [block_id for table in tables for block_id in table]
