@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from connector.observe.log import get_logger
+from connector.observe.log import get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.listener import HandshakeListener
@@ -75,4 +75,4 @@ class ListenerThread:
 
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)
-        self._on_death(f"the handshake listener died: {error!r}")
+        self._on_death(f"the handshake listener died: {root_cause(error)!r}")

@@ -21,7 +21,7 @@ from vllm.utils.network_utils import get_ip
 from connector.actor_death import act_on
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
-from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash
+from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash, root_cause
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
@@ -210,7 +210,7 @@ class ConnectorWorker:
     def _note_death(self, error: BaseException) -> None:
         """Trio thread, which ends with this."""
         log_crash("supervisor", error)
-        self._die(f"its actors died: {error!r}")
+        self._die(f"its actors died: {root_cause(error)!r}")
 
     def _die(self, reason: str) -> None:
         """Once, and not while the engine itself shuts down."""

@@ -56,7 +56,7 @@ def the_line(engine: Engine) -> str:
 def test_degrade_goes_on_without_kv_transfer(room: Room, tmp_path: Path) -> None:
     room.clear()
     with mortal(tmp_path, "degrade") as engine, Client(engine) as client:
-        assert "its actors died" in the_line(engine)
+        assert "its actors died: RuntimeError('killed by a test')" in the_line(engine)
         # A step is what tells the scheduler; P answers without parameters from then on.
         assert client.complete(prompt(20, "step")).ok
         lent = client.complete(prompt(100, "after"), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
