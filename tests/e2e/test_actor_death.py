@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,8 +72,6 @@ def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path, executor: str) -> 
     """The worker in a process of its own, and in that of the engine core."""
     room.clear()
     arguments = ("--distributed-executor-backend", executor)
-    with mortal(tmp_path, "exit", arguments=arguments, forks=False) as engine:
-        process = engine._process
-        assert isinstance(process, subprocess.Popen)
-        process.wait(END_SECONDS)
+    with mortal(tmp_path, "exit", arguments=arguments) as engine:
         assert "on_actor_death=exit" in the_line(engine)
+        wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)
