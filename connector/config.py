@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -97,6 +97,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0001
     """While transfers are open, how long the engine thread may keep the Python interpreter from the connector's threads
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
+    on_actor_death: Literal["degrade", "exit"] = "degrade"
+    """What an engine does whose actors have died: go on without KV transfer, or end, so that it is started again."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""

@@ -302,6 +302,17 @@ def log_crash(actor_name: str, error: BaseException) -> None:
     get_logger().error("%s crashed; please report this:\n%s", shorten(actor_name, SUBJECT_LENGTH_MAX), shown)
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """What was raised first: trio wraps what its tasks raise in groups, and those in errors of its own."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ is not None:
+            error = error.__cause__
+        else:
+            return error
+
+
 def _without_middle(lines: list[str]) -> list[str]:
     """The start tells where it ran, the end what was raised; what is between them may be very long."""
     left_out = len(lines) - TRACEBACK_LINES_AT_START - TRACEBACK_LINES_AT_END

@@ -137,6 +137,8 @@ class ActorThread(Generic[C]):
         else:
             if not self._ended:
                 self.death = RuntimeError("the actors ended without being asked to")
+                if self._started.is_set():
+                    self._on_error(self.death)
         finally:
             self._started.set()
 

@@ -63,6 +63,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector import DISTRIBUTION
+from connector.actor_death import act_on
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
@@ -334,7 +335,7 @@ class ConnectorScheduler:
                 raise TypeError(f"rank {rank} sent {type(payload).__name__}, expected HandshakeMetadata")
             ranks[rank] = payload
         if self._listener is None:
-            self._listener = ListenerThread(self._host, self._port, ranks, self._life)
+            self._listener = ListenerThread(self._host, self._port, ranks, self._life, self._note_listener_death)
             self._listener.start()
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
             _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
@@ -343,9 +344,9 @@ class ConnectorScheduler:
         self._block_pool = block_pool
 
     def shutdown(self) -> None:
-        if self._listener is not None:
-            self._listener.stop()
-            self._listener = None
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.stop()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -398,6 +399,12 @@ class ConnectorScheduler:
                     prompt_tokens=request.num_prompt_tokens,
                 )
             )
+
+    def _note_listener_death(self, reason: str) -> None:
+        """In the listener's thread. Nobody reaches this engine any more, so it lends nothing."""
+        if self._listener is not None:  # otherwise it is shutting down
+            self._stopped = self._stopped or reason
+            act_on(self._options, reason)
 
     def _pull(self, request: Request) -> WaitingPull | None:
         """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""

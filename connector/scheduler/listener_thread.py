@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from connector.observe.log import get_logger
+from connector.observe.log import get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.listener import HandshakeListener
@@ -19,9 +19,21 @@ _log = get_logger()
 
 
 class ListenerThread:
-    """Serves the handshake payloads of all ranks of this engine at (host, port)."""
+    """Serves the handshake payloads of all ranks of this engine at (host, port).
 
-    def __init__(self, host: str, port: int, ranks: Mapping[tuple[int, int], HandshakeMetadata], life: str) -> None:
+    Args:
+        on_death: called in its thread, with the reason, when that ends without being asked to.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        ranks: Mapping[tuple[int, int], HandshakeMetadata],
+        life: str,
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_death = on_death
         self._host = host
         self._port = port
         self._payloads = {
@@ -63,3 +75,4 @@ class ListenerThread:
 
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)
+        self._on_death(f"the handshake listener died: {root_cause(error)!r}")

@@ -18,16 +18,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
+from connector.actor_death import act_on
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import catalogue
-from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash
+from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash, root_cause
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, SendEnded
+from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -75,6 +76,7 @@ class ConnectorWorker:
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._rank_number = 0
+        self._has_died = False
         self._is_copy = False
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
@@ -146,7 +148,7 @@ class ConnectorWorker:
         thread = self._thread = ActorThread(
             "kv-transfer-actors",
             lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
-            self._log_error,
+            self._note_death,
             self._figures.note_wake_up,
         )
         try:
@@ -223,7 +225,7 @@ class ConnectorWorker:
                 sink=self._trace,
                 figures=self._figures,
             ),
-            emit=self.ledger.record,
+            emit=self._emit,
             log_failure=log_failure,
             log_crash=log_crash,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
@@ -233,8 +235,22 @@ class ConnectorWorker:
             ),
         )
 
-    def _log_error(self, error: BaseException) -> None:
+    def _emit(self, outcome: Outcome) -> None:
+        """Trio thread: for the engine thread, which hears of it with its next step. An idle engine takes none."""
+        self.ledger.record(outcome)
+        if isinstance(outcome, WorkerStopped):
+            self._die(outcome.reason)
+
+    def _note_death(self, error: BaseException) -> None:
+        """Trio thread, which ends with this."""
         log_crash("supervisor", error)
+        self._die(f"its actors died: {root_cause(error)!r}")
+
+    def _die(self, reason: str) -> None:
+        """Once, and not while the engine itself shuts down."""
+        if self._thread is not None and not self._has_died:
+            self._has_died = True
+            act_on(self._options, reason)
 
     def shutdown(self) -> None:
         """Stop the actors and close the agent; bounded in time. Idempotent."""

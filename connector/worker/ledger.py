@@ -21,7 +21,7 @@ from collections import deque
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
-from connector.observe.log import get_logger
+from connector.observe.log import root_cause
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
@@ -42,8 +42,6 @@ from statemachine.failures import ConnectorStopped
 
 REASON_LENGTH_MAX = 300
 """Of why this worker has stopped, in characters."""
-
-_log = get_logger()
 
 
 class TransferLedger:
@@ -173,13 +171,11 @@ class TransferLedger:
     def fail_closed(self, death: BaseException | None) -> None:
         """The actors have died: end on their behalf what can be ended now. Called again with every step."""
         now_ns = self._clock.now_ns()
+        cause = root_cause(death) if death is not None else None
         if self._dead_since_ns is None:
             self._dead_since_ns = now_ns
-            self._note_stop(f"its actors died: {death!r}")
-            _log.critical(
-                "the KV transfer actors have died (%r): every transfer fails from now on; restart this engine", death
-            )
-        failure = ConnectorStopped(detail=f"its actors died: {death!r}")
+            self._note_stop(f"its actors died: {cause!r}")
+        failure = ConnectorStopped(detail=f"its actors died: {cause!r}")
         for request_id, tables in self._open_receives.items():
             block_ids = [block_id for table in tables for block_id in table]
             self._outcomes.append(

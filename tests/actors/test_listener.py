@@ -26,7 +26,7 @@ def serve(port: int) -> ListenerThread:
         control_host="127.0.0.1",
         control_port=1,
     )
-    return ListenerThread("127.0.0.1", port, {(0, 0): metadata}, "0" * 32)
+    return ListenerThread("127.0.0.1", port, {(0, 0): metadata}, "0" * 32, on_death=lambda _: None)
 
 
 def ask(port: int, frame: bytes, seconds: float = 2.0) -> tuple[bytes, ...] | None:

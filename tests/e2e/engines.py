@@ -107,6 +107,8 @@ class EngineOptions:
     block_size: int = BLOCK_SIZE_TOKENS
     connector: Literal["actor", "plugin", "builtin"] = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
+    module_path: str = "connector"
+    """Where that path leads; a test may put a class of its own in between."""
     beside_offloading: Literal["before", "after"] | None = None
     """Combined with vLLM's `OffloadingConnector`, and named before it or after it."""
     kv_role: KvRole = "kv_both"
@@ -177,7 +179,7 @@ class EngineOptions:
             "kv_connector_extra_config": dict(self.extra_config),
         }
         if self.connector == "actor":
-            own["kv_connector_module_path"] = "connector"
+            own["kv_connector_module_path"] = self.module_path
         whole = own
         if self.beside_offloading is not None:
             offloading = {

@@ -196,7 +196,8 @@ def serve_beside_eight_dead_ones(cluster: OnePrefillTwoDecode, time: str) -> Non
             assert each.result().seconds < HANDSHAKE_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
             record = cluster.traces.last_record(dead)
             assert (record.to_state, record.reason) == ("failed", "HandshakeTimeout")
-            assert f"handshake with {record.peer}" in cluster.failing.log()
+            assert f"engine {record.peer} at" in cluster.failing.log()
+            assert f"HandshakeTimeout: request {record.subject}, engine {record.peer} at" in cluster.failing.log()
     for key, answer in zip(healthy, answers, strict=False):  # as many as were needed
         assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
         cluster.traces.assert_plain(key)

@@ -4,17 +4,25 @@ sent. Each costs the request or the frame a clear error, and nothing else.
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
 
 from tests.e2e.client import NO_ANSWER, PrefillDecode
-from tests.e2e.cluster import PREFILL_BLOCKS, OnePrefillTwoDecode, prompt, wait_for
+from tests.e2e.cluster import (
+    HANDSHAKE_TIMEOUT_SECONDS,
+    PREFILL_BLOCKS,
+    OnePrefillTwoDecode,
+    prompt,
+    wait_for,
+)
 from tests.e2e.engines import LOOPBACK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -161,6 +169,49 @@ def test_parameters_that_are_not_true(cluster: OnePrefillTwoDecode, name: str) -
         else:
             assert answer.token_ids == service.alone(text).token_ids
     assert_serves(cluster.fail, cluster, f"{slug}-next")
+
+
+def test_the_port_of_another_server(cluster: OnePrefillTwoDecode) -> None:
+    """P's own API, in place of its side channel: no engine that hangs, and noticed before the handshake's timeout."""
+    text, key = prompt(TOKENS, "api port"), "api-port"
+    params = cluster.fail.prefill(text, f"{key}-p").kv_transfer_params
+    assert params is not None
+    answer = cluster.fail.decode(text, params | {"remote_port": cluster.prefill.options.http_port}, key)
+    assert answer.status == 500
+    assert answer.seconds < HANDSHAKE_TIMEOUT_SECONDS
+    record = cluster.traces.last_record(key)
+    assert (record.to_state, record.reason) == ("failed", "HandshakeMalformed")
+    assert_serves(cluster.fail, cluster, "api-port-next")
+
+
+def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None:
+    """As the README says: vLLM passes no reason on. The log of D has it, kind first, by the request's id."""
+    text = prompt(TOKENS, "seen")
+    params = cluster.fail.prefill(text, "seen-p").kv_transfer_params
+    assert params is not None
+    wrong = params | {"lease_number": 1}
+    plain = cluster.fail.decode(text, wrong, "seen-plain")
+    assert plain.status == 500
+    said = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+    assert json.loads(plain.error) == {"error": said}
+    body = {"model": "tiny", "max_tokens": 4, "kv_transfer_params": wrong, "stream": True}
+    for path, asked in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [{"role": "user", "content": text}], "chat_template": "{{ messages }}"}),
+    ):
+        url = f"http://{LOOPBACK}:{cluster.failing.options.http_port}/v1/{path}"
+        streamed = httpx.post(url, json=body | asked, timeout=60, trust_env=False)
+        assert streamed.status_code == 200
+        events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2]) == {"error": said}
+    lost = without("do_remote_prefill")(params)
+    assert cluster.fail.decode(text, lost, "seen-lost").ok
+    assert cluster.recompute.decode(text, wrong, "seen-recompute").ok
+    assert any(
+        " LeaseOver: request " in line and "seen-plain" in line and "known for" in line
+        for line in cluster.failing.log().splitlines()
+    )
 
 
 def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:

@@ -202,7 +202,7 @@ def workers(
         metadata = prefill.connector.get_handshake_metadata()
         assert isinstance(metadata, HandshakeMetadata)
         address = PeerAddress(engine_id="p", host="127.0.0.1", port=free_port(), tp_size=1)
-        listener = ListenerThread(address.host, address.port, {(0, 0): metadata}, "0" * 32)
+        listener = ListenerThread(address.host, address.port, {(0, 0): metadata}, "0" * 32, on_death=lambda _: None)
         stack.callback(listener.stop)
         listener.start()
         yield prefill, decode, address

@@ -83,7 +83,7 @@ def test_a_prefill_engine_whose_actors_died_lends_nothing_any_more(house: House)
         house.expect_loaded(engine, "before-death", prompt("before-death", 70))
         engine.crash_actors()
         deadline = time.monotonic() + _TOLERANCE
-        while "actors have died" not in engine.log_path.read_text():
+        while "transfers no KV any more" not in engine.log_path.read_text():
             assert time.monotonic() < deadline
             engine.decode("step", prompt("step", 10), None)
         answers = {}
@@ -106,7 +106,7 @@ def test_a_decode_engine_is_told_at_once_that_the_actors_of_a_prefill_engine_die
         params = engine.prefill("lent-before-death", tokens)
         engine.crash_actors()
         deadline = time.monotonic() + _TOLERANCE
-        while "actors have died" not in engine.log_path.read_text():
+        while "transfers no KV any more" not in engine.log_path.read_text():
             assert time.monotonic() < deadline
             engine.decode("step", prompt("step", 10), None)
         started = time.monotonic()

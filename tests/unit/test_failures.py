@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Union
 
 import msgspec
@@ -56,6 +58,8 @@ UNSPOKEN = {
     ("TransferError", "transport_lost"),
 }
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
 each_failure = pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
 
 
@@ -67,6 +71,14 @@ def _leaf_types(base: type[Failure]) -> set[type[Failure]]:
 def test_every_failure_has_an_example_here() -> None:
     abstract = {Failure, PeerFailure}
     assert {type(failure) for failure in EXAMPLES} == _leaf_types(Failure) - abstract
+
+
+def test_the_readme_has_every_kind_in_one_row_and_no_other() -> None:
+    """In the tables that say what happened and what to do; the first one, of what clients see, names kinds too."""
+    section = README.partition("### When something fails")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|((?: `[A-Z]\w+`,?)+) \|", section, re.MULTILINE)
+    named = [kind for row in rows for kind in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted({failure.kind for failure in EXAMPLES})
 
 
 @each_failure

@@ -20,6 +20,7 @@ from tests.rig.network import free_port
 
 HOST = "127.0.0.1"
 LIFE = "0123456789abcdef" * 2
+DEATHS: list[str] = []
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def port() -> int:
 @pytest.fixture
 def served(port: int) -> Iterator[ListenerThread]:
     """An engine of one rank."""
-    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE)
+    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=DEATHS.append)
     listener.start()
     yield listener
     listener.stop()
@@ -113,10 +114,11 @@ def test_an_engine_that_has_stopped_says_so_to_everybody(served: ListenerThread,
         assert answer[0] == {"error": "its workers died"}
 
 
-def test_a_thread_that_dies_is_logged(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_is_logged_and_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     crashes: list[str] = []
+    deaths: list[str] = []
     monkeypatch.setattr(listener_thread, "log_actor_crash", lambda name, error: crashes.append(f"{name}: {error}"))
-    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE)
+    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=deaths.append)
     listener.start()
     token = listener._thread._token
     assert token is not None
@@ -126,11 +128,21 @@ def test_a_thread_that_dies_is_logged(port: int, monkeypatch: pytest.MonkeyPatch
 
     token.run_sync_soon(die)
     deadline = time.monotonic() + 10
-    while not crashes and time.monotonic() < deadline:
+    while not deaths and time.monotonic() < deadline:
         time.sleep(0.01)
     listener.stop()
     (line,) = crashes
     assert line.startswith("handshake listener's thread: ")
+    (reason,) = deaths
+    assert reason.startswith("the handshake listener died: ")
+
+
+def test_a_thread_that_is_stopped_has_not_died(port: int) -> None:
+    deaths: list[str] = []
+    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=deaths.append)
+    listener.start()
+    listener.stop()
+    assert deaths == []
 
 
 def test_an_address_that_is_taken_is_an_error_at_start_and_no_crash(
@@ -139,5 +151,5 @@ def test_an_address_that_is_taken_is_an_error_at_start_and_no_crash(
     crashes: list[str] = []
     monkeypatch.setattr(listener_thread, "log_actor_crash", lambda name, error: crashes.append(name))
     with pytest.raises(ThreadStartError, match="in use"):
-        ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE).start()
+        ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=DEATHS.append).start()
     assert crashes == []

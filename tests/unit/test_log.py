@@ -249,6 +249,14 @@ def test_a_crash_of_several_tasks_shows_each(lines: Lines) -> None:
     assert "ValueError: second" in lines.texts[0]
 
 
+def test_the_root_cause_is_what_was_raised_first() -> None:
+    first = ValueError("first")
+    wrapped = RuntimeError("internal error")
+    wrapped.__cause__ = ExceptionGroup("nursery", [ExceptionGroup("nursery", [first, KeyError("second")])])
+    assert log.root_cause(wrapped) is first
+    assert log.root_cause(first) is first
+
+
 @given(text=st.text())
 def test_no_text_in_an_exception_can_pass_for_a_log_line(text: str) -> None:
     handler = Lines()

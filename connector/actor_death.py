@@ -1,0 +1,37 @@
+"""What becomes of an engine whose actors have died: the option `on_actor_death`.
+
+`degrade`: it lives on without KV transfer. Requests that wait for KV fail, the policy of vLLM decides what that means,
+and P lends nothing any more. `exit`: its process ends, so that whoever supervises it (Kubernetes) starts another one.
+
+The end is a SIGTERM to the own process, not an exception in the next step: an idle engine takes no step. vLLM takes the
+end of a worker or of the engine core for what it is, ends all others, and its API server with them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from connector.config import ConnectorOptions
+from connector.observe.log import get_logger
+from connector.wire.bounded import shorten
+
+REASON_LENGTH_MAX = 300
+
+_log = get_logger()
+
+
+def act_on(options: ConnectorOptions, reason: str) -> None:
+    """The actors of this process have died of `reason`. One line, and the end of the process if that is asked for."""
+    if options.on_actor_death == "degrade":
+        _log.critical(
+            "this engine transfers no KV any more: %s. It goes on without (on_actor_death=degrade); restart it",
+            shorten(reason, REASON_LENGTH_MAX),
+        )
+        return
+    _log.critical(
+        "this engine transfers no KV any more: %s. Its process %d ends now (on_actor_death=exit)",
+        shorten(reason, REASON_LENGTH_MAX),
+        os.getpid(),
+    )
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,77 @@
+"""Engines whose actors die, with each value of the option `on_actor_death`; idle ones, which take no step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import REQUEST_TRANSFER, Client
+from tests.e2e.cluster import Room, prompt, wait_for
+from tests.e2e.engines import Engine, EngineOptions, EngineSet
+from tests.e2e.mortal_connector import DEADLY_FILE_VARIABLE
+from tests.e2e.tiny_model import tiny_llama
+from tests.rig.network import dead_params, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
+
+END_SECONDS = 60.0
+"""vLLM's API server looks every five seconds whether its engine is alive; it takes a moment to end."""
+
+
+@contextmanager
+def mortal(tmp_path: Path, how: str, **options: Any) -> Iterator[Engine]:
+    """An engine that is idle, and whose actors have just died."""
+    deadly = tmp_path / "deadly"
+    with EngineSet() as engines:
+        (engine,) = engines.start(
+            EngineOptions(
+                name=how,
+                model=tiny_llama(),
+                logs=tmp_path,
+                context_tokens=512,
+                module_path="tests.e2e.mortal_connector",
+                extra_config={"on_actor_death": how},
+                environment={DEADLY_FILE_VARIABLE: str(deadly)},
+                **options,
+            )
+        )
+        with Client(engine) as client:
+            lent = client.complete(prompt(100, how), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
+        assert lent.kv_transfer_params
+        deadly.touch()
+        wait_for(lambda: "transfers no KV any more" in engine.log() or None, "a line about the death")
+        yield engine
+
+
+def the_line(engine: Engine) -> str:
+    (line,) = [each for each in engine.log().splitlines() if "this engine transfers no KV any more" in each]
+    return line
+
+
+def test_degrade_goes_on_without_kv_transfer(room: Room, tmp_path: Path) -> None:
+    room.clear()
+    with mortal(tmp_path, "degrade") as engine, Client(engine) as client:
+        assert "its actors died: RuntimeError('killed by a test')" in the_line(engine)
+        # A step is what tells the scheduler; P answers without parameters from then on.
+        assert client.complete(prompt(20, "step")).ok
+        lent = client.complete(prompt(100, "after"), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
+        assert lent.ok
+        assert not lent.kv_transfer_params
+        lost = client.complete(prompt(20, "lost"), kv_transfer_params=dead_params(free_port(), 1))
+        assert lost.status == 500
+        assert client.complete(prompt(20, "alone")).ok
+        assert engine.healthy()
+
+
+@pytest.mark.parametrize("executor", ["mp", "uni"])
+def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path, executor: str) -> None:
+    """The worker in a process of its own, and in that of the engine core."""
+    room.clear()
+    arguments = ("--distributed-executor-backend", executor)
+    with mortal(tmp_path, "exit", arguments=arguments) as engine:
+        assert "on_actor_death=exit" in the_line(engine)
+        wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)
