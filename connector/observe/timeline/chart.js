@@ -2,7 +2,7 @@
    request. Both are SVG. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const NODE_WIDTH = 118, NODE_HEIGHT = 38, CHART_WIDTH = 440;
+const NODE_WIDTH = 130, NODE_HEIGHT = 38, CHART_WIDTH = 440;
 
 /* Where the states stand. A test compares these with the tables. */
 const PLACES = {
@@ -141,7 +141,6 @@ const SIDES_LEFT = 70, SIDES_WIDTH = 440, SIDES_ROW = 26, SIDES_GAP = 14;
 function bothSides(doc, story, cursor) {
   const bars = [...story.leases, ...story.requests];
   let start = Math.min(...bars.map((bar) => bar.start)), end = Math.max(...bars.map((bar) => bar.end));
-  for (const hold of story.holds) end = Math.max(end, hold.end);
   if (end - start < 10) end = start + 10;
   const room = (end - start) * 0.02;
   start -= room;
@@ -166,16 +165,18 @@ function bothSides(doc, story, cursor) {
     id: "tip-side", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto", class: "lit",
     markerUnits: "userSpaceOnUse",
   }, svg("path", { d: "M0,0.6 L7.4,4 L0,7.4 z" })));
-  for (const time of ticks(start, end, 4)) {
-    root.append(svg("line", { x1: x(time), x2: x(time), y1: 4, y2: height - 18, class: "grid" }));
-    root.append(svg("text", { x: x(time), y: height - 5, class: "tick" }, duration(Math.round(time - start - room))));
+  const zero = start + room;
+  for (const time of ticks(0, end - zero, 4)) {
+    const at = x(zero + time);
+    root.append(svg("line", { x1: at, x2: at, y1: 4, y2: height - 18, class: "grid" }));
+    root.append(svg("text", { x: Math.min(at, SIDES_WIDTH - 22), y: height - 5, class: "tick" }, time ? "+" + duration(time) : "0"));
   }
   for (const bar of bars) {
     const isLease = bar.machine === "lease", at = y.get(bar), group = svg("g", { class: "o" + bar.outcome });
     root.append(svg("text", { x: 2, y: at + SIDES_ROW / 2 + 4, class: "who" },
-      (isLease ? "P " : "D ") + shortEngine(bar.process.engine).slice(0, 8) + "." + bar.process.rank));
+      (isLease ? "P" : "D") + " rank " + bar.process.rank));
     for (const visit of bar.visits) {
-      const width = Math.max(1, x(visit.end) - x(visit.start));
+      const width = Math.max(2, x(visit.end) - x(visit.start));
       if (visit === bar.visits[bar.visits.length - 1] && bar.isOver) continue;
       const title = svg("title");
       title.textContent = words(visit.state) + " for " + duration(visit.end - visit.start);
@@ -186,6 +187,15 @@ function bothSides(doc, story, cursor) {
       if (width > words(visit.state).length * 6.4 + 6) {
         const label = svg("text", { x: x(visit.start) + 5, y: at + SIDES_ROW - 7, class: "on " + visit.state }, words(visit.state));
         if (!isLease || visit.state !== "held") group.append(label);
+      }
+    }
+    if (!isLease) {
+      const from = x(bar.start), to = x(bar.end), longest = longestVisit([bar], "reading") || longestVisit([bar], "pending_handshake");
+      if (to - from < 70 && longest) {
+        const isRight = to < SIDES_WIDTH - 130;
+        group.append(svg("text", {
+          x: isRight ? to + 9 : from - 9, y: at + SIDES_ROW - 9, class: "beside", "text-anchor": isRight ? "start" : "end",
+        }, words(longest.state) + " " + duration(longest.end - longest.start)));
       }
     }
     root.append(group);

@@ -48,6 +48,7 @@ function readDocument(text) {
     return bar;
   });
 
+  for (const bar of bars) bar.process.lastSeen = Math.max(bar.process.lastSeen || 0, bar.end);
   let end = 0;
   for (const bar of bars) end = Math.max(end, bar.end);
   for (const each of raw.complaints) end = Math.max(end, each.at_seconds * 1e6);
@@ -134,7 +135,7 @@ function makeLanes(doc) {
     const side = bar.machine === "lease" ? "P" : "D";
     const key = side + bar.process.rank + "/" + bar.process.engine;
     if (!lanes.has(key)) {
-      lanes.set(key, { side, engine: bar.process.engine, rank: bar.process.rank, bars: [], rows: [], count: 0 });
+      lanes.set(key, { side, engine: bar.process.engine, rank: bar.process.rank, bars: [], shown: [], rows: [] });
     }
     bar.lane = lanes.get(key);
     bar.lane.bars.push(bar);
@@ -144,13 +145,14 @@ function makeLanes(doc) {
   return sorted;
 }
 
-/* Bars into as few rows as need be, none upon another. `shows`: which bars; `gap`: least time between two. */
-function packRows(bars, shows, gap) {
+/* Bars that live between two moments into as few rows as need be, none upon another. `gap`: least time between two. */
+function packRows(bars, [from, to], gap) {
   const rows = [];
   const ends = [];
   for (const bar of bars) {
-    bar.isShown = shows(bar);
-    if (!bar.isShown) continue;
+    if (bar.start > to) break;
+    if (bar.end < from) continue;
+    bar.isShown = true;
     let row = 0;
     while (row < ends.length && ends[row] > bar.start) row++;
     if (row === ends.length) rows.push([]);
@@ -205,16 +207,27 @@ function stateTimes(doc, stories, machine) {
     for (const bar of machine === "lease" ? story.leases : story.requests) {
       if (seen.has(bar.number)) continue;
       seen.add(bar.number);
-      for (const visit of bar.visits) {
-        if (visit !== bar.visits[bar.visits.length - 1]) times.get(visit.state).push(visit.end - visit.start);
-      }
+      for (let i = 0; i < bar.visits.length - 1; i++) times.get(bar.visits[i].state).push(bar.visits[i].end - bar.visits[i].start);
     }
   }
   const found = [];
   for (const [state, all] of times) {
     if (!all.length) continue;
-    all.sort((a, b) => a - b);
-    found.push({ state, count: all.length, p50: percentile(all, 0.5), p95: percentile(all, 0.95), p99: percentile(all, 0.99) });
+    const sorted = Float64Array.from(all).sort();
+    found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
+  }
+  return found;
+}
+
+/* The slowest, the slowest first. */
+function slowestOf(stories, most) {
+  const found = [];
+  for (const story of stories) {
+    if (found.length === most && story.took <= found[most - 1].took) continue;
+    let at = found.length;
+    while (at > 0 && found[at - 1].took < story.took) at--;
+    found.splice(at, 0, story);
+    if (found.length > most) found.pop();
   }
   return found;
 }
@@ -266,7 +279,7 @@ function trimmed(value, digits) {
 
 /* Microseconds for people. */
 function duration(us) {
-  const size = Math.abs(us);
+  const size = Number(Math.abs(us).toPrecision(3));
   if (size < 1e3) return trimmed(us, 3) + " µs";
   if (size < 1e6) return trimmed(us / 1e3, 3) + " ms";
   if (size < 6e7) return trimmed(us / 1e6, 3) + " s";

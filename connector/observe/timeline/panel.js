@@ -1,7 +1,7 @@
 /* The side panel: what is known of all requests that are shown, or of the chosen one; and what lives at the cursor.
    Texts of the trace become text nodes, never markup. */
 
-const SLOWEST = 12, ALIVE_SHOWN = 40;
+const SLOWEST = 12, ALIVE_SHOWN = 40, COMPLAINTS_SHOWN = 6;
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -26,8 +26,9 @@ function pill(doc, outcome) {
 
 function showSummary(app, panel) {
   const { doc, stories } = app;
-  const slowest = [...stories].sort((a, b) => b.took - a.took).slice(0, SLOWEST), most = slowest.length ? slowest[0].took : 1;
-  const parts = [make("h2", {}, stories.length === doc.stories.length ? "All requests" : "Requests that match")];
+  const slowest = slowestOf(stories, SLOWEST), most = slowest.length ? slowest[0].took : 1;
+  const parts = complaintsOf(app);
+  parts.push(make("h2", {}, stories.length === doc.stories.length ? "All requests" : "Requests that match"));
   if (!stories.length) parts.push(make("p", { class: "quiet" }, "None."));
   else {
     parts.push(timesTable(app, "request", "On D, time in state"), timesTable(app, "lease", "On P, time in state"));
@@ -38,16 +39,21 @@ function showSummary(app, panel) {
         make("span", { class: "figure" }, duration(story.took)),
         make("span", { class: "bar" }, barOf(story.took / most, story.outcome)))))));
   }
-  if (doc.complaints.length) {
-    parts.push(make("h3", {}, "What the oracles found"));
-    parts.push(make("ul", { class: "complaints" }, ...doc.complaints.slice(0, 20).map((each) =>
-      make("li", {}, make("button", { type: "button", onclick: () => app.goTo(each.at) },
-        make("b", {}, each.oracle), " at " + duration(each.at), make("span", {}, each.detail))))));
-  }
   parts.push(make("section", { id: "alive" }));
   parts.push(...clockNote(doc));
   panel.replaceChildren(...parts);
   showAlive(app);
+}
+
+function complaintsOf(app) {
+  const { complaints } = app.doc;
+  if (!complaints.length) return [];
+  const more = complaints.length - COMPLAINTS_SHOWN;
+  return [make("h2", {}, "What the oracles found"),
+    make("ul", { class: "complaints" }, ...complaints.slice(0, COMPLAINTS_SHOWN).map((each) =>
+      make("li", {}, make("button", { type: "button", onclick: () => app.goTo(each.at) },
+        make("b", {}, each.oracle), " at " + moment(each.at, 1e3), make("span", {}, each.detail))))),
+    more > 0 ? make("p", { class: "quiet more" }, "and " + more.toLocaleString("en") + " more") : make("p", { class: "more" })];
 }
 
 /* A share as a bar; SVG, because the page's policy forbids styles in attributes. */
@@ -143,8 +149,8 @@ function showStory(app, panel) {
   if (reading) {
     facts.push(["READ", duration(reading.end - reading.start)]);
     const bytes = story.requests.reduce((sum, each) => sum + each.lengthBytes, 0);
-    if (bytes && reading.end > reading.start) facts.push(["moved", amount(bytes) + ", " + amount((bytes / (reading.end - reading.start)) * 1e6) + "/s"]);
-    else if (bytes) facts.push(["moved", amount(bytes)]);
+    if (bytes) facts.push(["moved", amount(bytes)]);
+    if (bytes && reading.end > reading.start) facts.push(["at", amount((bytes / (reading.end - reading.start)) * 1e6) + "/s"]);
   }
   const blocks = Math.max(...[...own, ...story.leases].map((each) => each.blocks));
   if (blocks) facts.push(["blocks", blocks.toLocaleString("en")]);
@@ -157,8 +163,9 @@ function showStory(app, panel) {
   facts.push(["D", to.length ? to.map(shortEngine).join(", ") : "nobody asked for it"]);
   facts.push(["began", moment(story.start, 1e3)]);
   parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
-  if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's side of it is not in this trace."));
-  parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor), sidesLegend());
+  if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's lease is not in this trace."));
+  parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor));
+  if (story.leases.length) parts.push(sidesLegend(story));
   const all = [...story.requests, ...story.holds, ...story.leases];
   parts.push(make("h3", {}, "Path"));
   parts.push(make("div", { class: "tabs", role: "tablist" }, ...all.map((each) => make("button", {
@@ -204,11 +211,11 @@ function marginOf(story) {
   return least;
 }
 
-function sidesLegend() {
-  return make("p", { class: "legend" },
-    make("span", {}, make("i", { class: "swatch drain" }), "what is left of P's lease"),
-    make("span", {}, make("i", { class: "swatch proof" }), "what D can prove of it"),
-    make("span", {}, make("i", { class: "swatch gap" }), "between them: the margin"));
+function sidesLegend(story) {
+  return make("p", { class: "legend o" + story.leases[0].outcome },
+    make("span", {}, make("i", { class: "swatch drain" }), "left of P's lease"),
+    make("span", {}, make("i", { class: "swatch proof" }), "proven by D"),
+    make("span", {}, make("i", { class: "swatch gap" }), "the margin"));
 }
 
 function stepsTable(app, bar) {
