@@ -7,7 +7,7 @@ const NODE_WIDTH = 130, NODE_HEIGHT = 38, CHART_WIDTH = 440;
 /* Where the states stand. A test compares these with the tables. */
 const PLACES = {
   request: {
-    pending_handshake: [220, 30], reading: [220, 116], proving: [112, 202], draining: [328, 202],
+    pending_handshake: [220, 30], reading: [220, 116], proving: [132, 202], draining: [328, 202],
     done: [72, 288], expired: [220, 288], failed: [368, 288],
   },
   hold: {
@@ -75,6 +75,8 @@ function stateChart(doc, bar) {
     }
   });
   const plain = svg("g"), lit = svg("g"), labels = svg("g");
+  const boxes = Object.values(places).map(([x, y]) =>
+    [x - NODE_WIDTH / 2, y - NODE_HEIGHT / 2, x + NODE_WIDTH / 2, y + NODE_HEIGHT / 2]);
   for (const [from, to, events] of table.arrows) {
     const key = from + ">" + to, arrow = taken.get(key), title = svg("title");
     title.textContent = words(from) + " → " + words(to) + ": " + events.join(", ");
@@ -97,11 +99,11 @@ function stateChart(doc, bar) {
     }, title);
     (arrow ? lit : plain).append(line);
     if (arrow) {
-      const middle = bend ? bezier(start, bend[0], bend[1], end, 0.5) : [(start[0] + end[0]) / 2, (start[1] + end[1]) / 2];
-      const text = arrow.numbers.join(", ") + "  " + arrow.events.join(", ");
-      const half = text.length * 3.1;
-      const x = Math.max(half + 4, Math.min(CHART_WIDTH - half - 4, middle[0]));
-      labels.append(svg("text", { x, y: middle[1] + 4, class: "label" }, text));
+      const text = arrow.numbers.join(", ") + "  " + arrow.events.join(", "), half = text.length * 3.1;
+      const along = (t) => (bend ? bezier(start, bend[0], bend[1], end, t) : [0, 1].map((i) => start[i] + (end[i] - start[i]) * t));
+      const [x, y] = freePlace(along, half, boxes);
+      boxes.push([x - half, y - 8, x + half, y + 8]);
+      labels.append(svg("text", { x, y: y + 4, class: "label" }, text));
     }
   }
   const nodes = svg("g");
@@ -126,6 +128,17 @@ function stateChart(doc, bar) {
   }
   root.append(plain, lit, nodes, labels);
   return root;
+}
+
+/* Where on an arrow a label fits: as near to the middle as no box is in its way. */
+function freePlace(along, half, boxes) {
+  const found = [0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82].map(function (t) {
+    const [x, y] = along(t);
+    return [Math.max(half + 3, Math.min(CHART_WIDTH - half - 3, x)), y];
+  });
+  const isFree = ([x, y]) => !boxes.some(([left, top, right, bottom]) =>
+    x + half > left && x - half < right && y + 7 > top && y - 7 < bottom);
+  return found.find(isFree) || found[0];
 }
 
 function bezier(a, b, c, d, t) {

@@ -4,7 +4,7 @@
    A bar is one history (one machine instance): `visits` are the states that it was in, `steps` everything that happened
    to it. Times are microseconds since the beginning of the document. */
 
-const STEP = 6;
+const STEP = 6, NARROW_NAME = 5;
 
 function readDocument(text) {
   const raw = JSON.parse(text);
@@ -141,7 +141,13 @@ function makeLanes(doc) {
     bar.lane.bars.push(bar);
   }
   const sorted = [...lanes.values()].sort((a, b) => (a.side === b.side ? engineOrder(a, b) : a.side === "P" ? -1 : 1));
-  for (const lane of sorted) lane.bars.sort((a, b) => a.start - b.start || a.end - b.end);
+  const names = [...new Set(sorted.map((lane) => lane.engine))];
+  const begins = new Set(names.map((name) => name.slice(0, NARROW_NAME)));
+  for (const lane of sorted) {
+    lane.bars.sort((a, b) => a.start - b.start || a.end - b.end);
+    const { engine } = lane, fits = engine.length <= NARROW_NAME + 1;
+    lane.shortName = fits ? engine : begins.size === names.length ? engine.slice(0, NARROW_NAME) + "…" : "…" + engine.slice(-NARROW_NAME);
+  }
   return sorted;
 }
 
@@ -274,7 +280,7 @@ function arrowsOf(story) {
 /* --- words --------------------------------------------------------------------------------------------------------- */
 
 function trimmed(value, digits) {
-  return String(Number(value.toPrecision(digits)));
+  return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
 /* Microseconds for people. */

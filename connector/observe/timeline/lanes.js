@@ -2,7 +2,7 @@
    the window are skipped, the first bar of a row is found by bisection, and bars that share a pixel become one, in the
    colour of the worst of them. */
 
-const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
+const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, LANE_EMPTY = 26, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
 const ARROWS_MAX = 60, DRAWN_MAX = 300, FONT = "12px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Lanes {
@@ -49,7 +49,8 @@ class Lanes {
   /* The tallest rows with which everything fits; else the lowest, and the lanes scroll. */
   place() {
     const faults = this.faultRows.length ? this.faultRows.length * FAULT_ROW + 2 * LANE_PAD : 0;
-    const tall = (lane, rowHeight) => Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD);
+    const tall = (lane, rowHeight) =>
+      lane.rows.length ? Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD) : LANE_EMPTY;
     const all = (rowHeight) => RULER + faults + this.lanes.reduce((sum, lane) => sum + tall(lane, rowHeight), 0);
     this.rowHeight = ROW_MAX;
     while (this.rowHeight > ROW_MIN && all(this.rowHeight) > this.height) this.rowHeight--;
@@ -67,7 +68,7 @@ class Lanes {
     const ratio = window.devicePixelRatio || 1;
     this.width = width;
     this.height = height;
-    this.gutter = width < 640 ? 74 : 132;
+    this.gutter = width < 640 ? 82 : 132;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(height * ratio);
     this.canvas.style.width = width + "px";
@@ -154,9 +155,10 @@ class Lanes {
     c.fillStyle = ink.line;
     c.fillRect(this.gutter - 1, top, 1, lane.tall);
     // The words stay in sight while a tall lane is scrolled.
-    const y = Math.max(RULER - lane.tall + LANE_MIN > top ? top + lane.tall - LANE_MIN : RULER, top) + LANE_MIN / 2;
-    const narrow = this.gutter < 100;
-    c.fillStyle = ink.strong;
+    const least = Math.min(lane.tall, LANE_MIN), narrow = this.gutter < 100, isEmpty = lane.tall < LANE_MIN;
+    const y = Math.max(Math.min(RULER, top + lane.tall - least), top) + least / 2;
+    const name = narrow ? lane.shortName : shortEngine(lane.engine);
+    c.fillStyle = isEmpty ? ink.muted : ink.strong;
     c.beginPath();
     c.roundRect(8, y - 10, 20, 20, 5);
     c.fill();
@@ -165,8 +167,15 @@ class Lanes {
     c.textAlign = "center";
     c.fillText(lane.side, 18, y + 0.5);
     c.textAlign = "left";
+    if (isEmpty) {
+      c.fillStyle = ink.muted;
+      c.font = FONT.replace("12px", "11px");
+      c.fillText(narrow ? name : name + " · rank " + lane.rank, 34, y + 0.5);
+      c.font = FONT;
+      return;
+    }
     c.fillStyle = ink.fg;
-    c.fillText(narrow ? lane.engine.slice(0, 5) : shortEngine(lane.engine), 34, y - 7);
+    c.fillText(name, 34, y - 7);
     c.font = FONT.replace("12px", "11px");
     c.fillStyle = ink.muted;
     c.fillText("rank " + lane.rank + (narrow ? "" : " · " + lane.shown.length.toLocaleString("en")), 34, y + 8);

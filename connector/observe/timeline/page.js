@@ -127,7 +127,7 @@ function showAliveSoon() {
 
 /* `moves`: bring it into view. `bar`: which of its machines to show the path of. */
 app.choose = function (story, moves, bar) {
-  app.selected = story;
+  app.selected = story || null;
   app.bar = story ? bar || story.worst : null;
   if (story && moves) {
     const leases = story.leases.filter((each) => each.start > story.start - story.took * 4 - 1e5);
