@@ -166,7 +166,8 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
     """One story for each request on D and for each lease that nobody on a known D has asked for, in the order in which
     they began by the wall clock.
 
-    A request whose parameters carried no number belongs to the lease of that id, if P has given the id once. Parallel samples of one prompt are a story each, with the same leases. A D that is asked twice with the same ids and
+    A request whose parameters carried no number belongs to the lease of that id, if P has given the id once. Parallel
+    samples of one prompt are a story each, with the same leases. A D that is asked twice with the same ids and
     parameters has two stories: its first instance on each rank belongs to the first.
     """
     of_machine: dict[str, list[History]] = {}

@@ -51,7 +51,7 @@ class Browser:
         from_us, self._to_browser = os.pipe()
         self._from_browser, to_us = os.pipe()
         command = [
-            "sh",
+            "bash",  # sh may know descriptors of one digit only
             "-c",
             f'exec "$0" "$@" 3<&{from_us} 4>&{to_us}',  # the two descriptors that the protocol names
             path,
