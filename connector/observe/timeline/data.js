@@ -310,7 +310,7 @@ function amount(bytes) {
 }
 
 function shortEngine(name) {
-  return name.length > 14 ? name.slice(0, 8) + "…" + name.slice(-3) : name;
+  return name.length > 12 ? name.slice(0, 6) + "…" + name.slice(-3) : name;
 }
 
 function count(number, one, many) {

@@ -2,7 +2,7 @@
    the window are skipped, the first bar of a row is found by bisection, and bars that share a pixel become one, in the
    colour of the worst of them. */
 
-const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, LANE_EMPTY = 26, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
+const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, LANE_EMPTY = 26, EMPTY_SHOWN = 4, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
 const ARROWS_MAX = 60, DRAWN_MAX = 300, FONT = "12px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Lanes {
@@ -49,8 +49,10 @@ class Lanes {
   /* The tallest rows with which everything fits; else the lowest, and the lanes scroll. */
   place() {
     const faults = this.faultRows.length ? this.faultRows.length * FAULT_ROW + 2 * LANE_PAD : 0;
+    const empty = this.lanes.filter((lane) => !lane.rows.length).length;
+    this.left = empty > EMPTY_SHOWN ? empty : 0;
     const tall = (lane, rowHeight) =>
-      lane.rows.length ? Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD) : LANE_EMPTY;
+      lane.rows.length ? Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD) : this.left ? 0 : LANE_EMPTY;
     const all = (rowHeight) => RULER + faults + this.lanes.reduce((sum, lane) => sum + tall(lane, rowHeight), 0);
     this.rowHeight = ROW_MAX;
     while (this.rowHeight > ROW_MIN && all(this.rowHeight) > this.height) this.rowHeight--;
@@ -61,7 +63,7 @@ class Lanes {
       lane.inset = Math.max(LANE_PAD, (lane.tall - lane.rows.length * this.rowHeight) / 2);
       top += lane.tall;
     }
-    this.full = RULER + top;
+    this.full = RULER + top + (this.left ? LANE_EMPTY : 0);
   }
 
   resize(width, height) {
@@ -130,17 +132,18 @@ class Lanes {
     for (const lane of this.lanes) this.bars(lane, state, big);
     this.arrows(state, big);
     this.complaints();
-    this.cursor(state.cursor);
     c.restore();
     for (const lane of this.lanes) this.label(lane);
+    this.leftOut();
     this.faults(state);
+    if (state.cursor !== null && state.cursor >= this.view[0] && state.cursor <= this.view[1]) this.cursor(state.cursor);
     c.restore();
     this.ruler(marks, state.cursor);
   }
 
   background(lane) {
     const { context: c, ink } = this, top = RULER + lane.top - this.scroll;
-    if (top > this.height || top + lane.tall < RULER) return;
+    if (!lane.tall || top > this.height || top + lane.tall < RULER) return;
     c.fillStyle = lane.side === "P" ? ink.lane : ink.bg;
     c.fillRect(0, top, this.width, lane.tall);
     c.fillStyle = ink.line;
@@ -149,7 +152,7 @@ class Lanes {
 
   label(lane) {
     const { context: c, ink } = this, top = RULER + lane.top - this.scroll;
-    if (top > this.height || top + lane.tall < RULER) return;
+    if (!lane.tall || top > this.height || top + lane.tall < RULER) return;
     c.fillStyle = lane.side === "P" ? ink.lane : ink.bg;
     c.fillRect(0, top, this.gutter - 1, lane.tall - 1);
     c.fillStyle = ink.line;
@@ -170,7 +173,7 @@ class Lanes {
     if (isEmpty) {
       c.fillStyle = ink.muted;
       c.font = FONT.replace("12px", "11px");
-      c.fillText(narrow ? name : name + " · rank " + lane.rank, 34, y + 0.5);
+      c.fillText(narrow ? name : name + " · " + lane.rank, 34, y + 0.5);
       c.font = FONT;
       return;
     }
@@ -180,6 +183,15 @@ class Lanes {
     c.fillStyle = ink.muted;
     c.fillText("rank " + lane.rank + (narrow ? "" : " · " + lane.shown.length.toLocaleString("en")), 34, y + 8);
     c.font = FONT;
+  }
+
+  /* Many ranks with nothing here would hide the others. */
+  leftOut() {
+    if (!this.left) return;
+    this.context.fillStyle = this.ink.muted;
+    this.context.font = FONT.replace("12px", "11px");
+    this.context.fillText(count(this.left, "rank") + " with nothing to show around here", 8, this.full - LANE_EMPTY / 2 - this.scroll);
+    this.context.font = FONT;
   }
 
   ruler(marks, cursor) {
@@ -208,7 +220,6 @@ class Lanes {
   }
 
   cursor(time) {
-    if (time === null) return;
     this.context.fillStyle = this.ink.accent;
     this.context.fillRect(Math.round(this.x(time)) - 0.75, RULER, 1.5, this.height);
   }

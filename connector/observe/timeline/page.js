@@ -9,7 +9,7 @@ performance.measure("read", "read");
 
 const byId = (id) => document.getElementById(id);
 const app = {
-  doc, stories: doc.stories, selected: null, bar: null, hover: null, fault: null, cursor: null, isPlaying: false,
+  doc, stories: doc.stories, selected: null, bar: null, hover: null, fault: null, cursor: null, isPlaying: false, times: new Map(),
   filter: { query: "", outcomes: new Set(), peer: "", shortest: 0, longest: Infinity },
 };
 const lanes = new Lanes(doc, byId("lanes"), byId("overview"));

@@ -1,7 +1,7 @@
 /* The side panel: what is known of all requests that are shown, or of the chosen one; and what lives at the cursor.
    Texts of the trace become text nodes, never markup. */
 
-const SLOWEST = 12, ALIVE_SHOWN = 40, COMPLAINTS_SHOWN = 6;
+const SLOWEST = 12, ALIVE_SHOWN = 16, COMPLAINTS_SHOWN = 6;
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -27,7 +27,7 @@ function pill(doc, outcome) {
 function showSummary(app, panel) {
   const { doc, stories } = app;
   const slowest = slowestOf(stories, SLOWEST), most = slowest.length ? slowest[0].took : 1;
-  const parts = complaintsOf(app);
+  const parts = [make("section", { id: "alive" }), ...complaintsOf(app)];
   parts.push(make("h2", {}, stories.length === doc.stories.length ? "All requests" : "Requests that match"));
   if (!stories.length) parts.push(make("p", { class: "quiet" }, "None."));
   else {
@@ -39,7 +39,6 @@ function showSummary(app, panel) {
         make("span", { class: "figure" }, duration(story.took)),
         make("span", { class: "bar" }, barOf(story.took / most, story.outcome)))))));
   }
-  parts.push(make("section", { id: "alive" }));
   parts.push(...clockNote(doc));
   panel.replaceChildren(...parts);
   showAlive(app);
@@ -63,8 +62,15 @@ function barOf(share, outcome) {
   return root;
 }
 
+/* Those of all requests are made once. */
+function timesOf(app, machine) {
+  if (app.stories !== app.doc.stories) return stateTimes(app.doc, app.stories, machine);
+  if (!app.times.has(machine)) app.times.set(machine, stateTimes(app.doc, app.stories, machine));
+  return app.times.get(machine);
+}
+
 function timesTable(app, machine, title) {
-  const rows = stateTimes(app.doc, app.stories, machine);
+  const rows = timesOf(app, machine);
   if (!rows.length) return null;
   return make("table", { class: "times" },
     make("caption", {}, title),
@@ -98,8 +104,7 @@ function showAlive(app) {
   if (!place) return;
   const { doc, cursor } = app;
   if (cursor === null) {
-    place.replaceChildren(make("h3", {}, "At the cursor"), make("p", { class: "quiet" },
-      "Click the ruler, or play, to see what lived at a moment."));
+    place.replaceChildren();
     return;
   }
   const byState = new Map(), alive = [];
@@ -115,18 +120,19 @@ function showAlive(app) {
       alive.push([bar, visit]);
     }
   }
-  alive.sort((a, b) => a[1].start - b[1].start);
+  const isLease = (bar) => Number(bar.machine === "lease");
+  alive.sort((a, b) => isLease(a[0]) - isLease(b[0]) || a[1].start - b[1].start);
   const faults = doc.faults.filter((fault) => fault.start <= cursor && fault.end >= cursor);
   const total = [...byState].map(([key, number]) => make("span", { class: "chip" }, key + " ", make("b", {}, number.toLocaleString("en"))));
   place.replaceChildren(...[
-    make("h3", {}, "At " + moment(cursor, 1e3)),
+    make("h2", {}, "At " + moment(cursor, 1e3)),
     alive.length ? make("p", { class: "chips" }, ...total) : make("p", { class: "quiet" }, "Nothing that is shown lived then."),
     faults.length ? make("p", { class: "chips" }, ...faults.map((fault) => make("span", { class: "chip fault" }, words(fault.kind) + " " + fault.target))) : null,
     make("ul", { class: "alive" }, ...alive.slice(0, ALIVE_SHOWN).map(([bar, visit]) => make("li", {},
       make("button", { type: "button", onclick: () => app.choose(bar.stories[0], false, bar) },
         mark(doc, bar.outcome), make("span", { class: "id" }, bar.subject),
         make("span", { class: "quiet" }, words(visit.state)), make("span", { class: "figure" }, duration(cursor - visit.start)))))),
-    alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " that are younger") : null,
+    alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " more") : null,
   ].filter(Boolean));
 }
 
@@ -174,7 +180,6 @@ function showStory(app, panel) {
   parts.push(make("div", { class: "o" + bar.outcome }, stateChart(doc, bar)));
   parts.push(stepsTable(app, bar));
   if (doc.command === null) parts.push(make("h3", {}, "Explain it"), make("code", { class: "command" }, doc.explain.replace("REQUEST", story.name)));
-  parts.push(make("section", { id: "alive" }));
   panel.replaceChildren(...parts);
 }
 
