@@ -109,6 +109,7 @@ function readDocument(text) {
   return {
     title: raw.title, zeroWall: raw.zero_wall, command: raw.command, explain: raw.explain, outcomes: raw.outcomes, machines: raw.machines,
     processes: raw.processes, bars, stories, faults, complaints, start, end: Math.max(end, start + 1),
+    knowsReaders: bars.some((bar) => bar.machine === "request"),
     byKey: new Map(stories.map((story) => [story.key, story])),
   };
 }

@@ -120,7 +120,7 @@ class Lanes {
     c.rect(0, RULER, width, height - RULER);
     c.clip();
     for (const lane of this.lanes) this.background(lane);
-    const marks = ticks(this.view[0], this.view[1], Math.max(2, (width - this.gutter) / 130));
+    const marks = !this.doc.stories.length ? [] : ticks(this.view[0], this.view[1], Math.max(2, (width - this.gutter) / 130));
     c.fillStyle = ink.line;
     for (const time of marks) c.fillRect(Math.round(this.x(time)), RULER, 1, height);
     this.shadeFaults(state);
@@ -338,9 +338,6 @@ class Lanes {
       if (hold) {
         c.fillStyle = this.solid[o];
         this.drain(hold, full, visit, y, high);
-      } else {
-        c.fillStyle = this.solid[o];
-        this.drain(bar, full, visit, y, high);
       }
     }
     this.unseen(bar, y, high);

@@ -166,7 +166,7 @@ function showStory(app, panel) {
   const from = [...new Set(story.leases.map((each) => each.process.engine).concat(story.requests.map((each) => each.peer).filter(Boolean)))];
   const to = [...new Set(story.requests.map((each) => each.process.engine))];
   facts.push(["P", from.length ? from.map(shortEngine).join(", ") : "not in this trace"]);
-  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : "nobody asked for it"]);
+  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : doc.knowsReaders ? "nobody asked for it" : "not in this trace"]);
   facts.push(["began", moment(story.start, 1e3)]);
   parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
   if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's lease is not in this trace."));
@@ -219,8 +219,8 @@ function marginOf(story) {
 function sidesLegend(story) {
   return make("p", { class: "legend o" + story.leases[0].outcome },
     make("span", {}, make("i", { class: "swatch drain" }), "left of P's lease"),
-    make("span", {}, make("i", { class: "swatch proof" }), "proven by D"),
-    make("span", {}, make("i", { class: "swatch gap" }), "the margin"));
+    story.holds.length ? make("span", {}, make("i", { class: "swatch proof" }), "proven by D") : null,
+    story.holds.length ? make("span", {}, make("i", { class: "swatch gap" }), "the margin") : null);
 }
 
 function stepsTable(app, bar) {
