@@ -2,12 +2,12 @@
    request. Both are SVG. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const NODE_WIDTH = 118, NODE_HEIGHT = 38, CHART_WIDTH = 440;
+const NODE_WIDTH = 130, NODE_HEIGHT = 38, CHART_WIDTH = 440;
 
 /* Where the states stand. A test compares these with the tables. */
 const PLACES = {
   request: {
-    pending_handshake: [220, 30], reading: [220, 116], proving: [112, 202], draining: [328, 202],
+    pending_handshake: [220, 30], reading: [220, 116], proving: [132, 202], draining: [328, 202],
     done: [72, 288], expired: [220, 288], failed: [368, 288],
   },
   hold: {
@@ -75,6 +75,8 @@ function stateChart(doc, bar) {
     }
   });
   const plain = svg("g"), lit = svg("g"), labels = svg("g");
+  const boxes = Object.values(places).map(([x, y]) =>
+    [x - NODE_WIDTH / 2, y - NODE_HEIGHT / 2, x + NODE_WIDTH / 2, y + NODE_HEIGHT / 2]);
   for (const [from, to, events] of table.arrows) {
     const key = from + ">" + to, arrow = taken.get(key), title = svg("title");
     title.textContent = words(from) + " → " + words(to) + ": " + events.join(", ");
@@ -97,11 +99,11 @@ function stateChart(doc, bar) {
     }, title);
     (arrow ? lit : plain).append(line);
     if (arrow) {
-      const middle = bend ? bezier(start, bend[0], bend[1], end, 0.5) : [(start[0] + end[0]) / 2, (start[1] + end[1]) / 2];
-      const text = arrow.numbers.join(", ") + "  " + arrow.events.join(", ");
-      const half = text.length * 3.1;
-      const x = Math.max(half + 4, Math.min(CHART_WIDTH - half - 4, middle[0]));
-      labels.append(svg("text", { x, y: middle[1] + 4, class: "label" }, text));
+      const text = arrow.numbers.join(", ") + "  " + arrow.events.join(", "), half = text.length * 3.1;
+      const along = (t) => (bend ? bezier(start, bend[0], bend[1], end, t) : [0, 1].map((i) => start[i] + (end[i] - start[i]) * t));
+      const [x, y] = freePlace(along, half, boxes);
+      boxes.push([x - half, y - 8, x + half, y + 8]);
+      labels.append(svg("text", { x, y: y + 4, class: "label" }, text));
     }
   }
   const nodes = svg("g");
@@ -128,6 +130,17 @@ function stateChart(doc, bar) {
   return root;
 }
 
+/* Where on an arrow a label fits: as near to the middle as no box is in its way. */
+function freePlace(along, half, boxes) {
+  const found = [0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82].map(function (t) {
+    const [x, y] = along(t);
+    return [Math.max(half + 3, Math.min(CHART_WIDTH - half - 3, x)), y];
+  });
+  const isFree = ([x, y]) => !boxes.some(([left, top, right, bottom]) =>
+    x + half > left && x - half < right && y + 7 > top && y - 7 < bottom);
+  return found.find(isFree) || found[0];
+}
+
 function bezier(a, b, c, d, t) {
   const u = 1 - t;
   return [0, 1].map((i) => u * u * u * a[i] + 3 * u * u * t * b[i] + 3 * u * t * t * c[i] + t * t * t * d[i]);
@@ -141,7 +154,6 @@ const SIDES_LEFT = 70, SIDES_WIDTH = 440, SIDES_ROW = 26, SIDES_GAP = 14;
 function bothSides(doc, story, cursor) {
   const bars = [...story.leases, ...story.requests];
   let start = Math.min(...bars.map((bar) => bar.start)), end = Math.max(...bars.map((bar) => bar.end));
-  for (const hold of story.holds) end = Math.max(end, hold.end);
   if (end - start < 10) end = start + 10;
   const room = (end - start) * 0.02;
   start -= room;
@@ -166,16 +178,18 @@ function bothSides(doc, story, cursor) {
     id: "tip-side", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto", class: "lit",
     markerUnits: "userSpaceOnUse",
   }, svg("path", { d: "M0,0.6 L7.4,4 L0,7.4 z" })));
-  for (const time of ticks(start, end, 4)) {
-    root.append(svg("line", { x1: x(time), x2: x(time), y1: 4, y2: height - 18, class: "grid" }));
-    root.append(svg("text", { x: x(time), y: height - 5, class: "tick" }, duration(Math.round(time - start - room))));
+  const zero = start + room;
+  for (const time of ticks(0, end - zero, 4)) {
+    const at = x(zero + time);
+    root.append(svg("line", { x1: at, x2: at, y1: 4, y2: height - 18, class: "grid" }));
+    root.append(svg("text", { x: Math.min(at, SIDES_WIDTH - 22), y: height - 5, class: "tick" }, time ? "+" + duration(time) : "0"));
   }
   for (const bar of bars) {
     const isLease = bar.machine === "lease", at = y.get(bar), group = svg("g", { class: "o" + bar.outcome });
     root.append(svg("text", { x: 2, y: at + SIDES_ROW / 2 + 4, class: "who" },
-      (isLease ? "P " : "D ") + shortEngine(bar.process.engine).slice(0, 8) + "." + bar.process.rank));
+      (isLease ? "P" : "D") + " rank " + bar.process.rank));
     for (const visit of bar.visits) {
-      const width = Math.max(1, x(visit.end) - x(visit.start));
+      const width = Math.max(2, x(visit.end) - x(visit.start));
       if (visit === bar.visits[bar.visits.length - 1] && bar.isOver) continue;
       const title = svg("title");
       title.textContent = words(visit.state) + " for " + duration(visit.end - visit.start);
@@ -186,6 +200,15 @@ function bothSides(doc, story, cursor) {
       if (width > words(visit.state).length * 6.4 + 6) {
         const label = svg("text", { x: x(visit.start) + 5, y: at + SIDES_ROW - 7, class: "on " + visit.state }, words(visit.state));
         if (!isLease || visit.state !== "held") group.append(label);
+      }
+    }
+    if (!isLease) {
+      const from = x(bar.start), to = x(bar.end), longest = longestVisit([bar], "reading") || longestVisit([bar], "pending_handshake");
+      if (to - from < 70 && longest) {
+        const isRight = to < SIDES_WIDTH - 130;
+        group.append(svg("text", {
+          x: isRight ? to + 9 : from - 9, y: at + SIDES_ROW - 9, class: "beside", "text-anchor": isRight ? "start" : "end",
+        }, words(longest.state) + " " + duration(longest.end - longest.start)));
       }
     }
     root.append(group);

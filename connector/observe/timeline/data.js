@@ -4,7 +4,7 @@
    A bar is one history (one machine instance): `visits` are the states that it was in, `steps` everything that happened
    to it. Times are microseconds since the beginning of the document. */
 
-const STEP = 6;
+const STEP = 6, NARROW_NAME = 5;
 
 function readDocument(text) {
   const raw = JSON.parse(text);
@@ -48,6 +48,7 @@ function readDocument(text) {
     return bar;
   });
 
+  for (const bar of bars) bar.process.lastSeen = Math.max(bar.process.lastSeen || 0, bar.end);
   let end = 0;
   for (const bar of bars) end = Math.max(end, bar.end);
   for (const each of raw.complaints) end = Math.max(end, each.at_seconds * 1e6);
@@ -108,6 +109,7 @@ function readDocument(text) {
   return {
     title: raw.title, zeroWall: raw.zero_wall, command: raw.command, explain: raw.explain, outcomes: raw.outcomes, machines: raw.machines,
     processes: raw.processes, bars, stories, faults, complaints, start, end: Math.max(end, start + 1),
+    knowsReaders: bars.some((bar) => bar.machine === "request"),
     byKey: new Map(stories.map((story) => [story.key, story])),
   };
 }
@@ -134,23 +136,30 @@ function makeLanes(doc) {
     const side = bar.machine === "lease" ? "P" : "D";
     const key = side + bar.process.rank + "/" + bar.process.engine;
     if (!lanes.has(key)) {
-      lanes.set(key, { side, engine: bar.process.engine, rank: bar.process.rank, bars: [], rows: [], count: 0 });
+      lanes.set(key, { side, engine: bar.process.engine, rank: bar.process.rank, bars: [], shown: [], rows: [] });
     }
     bar.lane = lanes.get(key);
     bar.lane.bars.push(bar);
   }
   const sorted = [...lanes.values()].sort((a, b) => (a.side === b.side ? engineOrder(a, b) : a.side === "P" ? -1 : 1));
-  for (const lane of sorted) lane.bars.sort((a, b) => a.start - b.start || a.end - b.end);
+  const names = [...new Set(sorted.map((lane) => lane.engine))];
+  const begins = new Set(names.map((name) => name.slice(0, NARROW_NAME)));
+  for (const lane of sorted) {
+    lane.bars.sort((a, b) => a.start - b.start || a.end - b.end);
+    const { engine } = lane, fits = engine.length <= NARROW_NAME + 1;
+    lane.shortName = fits ? engine : begins.size === names.length ? engine.slice(0, NARROW_NAME) + "…" : "…" + engine.slice(-NARROW_NAME);
+  }
   return sorted;
 }
 
-/* Bars into as few rows as need be, none upon another. `shows`: which bars; `gap`: least time between two. */
-function packRows(bars, shows, gap) {
+/* Bars that live between two moments into as few rows as need be, none upon another. `gap`: least time between two. */
+function packRows(bars, [from, to], gap) {
   const rows = [];
   const ends = [];
   for (const bar of bars) {
-    bar.isShown = shows(bar);
-    if (!bar.isShown) continue;
+    if (bar.start > to) break;
+    if (bar.end < from) continue;
+    bar.isShown = true;
     let row = 0;
     while (row < ends.length && ends[row] > bar.start) row++;
     if (row === ends.length) rows.push([]);
@@ -205,16 +214,27 @@ function stateTimes(doc, stories, machine) {
     for (const bar of machine === "lease" ? story.leases : story.requests) {
       if (seen.has(bar.number)) continue;
       seen.add(bar.number);
-      for (const visit of bar.visits) {
-        if (visit !== bar.visits[bar.visits.length - 1]) times.get(visit.state).push(visit.end - visit.start);
-      }
+      for (let i = 0; i < bar.visits.length - 1; i++) times.get(bar.visits[i].state).push(bar.visits[i].end - bar.visits[i].start);
     }
   }
   const found = [];
   for (const [state, all] of times) {
     if (!all.length) continue;
-    all.sort((a, b) => a - b);
-    found.push({ state, count: all.length, p50: percentile(all, 0.5), p95: percentile(all, 0.95), p99: percentile(all, 0.99) });
+    const sorted = Float64Array.from(all).sort();
+    found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
+  }
+  return found;
+}
+
+/* The slowest, the slowest first. */
+function slowestOf(stories, most) {
+  const found = [];
+  for (const story of stories) {
+    if (found.length === most && story.took <= found[most - 1].took) continue;
+    let at = found.length;
+    while (at > 0 && found[at - 1].took < story.took) at--;
+    found.splice(at, 0, story);
+    if (found.length > most) found.pop();
   }
   return found;
 }
@@ -261,12 +281,12 @@ function arrowsOf(story) {
 /* --- words --------------------------------------------------------------------------------------------------------- */
 
 function trimmed(value, digits) {
-  return String(Number(value.toPrecision(digits)));
+  return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
 /* Microseconds for people. */
 function duration(us) {
-  const size = Math.abs(us);
+  const size = Number(Math.abs(us).toPrecision(3));
   if (size < 1e3) return trimmed(us, 3) + " µs";
   if (size < 1e6) return trimmed(us / 1e3, 3) + " ms";
   if (size < 6e7) return trimmed(us / 1e6, 3) + " s";
@@ -291,7 +311,7 @@ function amount(bytes) {
 }
 
 function shortEngine(name) {
-  return name.length > 14 ? name.slice(0, 8) + "…" + name.slice(-3) : name;
+  return name.length > 12 ? name.slice(0, 6) + "…" + name.slice(-3) : name;
 }
 
 function count(number, one, many) {

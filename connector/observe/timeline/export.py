@@ -38,6 +38,8 @@ EXPLAIN = "nixl-actor why REQUEST --trace DIRECTORY"
 
 MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, hold.MACHINE, lease.MACHINE)
 
+_NUMBERS = {machine.name: number for number, machine in enumerate(MACHINES)}
+
 OUTCOMES = ("failed", "expired", "aborted", "open", "withdrawn", "done")
 """Of a request, the worst first: what the worst of its ranks came to. `open`: it was not over when the trace ended;
 `aborted`: its client left; `withdrawn`: P never lent it, and no D asked for it."""
@@ -282,7 +284,7 @@ def _row(history: History, process: int, offset_ns: int, strings: _Strings) -> H
         ]
         last_us = at_us
     return HistoryRow(
-        [machine.name for machine in MACHINES].index(history.machine),
+        _NUMBERS[history.machine],
         process,
         number(history.subject),
         number(history.peer),

@@ -2,8 +2,8 @@
    the window are skipped, the first bar of a row is found by bisection, and bars that share a pixel become one, in the
    colour of the worst of them. */
 
-const RULER = 28, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5;
-const ARROWS_MAX = 60, FONT = "12px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, LANE_EMPTY = 26, EMPTY_SHOWN = 4, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
+const ARROWS_MAX = 60, DRAWN_MAX = 300, FONT = "12px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Lanes {
   constructor(doc, canvas, overview) {
@@ -19,24 +19,40 @@ class Lanes {
     this.drawn = 0;
   }
 
-  /* Rows for these stories. `height` of the window, in pixels. */
+  /* Show these stories. */
   arrange(stories, isAll) {
     const shown = isAll ? null : new Set(stories);
-    const gap = (this.doc.end - this.doc.start) / 4000;
-    const shows = shown ? (bar) => bar.stories.some((story) => shown.has(story)) : () => true;
     for (const lane of this.lanes) {
-      lane.rows = packRows(lane.bars, shows, gap);
-      lane.count = lane.rows.reduce((sum, row) => sum + row.length, 0);
+      lane.shown = shown ? lane.bars.filter((bar) => bar.stories.some((story) => shown.has(story))) : lane.bars;
     }
     this.histogram = null;
     this.stories = stories;
+    this.pack();
+  }
+
+  /* Rows for what lives in the view and around it, so that a view of few bars has tall rows. */
+  pack() {
+    const [start, end] = this.view, span = end - start;
+    this.packed = [start - span * AROUND, end + span * AROUND];
+    for (const bar of this.doc.bars) bar.isShown = false;
+    for (const lane of this.lanes) lane.rows = packRows(lane.shown, this.packed, (span * (1 + 2 * AROUND)) / 3000);
     this.place();
+  }
+
+  /* Whether the view has left what rows were made for, or has become much narrower. */
+  needsPacking() {
+    const [start, end] = this.view, [from, to] = this.packed, { doc } = this;
+    if (start < from && from > doc.start || end > to && to < doc.end) return true;
+    return (Math.min(to, doc.end) - Math.max(from, doc.start)) > (end - start) * NARROWER;
   }
 
   /* The tallest rows with which everything fits; else the lowest, and the lanes scroll. */
   place() {
     const faults = this.faultRows.length ? this.faultRows.length * FAULT_ROW + 2 * LANE_PAD : 0;
-    const tall = (lane, rowHeight) => Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD);
+    const empty = this.lanes.filter((lane) => !lane.rows.length).length;
+    this.left = empty > EMPTY_SHOWN ? empty : 0;
+    const tall = (lane, rowHeight) =>
+      lane.rows.length ? Math.max(LANE_MIN, lane.rows.length * rowHeight + 2 * LANE_PAD) : this.left ? 0 : LANE_EMPTY;
     const all = (rowHeight) => RULER + faults + this.lanes.reduce((sum, lane) => sum + tall(lane, rowHeight), 0);
     this.rowHeight = ROW_MAX;
     while (this.rowHeight > ROW_MIN && all(this.rowHeight) > this.height) this.rowHeight--;
@@ -47,14 +63,14 @@ class Lanes {
       lane.inset = Math.max(LANE_PAD, (lane.tall - lane.rows.length * this.rowHeight) / 2);
       top += lane.tall;
     }
-    this.full = RULER + top;
+    this.full = RULER + top + (this.left ? LANE_EMPTY : 0);
   }
 
   resize(width, height) {
     const ratio = window.devicePixelRatio || 1;
     this.width = width;
     this.height = height;
-    this.gutter = width < 640 ? 74 : 132;
+    this.gutter = width < 640 ? 82 : 132;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(height * ratio);
     this.canvas.style.width = width + "px";
@@ -81,11 +97,11 @@ class Lanes {
   }
 
   x(time) {
-    return this.gutter + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - this.gutter - 8);
+    return this.gutter + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - this.gutter - PAD);
   }
 
   time(x) {
-    return this.view[0] + ((x - this.gutter) / (this.width - this.gutter - 8)) * (this.view[1] - this.view[0]);
+    return this.view[0] + ((x - this.gutter) / (this.width - this.gutter - PAD)) * (this.view[1] - this.view[0]);
   }
 
   rowTop(bar) {
@@ -104,7 +120,7 @@ class Lanes {
     c.rect(0, RULER, width, height - RULER);
     c.clip();
     for (const lane of this.lanes) this.background(lane);
-    const marks = ticks(this.view[0], this.view[1], Math.max(2, (width - this.gutter) / 130));
+    const marks = !this.doc.stories.length ? [] : ticks(this.view[0], this.view[1], Math.max(2, (width - this.gutter) / 130));
     c.fillStyle = ink.line;
     for (const time of marks) c.fillRect(Math.round(this.x(time)), RULER, 1, height);
     this.shadeFaults(state);
@@ -116,17 +132,18 @@ class Lanes {
     for (const lane of this.lanes) this.bars(lane, state, big);
     this.arrows(state, big);
     this.complaints();
-    this.cursor(state.cursor);
     c.restore();
     for (const lane of this.lanes) this.label(lane);
+    this.leftOut();
     this.faults(state);
+    if (state.cursor !== null && state.cursor >= this.view[0] && state.cursor <= this.view[1]) this.cursor(state.cursor);
     c.restore();
     this.ruler(marks, state.cursor);
   }
 
   background(lane) {
     const { context: c, ink } = this, top = RULER + lane.top - this.scroll;
-    if (top > this.height || top + lane.tall < RULER) return;
+    if (!lane.tall || top > this.height || top + lane.tall < RULER) return;
     c.fillStyle = lane.side === "P" ? ink.lane : ink.bg;
     c.fillRect(0, top, this.width, lane.tall);
     c.fillStyle = ink.line;
@@ -135,15 +152,16 @@ class Lanes {
 
   label(lane) {
     const { context: c, ink } = this, top = RULER + lane.top - this.scroll;
-    if (top > this.height || top + lane.tall < RULER) return;
+    if (!lane.tall || top > this.height || top + lane.tall < RULER) return;
     c.fillStyle = lane.side === "P" ? ink.lane : ink.bg;
     c.fillRect(0, top, this.gutter - 1, lane.tall - 1);
     c.fillStyle = ink.line;
     c.fillRect(this.gutter - 1, top, 1, lane.tall);
     // The words stay in sight while a tall lane is scrolled.
-    const y = Math.max(RULER - lane.tall + LANE_MIN > top ? top + lane.tall - LANE_MIN : RULER, top) + LANE_MIN / 2;
-    const narrow = this.gutter < 100;
-    c.fillStyle = ink.strong;
+    const least = Math.min(lane.tall, LANE_MIN), narrow = this.gutter < 100, isEmpty = lane.tall < LANE_MIN;
+    const y = Math.max(Math.min(RULER, top + lane.tall - least), top) + least / 2;
+    const name = narrow ? lane.shortName : shortEngine(lane.engine);
+    c.fillStyle = isEmpty ? ink.muted : ink.strong;
     c.beginPath();
     c.roundRect(8, y - 10, 20, 20, 5);
     c.fill();
@@ -152,12 +170,28 @@ class Lanes {
     c.textAlign = "center";
     c.fillText(lane.side, 18, y + 0.5);
     c.textAlign = "left";
+    if (isEmpty) {
+      c.fillStyle = ink.muted;
+      c.font = FONT.replace("12px", "11px");
+      c.fillText(narrow ? name : name + " · " + lane.rank, 34, y + 0.5);
+      c.font = FONT;
+      return;
+    }
     c.fillStyle = ink.fg;
-    c.fillText(narrow ? lane.engine.slice(0, 5) : shortEngine(lane.engine), 34, y - 7);
+    c.fillText(name, 34, y - 7);
     c.font = FONT.replace("12px", "11px");
     c.fillStyle = ink.muted;
-    c.fillText("rank " + lane.rank + (narrow ? "" : " · " + lane.count.toLocaleString("en")), 34, y + 8);
+    c.fillText("rank " + lane.rank + (narrow ? "" : " · " + lane.shown.length.toLocaleString("en")), 34, y + 8);
     c.font = FONT;
+  }
+
+  /* Many ranks with nothing here would hide the others. */
+  leftOut() {
+    if (!this.left) return;
+    this.context.fillStyle = this.ink.muted;
+    this.context.font = FONT.replace("12px", "11px");
+    this.context.fillText(count(this.left, "rank") + " with nothing to show around here", 8, this.full - LANE_EMPTY / 2 - this.scroll);
+    this.context.font = FONT;
   }
 
   ruler(marks, cursor) {
@@ -186,7 +220,6 @@ class Lanes {
   }
 
   cursor(time) {
-    if (time === null) return;
     this.context.fillStyle = this.ink.accent;
     this.context.fillRect(Math.round(this.x(time)) - 0.75, RULER, 1.5, this.height);
   }
@@ -231,7 +264,10 @@ class Lanes {
         }
         flush();
         c.globalAlpha = dim ? 0.28 : 1;
-        if (bar.machine === "lease") this.lease(bar, x0, x1, y, high);
+        if (x1 - x0 < PLAIN) {
+          c.fillStyle = this.solid[bar.outcome];
+          c.fillRect(x0, y, x1 - x0, high);
+        } else if (bar.machine === "lease") this.lease(bar, x0, x1, y, high);
         else this.request(bar, x0, x1, y, high);
         this.drawn++;
         if (x1 - x0 > 24 && bar.machine === "request") big.push(bar);
@@ -267,6 +303,7 @@ class Lanes {
         widest = [visit, from, to];
       }
     }
+    this.unseen(bar, y, high);
     this.finish(bar, x0, x1, y, high);
     if (widest && most > 64 && high >= 12) {
       const [visit, from, to] = widest;
@@ -301,11 +338,9 @@ class Lanes {
       if (hold) {
         c.fillStyle = this.solid[o];
         this.drain(hold, full, visit, y, high);
-      } else {
-        c.fillStyle = this.solid[o];
-        this.drain(bar, full, visit, y, high);
       }
     }
+    this.unseen(bar, y, high);
     this.finish(bar, x0, x1, y, high);
     const held = bar.visits.find((visit) => visit.state === "held");
     if (held && high >= 12) {
@@ -322,6 +357,16 @@ class Lanes {
     for (const [time, level] of points) c.lineTo(this.x(time), y + high * (1 - level));
     c.lineTo(this.x(points[points.length - 1][0]), y + high);
     c.fill();
+  }
+
+  /* A bar that is open goes on to the end of the trace. Pale is what its process has written nothing in. */
+  unseen(bar, y, high) {
+    if (bar.isOver || bar.process.lastSeen >= bar.end) return;
+    const c = this.context, from = Math.max(this.x(bar.process.lastSeen), this.gutter - 2);
+    c.fillStyle = bar.lane.side === "P" ? this.ink.lane : this.ink.bg;
+    c.fillRect(from, y - 1, this.width - from, high + 2);
+    c.fillStyle = this.tint[bar.outcome];
+    c.fillRect(from, y + high * 0.3, this.x(bar.end) - from, Math.max(1.5, high * 0.4));
   }
 
   /* The end of a bar, so that nobody needs colours: a cross failed, an hourglass expired, a slash was aborted, dots are
@@ -410,12 +455,12 @@ class Lanes {
       for (const story of bar.stories) many.add(story);
       if (many.size > ARROWS_MAX) break;
     }
-    if (many.size <= ARROWS_MAX && !state.selected) for (const story of many) if (!chosen.has(story)) this.arrowsOf(story, false);
+    if (many.size <= ARROWS_MAX && this.drawn <= DRAWN_MAX && !state.selected) for (const story of many) if (!chosen.has(story)) this.arrowsOf(story, false);
     for (const story of chosen) this.arrowsOf(story, true);
   }
 
   arrowsOf(story, strong) {
-    const c = this.context;
+    const c = this.context, named = new Set();
     for (const [from, at, to, until, what] of arrowsOf(story)) {
       if (!from.isShown || !to.isShown) continue;
       const down = from.lane.top < to.lane.top, high = this.rowHeight - 2;
@@ -437,7 +482,8 @@ class Lanes {
       c.lineTo(x1 + 3, y1 + tip);
       c.fill();
       c.globalAlpha = 1;
-      if (strong && Math.abs(y1 - y0) > 26) {
+      if (strong && Math.abs(y1 - y0) > 26 && !named.has(what)) {
+        named.add(what);
         c.font = FONT.replace("12px", "11px");
         const text = what === "grant" ? "grant → READ" : "release";
         const left = what === "grant" && Math.abs(x1 - x0) < 70;
@@ -460,7 +506,7 @@ class Lanes {
       const from = Math.max(this.x(fault.start), this.gutter), to = Math.min(Math.max(this.x(fault.end), this.x(fault.start) + 2), this.width);
       if (to < from) continue;
       c.fillStyle = this.ink.fault;
-      c.globalAlpha = state.fault ? 0.22 : 0.06;
+      c.globalAlpha = state.fault ? 0.22 : 0.06 / Math.sqrt(this.doc.faults.length);
       for (const lane of this.lanes) {
         if (!fault.engines.some((name) => lane.engine === name || lane.engine.startsWith(name + "-"))) continue;
         c.fillRect(from, RULER + lane.top - this.scroll, to - from, lane.tall);
@@ -500,14 +546,11 @@ class Lanes {
         c.lineWidth = 1;
         c.strokeRect(x0 + 0.5, y + 0.5, x1 - x0 - 1, FAULT_ROW - 4);
         const text = words(fault.kind) + " " + fault.target, wide = c.measureText(text).width;
-        const from = Math.max(x0, this.gutter) + 5;
-        const next = row[row.indexOf(fault) + 1];
-        const free = next ? this.x(next.start) - 4 : this.width;
-        if (from + wide < free) {
-          c.strokeStyle = ink.bg;
-          c.lineWidth = 3;
-          c.lineJoin = "round";
-          c.strokeText(text, from, y + FAULT_ROW / 2 - 1);
+        const next = row[row.indexOf(fault) + 1], left = Math.max(x0, this.gutter);
+        const isInside = left + wide + 14 < x1, from = isInside ? left + 7 : x1 + 5;
+        if (isInside || from + wide < (next ? this.x(next.start) - 4 : this.width)) {
+          c.fillStyle = ink.bg;
+          if (isInside) c.fillRect(from - 4, y + 1, wide + 8, FAULT_ROW - 5);
           c.fillStyle = ink.fg;
           c.fillText(text, from, y + FAULT_ROW / 2 - 1);
         }
@@ -574,10 +617,10 @@ class Lanes {
   drawOverview(state) {
     const c = this.overview.getContext("2d"), ratio = window.devicePixelRatio || 1;
     const width = this.overview.width / ratio, height = this.overview.height / ratio, { doc, ink } = this;
-    const bins = Math.max(10, Math.floor(width / 3));
+    const left = this.gutter, wide = 3, bins = Math.max(10, Math.floor((width - left - PAD) / wide));
     if (!this.histogram) this.histogram = this.bin(bins);
     c.clearRect(0, 0, width, height);
-    const { counts, most } = this.histogram, wide = width / bins;
+    const { counts, most } = this.histogram;
     for (let bin = 0; bin < bins; bin++) {
       let y = height - 2;
       const total = counts[bin].reduce((sum, each) => sum + each, 0);
@@ -588,7 +631,7 @@ class Lanes {
         const part = Math.max(2, (tall * counts[bin][outcome]) / total);
         c.fillStyle = this.solid[outcome];
         y -= part;
-        c.fillRect(bin * wide, y, wide - 0.6, part);
+        c.fillRect(left + bin * wide, y, wide - 0.6, part);
       }
     }
     c.fillStyle = ink.fault;
@@ -599,12 +642,16 @@ class Lanes {
     const from = this.overviewX(this.view[0], width), to = this.overviewX(this.view[1], width);
     c.fillStyle = ink.bg;
     c.globalAlpha = 0.68;
-    c.fillRect(0, 0, from, height);
-    c.fillRect(to, 0, width - to, height);
+    c.fillRect(left, 0, from - left, height);
+    c.fillRect(to, 0, width - PAD - to, height);
     c.globalAlpha = 1;
+    c.fillStyle = ink.muted;
+    c.font = FONT.replace("12px", "11px");
+    c.textBaseline = "middle";
+    if (left > 100) c.fillText("began, over time", 8, height / 2);
     c.strokeStyle = ink.accent;
     c.lineWidth = 1.5;
-    if (from > 0 || to < width) c.strokeRect(from + 0.75, 0.75, Math.max(3, to - from - 1.5), height - 1.5);
+    if (to - from < width - left - PAD - 20) c.strokeRect(from + 0.75, 0.75, Math.max(3, to - from - 1.5), height - 1.5);
     if (state.cursor !== null) {
       c.fillStyle = ink.accent;
       c.fillRect(this.overviewX(state.cursor, width) - 0.75, 0, 1.5, height);
@@ -612,7 +659,8 @@ class Lanes {
   }
 
   overviewX(time, width) {
-    return ((time - this.doc.start) / (this.doc.end - this.doc.start)) * width;
+    const share = (time - this.doc.start) / (this.doc.end - this.doc.start);
+    return this.gutter + Math.max(0, Math.min(1, share)) * (width - this.gutter - PAD);
   }
 
   bin(bins) {

@@ -9,7 +9,7 @@ performance.measure("read", "read");
 
 const byId = (id) => document.getElementById(id);
 const app = {
-  doc, stories: doc.stories, selected: null, bar: null, hover: null, fault: null, cursor: null, isPlaying: false,
+  doc, stories: doc.stories, selected: null, bar: null, hover: null, fault: null, cursor: null, isPlaying: false, times: new Map(),
   filter: { query: "", outcomes: new Set(), peer: "", shortest: 0, longest: Infinity },
 };
 const lanes = new Lanes(doc, byId("lanes"), byId("overview"));
@@ -25,11 +25,23 @@ function draw() {
   requestAnimationFrame(function () {
     isDue = false;
     performance.mark("draw");
+    if (lanes.needsPacking()) repack();
     lanes.scroll = scroller.scrollTop;
     lanes.draw(app);
     lanes.drawOverview(app);
     measure("draw");
   });
+}
+
+/* New rows; what was chosen stays in sight. */
+function repack() {
+  lanes.pack();
+  fitHeight();
+  if (app.bar) scrollTo(app.bar.lane ? app.bar : app.selected.worst);
+}
+
+function fitHeight() {
+  byId("height").style.height = Math.max(0, lanes.full - scroller.clientHeight) + "px";
 }
 
 /* The latest only: a page that is open for long must not grow. */
@@ -41,7 +53,7 @@ function measure(name) {
 
 function resize() {
   lanes.resize(scroller.clientWidth, scroller.clientHeight);
-  byId("height").style.height = Math.max(0, lanes.full - scroller.clientHeight) + "px";
+  fitHeight();
   draw();
 }
 
@@ -115,7 +127,7 @@ function showAliveSoon() {
 
 /* `moves`: bring it into view. `bar`: which of its machines to show the path of. */
 app.choose = function (story, moves, bar) {
-  app.selected = story;
+  app.selected = story || null;
   app.bar = story ? bar || story.worst : null;
   if (story && moves) {
     const leases = story.leases.filter((each) => each.start > story.start - story.took * 4 - 1e5);
@@ -138,6 +150,7 @@ app.choose = function (story, moves, bar) {
 };
 
 function scrollTo(bar) {
+  if (lanes.needsPacking()) repack();
   if (!bar.lane || !bar.isShown) return;
   const y = bar.lane.top + bar.lane.inset + bar.row * lanes.rowHeight, room = scroller.clientHeight - RULER;
   if (y < scroller.scrollTop || y > scroller.scrollTop + room - 30) scroller.scrollTop = y - room / 2;
@@ -208,7 +221,7 @@ function applyFilter() {
   const isAll = !filter.query && !filter.outcomes.size && !filter.peer && filter.shortest === 0 && filter.longest === Infinity;
   app.stories = isAll ? doc.stories : matching(doc, filter);
   lanes.arrange(app.stories, isAll);
-  byId("height").style.height = Math.max(0, lanes.full - scroller.clientHeight) + "px";
+  fitHeight();
   byId("count").textContent = isAll ? count(doc.stories.length, "request") :
     app.stories.length.toLocaleString("en") + " of " + count(doc.stories.length, "request");
   byId("clear").hidden = isAll;
@@ -428,8 +441,9 @@ function point(x, y, event) {
 /* The overview: drag the window, its edges, or draw a new one. */
 byId("overview").addEventListener("pointerdown", function (event) {
   const canvas = byId("overview"), box = canvas.getBoundingClientRect();
-  const time = (each) => doc.start + ((each.clientX - box.left) / box.width) * (doc.end - doc.start);
-  const [start, end] = lanes.view, reach = ((doc.end - doc.start) / box.width) * 7, begin = time(event);
+  const perPixel = (doc.end - doc.start) / (box.width - lanes.gutter - PAD);
+  const time = (each) => doc.start + (each.clientX - box.left - lanes.gutter) * perPixel;
+  const [start, end] = lanes.view, reach = perPixel * 7, begin = time(event);
   const isWhole = end - start > (doc.end - doc.start) * 0.99;
   const moves = !isWhole && begin > start + reach && begin < end - reach;
   const fixed = Math.abs(begin - start) < reach && !isWhole ? end : Math.abs(begin - end) < reach && !isWhole ? start : begin;

@@ -1,7 +1,7 @@
 /* The side panel: what is known of all requests that are shown, or of the chosen one; and what lives at the cursor.
    Texts of the trace become text nodes, never markup. */
 
-const SLOWEST = 12, ALIVE_SHOWN = 40;
+const SLOWEST = 12, ALIVE_SHOWN = 16, COMPLAINTS_SHOWN = 6;
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -26,8 +26,9 @@ function pill(doc, outcome) {
 
 function showSummary(app, panel) {
   const { doc, stories } = app;
-  const slowest = [...stories].sort((a, b) => b.took - a.took).slice(0, SLOWEST), most = slowest.length ? slowest[0].took : 1;
-  const parts = [make("h2", {}, stories.length === doc.stories.length ? "All requests" : "Requests that match")];
+  const slowest = slowestOf(stories, SLOWEST), most = slowest.length ? slowest[0].took : 1;
+  const parts = [make("section", { id: "alive" }), ...complaintsOf(app)];
+  parts.push(make("h2", {}, stories.length === doc.stories.length ? "All requests" : "Requests that match"));
   if (!stories.length) parts.push(make("p", { class: "quiet" }, "None."));
   else {
     parts.push(timesTable(app, "request", "On D, time in state"), timesTable(app, "lease", "On P, time in state"));
@@ -38,16 +39,20 @@ function showSummary(app, panel) {
         make("span", { class: "figure" }, duration(story.took)),
         make("span", { class: "bar" }, barOf(story.took / most, story.outcome)))))));
   }
-  if (doc.complaints.length) {
-    parts.push(make("h3", {}, "What the oracles found"));
-    parts.push(make("ul", { class: "complaints" }, ...doc.complaints.slice(0, 20).map((each) =>
-      make("li", {}, make("button", { type: "button", onclick: () => app.goTo(each.at) },
-        make("b", {}, each.oracle), " at " + duration(each.at), make("span", {}, each.detail))))));
-  }
-  parts.push(make("section", { id: "alive" }));
   parts.push(...clockNote(doc));
   panel.replaceChildren(...parts);
   showAlive(app);
+}
+
+function complaintsOf(app) {
+  const { complaints } = app.doc;
+  if (!complaints.length) return [];
+  const more = complaints.length - COMPLAINTS_SHOWN;
+  return [make("h2", {}, "What the oracles found"),
+    make("ul", { class: "complaints" }, ...complaints.slice(0, COMPLAINTS_SHOWN).map((each) =>
+      make("li", {}, make("button", { type: "button", onclick: () => app.goTo(each.at) },
+        make("b", {}, each.oracle), " at " + moment(each.at, 1e3), make("span", {}, each.detail))))),
+    more > 0 ? make("p", { class: "quiet more" }, "and " + more.toLocaleString("en") + " more") : make("p", { class: "more" })];
 }
 
 /* A share as a bar; SVG, because the page's policy forbids styles in attributes. */
@@ -57,8 +62,15 @@ function barOf(share, outcome) {
   return root;
 }
 
+/* Those of all requests are made once. */
+function timesOf(app, machine) {
+  if (app.stories !== app.doc.stories) return stateTimes(app.doc, app.stories, machine);
+  if (!app.times.has(machine)) app.times.set(machine, stateTimes(app.doc, app.stories, machine));
+  return app.times.get(machine);
+}
+
 function timesTable(app, machine, title) {
-  const rows = stateTimes(app.doc, app.stories, machine);
+  const rows = timesOf(app, machine);
   if (!rows.length) return null;
   return make("table", { class: "times" },
     make("caption", {}, title),
@@ -92,8 +104,7 @@ function showAlive(app) {
   if (!place) return;
   const { doc, cursor } = app;
   if (cursor === null) {
-    place.replaceChildren(make("h3", {}, "At the cursor"), make("p", { class: "quiet" },
-      "Click the ruler, or play, to see what lived at a moment."));
+    place.replaceChildren();
     return;
   }
   const byState = new Map(), alive = [];
@@ -109,18 +120,19 @@ function showAlive(app) {
       alive.push([bar, visit]);
     }
   }
-  alive.sort((a, b) => a[1].start - b[1].start);
+  const isLease = (bar) => Number(bar.machine === "lease");
+  alive.sort((a, b) => isLease(a[0]) - isLease(b[0]) || a[1].start - b[1].start);
   const faults = doc.faults.filter((fault) => fault.start <= cursor && fault.end >= cursor);
   const total = [...byState].map(([key, number]) => make("span", { class: "chip" }, key + " ", make("b", {}, number.toLocaleString("en"))));
   place.replaceChildren(...[
-    make("h3", {}, "At " + moment(cursor, 1e3)),
+    make("h2", {}, "At " + moment(cursor, 1e3)),
     alive.length ? make("p", { class: "chips" }, ...total) : make("p", { class: "quiet" }, "Nothing that is shown lived then."),
     faults.length ? make("p", { class: "chips" }, ...faults.map((fault) => make("span", { class: "chip fault" }, words(fault.kind) + " " + fault.target))) : null,
     make("ul", { class: "alive" }, ...alive.slice(0, ALIVE_SHOWN).map(([bar, visit]) => make("li", {},
       make("button", { type: "button", onclick: () => app.choose(bar.stories[0], false, bar) },
         mark(doc, bar.outcome), make("span", { class: "id" }, bar.subject),
         make("span", { class: "quiet" }, words(visit.state)), make("span", { class: "figure" }, duration(cursor - visit.start)))))),
-    alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " that are younger") : null,
+    alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " more") : null,
   ].filter(Boolean));
 }
 
@@ -143,8 +155,8 @@ function showStory(app, panel) {
   if (reading) {
     facts.push(["READ", duration(reading.end - reading.start)]);
     const bytes = story.requests.reduce((sum, each) => sum + each.lengthBytes, 0);
-    if (bytes && reading.end > reading.start) facts.push(["moved", amount(bytes) + ", " + amount((bytes / (reading.end - reading.start)) * 1e6) + "/s"]);
-    else if (bytes) facts.push(["moved", amount(bytes)]);
+    if (bytes) facts.push(["moved", amount(bytes)]);
+    if (bytes && reading.end > reading.start) facts.push(["at", amount((bytes / (reading.end - reading.start)) * 1e6) + "/s"]);
   }
   const blocks = Math.max(...[...own, ...story.leases].map((each) => each.blocks));
   if (blocks) facts.push(["blocks", blocks.toLocaleString("en")]);
@@ -154,11 +166,12 @@ function showStory(app, panel) {
   const from = [...new Set(story.leases.map((each) => each.process.engine).concat(story.requests.map((each) => each.peer).filter(Boolean)))];
   const to = [...new Set(story.requests.map((each) => each.process.engine))];
   facts.push(["P", from.length ? from.map(shortEngine).join(", ") : "not in this trace"]);
-  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : "nobody asked for it"]);
+  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : doc.knowsReaders ? "nobody asked for it" : "not in this trace"]);
   facts.push(["began", moment(story.start, 1e3)]);
   parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
-  if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's side of it is not in this trace."));
-  parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor), sidesLegend());
+  if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's lease is not in this trace."));
+  parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor));
+  if (story.leases.length) parts.push(sidesLegend(story));
   const all = [...story.requests, ...story.holds, ...story.leases];
   parts.push(make("h3", {}, "Path"));
   parts.push(make("div", { class: "tabs", role: "tablist" }, ...all.map((each) => make("button", {
@@ -167,7 +180,6 @@ function showStory(app, panel) {
   parts.push(make("div", { class: "o" + bar.outcome }, stateChart(doc, bar)));
   parts.push(stepsTable(app, bar));
   if (doc.command === null) parts.push(make("h3", {}, "Explain it"), make("code", { class: "command" }, doc.explain.replace("REQUEST", story.name)));
-  parts.push(make("section", { id: "alive" }));
   panel.replaceChildren(...parts);
 }
 
@@ -204,11 +216,11 @@ function marginOf(story) {
   return least;
 }
 
-function sidesLegend() {
-  return make("p", { class: "legend" },
-    make("span", {}, make("i", { class: "swatch drain" }), "what is left of P's lease"),
-    make("span", {}, make("i", { class: "swatch proof" }), "what D can prove of it"),
-    make("span", {}, make("i", { class: "swatch gap" }), "between them: the margin"));
+function sidesLegend(story) {
+  return make("p", { class: "legend o" + story.leases[0].outcome },
+    make("span", {}, make("i", { class: "swatch drain" }), "left of P's lease"),
+    story.holds.length ? make("span", {}, make("i", { class: "swatch proof" }), "proven by D") : null,
+    story.holds.length ? make("span", {}, make("i", { class: "swatch gap" }), "the margin") : null);
 }
 
 function stepsTable(app, bar) {

@@ -51,7 +51,7 @@ class Browser:
         from_us, self._to_browser = os.pipe()
         self._from_browser, to_us = os.pipe()
         command = [
-            "sh",
+            "bash",  # sh may know descriptors of one digit only
             "-c",
             f'exec "$0" "$@" 3<&{from_us} 4>&{to_us}',  # the two descriptors that the protocol names
             path,
@@ -161,13 +161,14 @@ class Browser:
     def click_on(self, selector: str) -> None:
         """The middle of the first element that matches."""
         x, y = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'nearest'}});"
-            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"(() => {{ const found = document.querySelector({json.dumps(selector)});"
+            " found.scrollIntoView({block: 'nearest'}); const box = found.getBoundingClientRect();"
+            " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         self.click(x, y)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        code, name, text = KEYS.get(key, (ord(key.upper()), "", key))
+        code, name, text = KEYS[key] if key in KEYS else (ord(key.upper()) if key.isalnum() else 0, "", key)
         event: dict[str, Any] = {"key": name or key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
         self._call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **event)
         self._call("Input.dispatchKeyEvent", type="keyUp", **event)
