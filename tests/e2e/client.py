@@ -127,10 +127,13 @@ class Client:
                 if event and event != b"[DONE]":
                     yield from json.loads(event)["choices"][0]["token_ids"]
 
+    def metrics_page(self) -> str:
+        """Everything that the engine shows to Prometheus."""
+        return self._http.get("/metrics").raise_for_status().text
+
     def metric(self, name: str) -> float:
         """Value of a counter or gauge of the engine, added up over its labels; 0 when it does not exist yet."""
-        page = self._http.get("/metrics").raise_for_status().text
-        values = (line.rpartition(" ") for line in page.splitlines())
+        values = (line.rpartition(" ") for line in self.metrics_page().splitlines())
         return sum(float(value) for labelled, _, value in values if labelled.partition("{")[0] == name)
 
     def blocks_are_free(self, timeout_seconds: float = 15.0) -> bool:

@@ -3,7 +3,7 @@
     python docs/operations/grafana/generate.py
 
 A dashboard in JSON is two thousand lines of which fifty say something; these are here. `tests/unit/test_dashboard.py`
-fails when the file is not what this makes, and `tests/integration/test_prometheus.py` asks a real Prometheus every query.
+fails when the file is not what this makes, `tests/integration/test_prometheus.py` asks a real Prometheus every query.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (rate("vllm:nixl_actor_kv_wait_seconds_count", outcome="loaded"), "loaded"),
                 (rate("vllm:nixl_actor_kv_wait_seconds_count", outcome="failed"), "failed"),
                 (rate("vllm:nixl_actor_local_prefills_total"), "computed here, nobody asked for it"),
+                (rate("vllm:nixl_actor_completed_receives_total"), "loaded by ranks"),
             ],
             unit="reqps",
             width=9,
@@ -187,7 +188,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 for share in (0.01, 0.05, 0.5)
             ],
             unit="s",
-            description="How much longer than needed the lease is proven to have lasted. Near 0 requests begin to fail.",
+            description="How much longer than needed the lease is proven to have lasted. Near 0, requests will fail.",
         ),
         panel(
             "Holds and renewals",
@@ -322,7 +323,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": UID,
         "title": "NIXL actor connector",
-        "description": "KV transfer between prefill (P) and decode (D) engines. docs/operations/metrics.md explains each metric.",
+        "description": "KV transfer between prefill (P) and decode (D) engines. Metrics: docs/operations/metrics.md.",
         "tags": ["vllm", "nixl"],
         "schemaVersion": 39,
         "version": 1,
