@@ -56,15 +56,19 @@ class Answer:
 
 
 class Client:
-    """Calls one engine. Threads may share it."""
+    """Calls one engine; of several data-parallel ones, the one with that rank. Threads may share it."""
 
-    def __init__(self, engine: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, engine: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS, data_parallel_rank: int | None = None
+    ) -> None:
+        self._engine_label = "" if data_parallel_rank is None else f'engine="{data_parallel_rank}"'
         self._http = httpx.Client(
             base_url=f"http://{LOOPBACK}:{engine.options.http_port}",
             timeout=httpx.Timeout(timeout_seconds),
             # A connection each: the server closes one that was idle for five seconds, perhaps as a request is sent.
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
             trust_env=False,  # a proxy set for downloads has no business on the loopback
+            headers={} if data_parallel_rank is None else {"X-data-parallel-rank": str(data_parallel_rank)},
         )
 
     def __enter__(self) -> Client:
@@ -127,14 +131,32 @@ class Client:
                 if event and event != b"[DONE]":
                     yield from json.loads(event)["choices"][0]["token_ids"]
 
+    def samples(self, prompt: str, count: int, request_id: str, kv_transfer_params: Any) -> list[tuple[int, ...]]:
+        """The tokens of `count` answers to one prompt. Raises httpx.HTTPStatusError."""
+        # Of the most probable token only: vLLM gives several answers to sampling alone.
+        body = _body(prompt, ANSWER_TOKENS, kv_transfer_params) | {"n": count, "temperature": 1, "top_k": 1}
+        response = self._http.post("/v1/completions", content=_encoded(body), headers=_headers(request_id))
+        return [tuple(choice["token_ids"]) for choice in response.raise_for_status().json()["choices"]]
+
+    def reset_cache(self, *, with_running: bool = False) -> bool | None:
+        """What vLLM's /reset_prefix_cache says to a reset that includes the connector; None: it answers with an error.
+        The engine needs VLLM_SERVER_DEV_MODE."""
+        asked = {"reset_external": "true", "reset_running_requests": str(with_running).lower()}
+        response = self._http.post("/reset_prefix_cache", params=asked)
+        return response.json()["success"] if response.status_code == httpx.codes.OK else None
+
     def metrics_page(self) -> str:
-        """Everything that the engine shows to Prometheus."""
+        """Everything that the server shows to Prometheus."""
         return self._http.get("/metrics").raise_for_status().text
 
     def metric(self, name: str) -> float:
         """Value of a counter or gauge of the engine, added up over its labels; 0 when it does not exist yet."""
         values = (line.rpartition(" ") for line in self.metrics_page().splitlines())
-        return sum(float(value) for labelled, _, value in values if labelled.partition("{")[0] == name)
+        return sum(
+            float(value)
+            for labelled, _, value in values
+            if labelled.partition("{")[0] == name and self._engine_label in labelled
+        )
 
     def blocks_are_free(self, timeout_seconds: float = 15.0) -> bool:
         """Whether the engine gets to a state where no request holds KV blocks.
@@ -152,12 +174,18 @@ class Client:
 
 
 class PrefillDecode:
-    """A prefill engine and a decode engine as one service."""
+    """A prefill engine and a decode engine as one service; of several data-parallel ones, those with these ranks."""
 
-    def __init__(self, prefill: Engine, decode: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        prefill: Engine,
+        decode: Engine,
+        timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+        data_parallel_ranks: tuple[int | None, int | None] = (None, None),
+    ) -> None:
         self.decode_engine = decode
-        self.prefill_client = Client(prefill, timeout_seconds)
-        self.decode_client = Client(decode, timeout_seconds)
+        self.prefill_client = Client(prefill, timeout_seconds, data_parallel_ranks[0])
+        self.decode_client = Client(decode, timeout_seconds, data_parallel_ranks[1])
 
     def __enter__(self) -> PrefillDecode:
         return self

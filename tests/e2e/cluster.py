@@ -110,6 +110,15 @@ class Traces:
 
         return wait_for(ended, f"end of request {request_id} on {ranks} ranks")
 
+    def readers_of(self, remote_request_id: str) -> set[str]:
+        """Ids of the engines that have asked for the lease of this request id on P."""
+        records = (record for process in read_records(self.directory) for record in process)
+        return {
+            each.engine_id
+            for each in records
+            if each.machine == "request" and each.remote_request_id == remote_request_id
+        }
+
     def ended_lease(self, request_id: str, timeout_seconds: float = SETTLE_SECONDS) -> History:
         """P's lease once it has ended."""
         ended = LEASE_STATES_TERMINAL
@@ -188,7 +197,11 @@ class OnePrefillTwoDecode:
 
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
-        common: dict[str, Any] = {"trace_directory": self.traces.directory, "max_num_batched_tokens": CHUNK_TOKENS}
+        common: dict[str, Any] = {
+            "trace_directory": self.traces.directory,
+            "max_num_batched_tokens": CHUNK_TOKENS,
+            "environment": {"VLLM_SERVER_DEV_MODE": "1"},  # caches can be reset from outside
+        }
         decode: dict[str, Any] = common | {
             "core": 1,
             "kv_role": "kv_consumer",
@@ -215,8 +228,7 @@ class OnePrefillTwoDecode:
                 directory,
                 "decode-recompute",
                 kv_load_failure_policy="recompute",
-                environment={"UCX_TLS": "tcp,self"},
-                **decode,
+                **decode | {"environment": common["environment"] | {"UCX_TLS": "tcp,self"}},
             ),
         )
         self.fail = PrefillDecode(self.prefill, self.failing)

@@ -15,6 +15,7 @@ MODULES_IN_ORDER = (
     "test_options_at_start",
     "test_metrics",
     "test_request_kinds",
+    "test_cache_reset",
     "test_routers",
     "test_hostile_input",
     "test_aborts",

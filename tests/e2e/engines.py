@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -102,6 +102,8 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     """More than one needs the role of a producer."""
+    data_parallel_size: int = 1
+    """Each with ranks of its own; the handshakes of the n-th are served n ports above `side_channel_port`."""
     block_size: int = BLOCK_SIZE_TOKENS
     connector: Literal["actor", "plugin", "builtin"] = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
@@ -141,16 +143,7 @@ class EngineOptions:
 
     def start_command(self, command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
         """A program of its own."""
-        with log_path.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=self.process_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return _in_a_group(command, self.process_environment(), log_path)
 
     def server_arguments(self) -> list[str]:
         """Of the API server's command line."""
@@ -165,6 +158,7 @@ class EngineOptions:
         command += ["--block-size", str(self.block_size), "--max-model-len", str(self.context_tokens)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
+        command += ["--data-parallel-size", str(self.data_parallel_size)]
         command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         if self.attention_backend is not None:
@@ -228,8 +222,21 @@ class EngineOptions:
     def _cores(self) -> list[str]:
         """One for each worker, in the order of their ranks."""
         available = os.cpu_count() or 1
-        ranks = range(self.tensor_parallel_size * self.pipeline_parallel_size)
+        ranks = range(self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size)
         return [str((self.core + rank) % available) for rank in ranks]
+
+
+def _in_a_group(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 class Engine:
@@ -394,6 +401,21 @@ def _wait_group_gone(group: int, timeout_seconds: float) -> None:
         except (ProcessLookupError, PermissionError):
             return
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def process_group(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[None]:
+    """Another program that engines need, in a process group of its own, which is killed at the end."""
+    process = _in_a_group(command, environment, log)
+    _guard.watch(process.pid)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(KILL_TIMEOUT_SECONDS)
+        _wait_group_gone(process.pid, KILL_TIMEOUT_SECONDS)
+        _guard.forget(process.pid)
 
 
 class EngineSet:

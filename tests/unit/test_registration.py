@@ -104,6 +104,20 @@ def test_equals_the_builtin_registration(
     assert ours.layout.memory_kind == "DRAM"
 
 
+@pytest.mark.parametrize(("field", "value"), [("enable_expert_parallel", True), ("data_parallel_size", 2)])
+def test_where_experts_and_other_engines_are_changes_nothing(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    """Engines that differ in it exchange KV, as built-in ones do."""
+    caches = cache_config(attention_spec())
+    tensors = allocate(caches)
+    before = derive_registration(config, caches, tensors)
+    monkeypatch.setattr(config.parallel_config, field, value)
+    after = derive_registration(config, caches, tensors)
+    assert msgspec.structs.asdict(after) == msgspec.structs.asdict(before)
+    assert after.compatibility_hash == builtin_registration(config, caches, tensors)[1]
+
+
 def test_regions_hold_the_bytes_of_their_blocks(config: VllmConfig) -> None:
     """Independent of the built-in connector: the address of each block is where the tensor's data is."""
     caches = cache_config(attention_spec())
