@@ -9,6 +9,7 @@
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
+# make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
 # make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
@@ -21,7 +22,7 @@ ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tes
 SEEDS ?= 100
 
 .PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        test-gpu bench diagrams clean
+        test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -74,6 +75,9 @@ mutants: setup
 # With the Python that has torch for the device: make test-gpu PYTHON=...
 test-gpu:
 	$(PYTHON) -m pytest -s tests/gpu --device cuda
+
+prometheus:
+	@$(PYTHON) .ci/fetch_prometheus.py
 
 bench: setup
 	@$(BIN)/python -m tests.bench

@@ -175,6 +175,10 @@ class Figures:
         if changes == self._changes_shown:
             return None
         self._changes_shown = changes
+        return self.gauges()
+
+    def gauges(self) -> dict[str, float]:
+        """How many instances are in each state now."""
         return dict(zip(_KEYS[_COUNTERS:], self._numbers[_COUNTERS:], strict=True))
 
     def clear(self) -> None:

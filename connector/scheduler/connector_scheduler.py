@@ -275,7 +275,9 @@ class ConnectorScheduler:
             self._skip_load(request_id, pull)
             return False, None
         if request_id in self._loading:
-            del self._loading[request_id]
+            heard_ns = self._loading.pop(request_id)
+            if request.status == RequestStatus.FINISHED_ERROR:
+                self._note_wait(heard_ns, is_loaded=False)  # under the policy `fail`, before the results come here
             self._commands.append(AbortPull(request_id=request_id))
             return False, None
         if not self._will_lend(request):
@@ -311,8 +313,7 @@ class ConnectorScheduler:
         for request_id in output.finished_recving or ():
             heard_ns = self._loading.pop(request_id, None)
             if heard_ns is not None:
-                seconds = (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
-                self._figures.note_wait(seconds, is_loaded=request_id not in failed)
+                self._note_wait(heard_ns, is_loaded=request_id not in failed)
         self._figures.end_leases(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
@@ -419,6 +420,9 @@ class ConnectorScheduler:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
         return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns)
+
+    def _note_wait(self, heard_ns: int, *, is_loaded: bool) -> None:
+        self._figures.note_wait((self._clock.now_ns() - heard_ns) / NS_PER_SECOND, is_loaded=is_loaded)
 
     def _pull_back(self, request: Request) -> WaitingPull | None:
         """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""

@@ -1,4 +1,4 @@
-"""What one transition costs: the table alone, as a core takes it with tracing off, and with tracing on.
+"""What one transition costs: the table alone, with nobody looking, with metrics, and with metrics and tracing.
 
 `python -m tests.bench.bench_trace` takes the production tables along the path of a healthy request: on D the machines
 `request` (pending_handshake -> reading -> done) and `hold` (wanted -> held -> releasing -> released), on P the machine
@@ -8,11 +8,15 @@ that a busy machine disturbs them alike.
 Columns, microseconds per transition, from the fastest round unless it says median; on a busy machine the fastest round
 is the one in which nobody else had the processor, and the median shows what the others took
   table       `Machine.step` alone, without a core
-  off         what a core adds to that without a sink, to find that nobody observes; design target: less than 0.1
-  on          what the observer of the recorder adds to that, the making of the record and the write to the file
-              included; design target: less than 5
+  off         what a core adds to that, to find that nobody observes; design target: less than 0.1
+  metrics     what the figures add to that; production always counts
+  on          what the trace adds to that, the making of the record and the write to the file included; design target
+              of metrics and trace together: less than 5
   on median   the same over all rounds
   bytes       length of a trace line
+
+Below: what the engine thread pays for a step in which figures have changed, and for one in which none have, and the
+figures of a healthy request as it takes them from the trio thread, of all machines together.
 
 What it does not show: what a core does beside the step (`tests/unit` counts that), the wait for a slow or busy disk
 (lines go to the operating system, which writes them back when it likes), the first touch of the processor's caches in
@@ -30,6 +34,7 @@ from typing import Any, NamedTuple
 
 from connector.clock import BootClock
 from connector.observe.trace_log import JsonLinesSink, open_trace_log
+from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, request
 from statemachine.kernel import Event, Machine
@@ -84,11 +89,11 @@ def table_alone(life: Life) -> float:
     return time.perf_counter() - start
 
 
-def observed(life: Life, sink: JsonLinesSink | None) -> float:
+def observed(life: Life, sink: JsonLinesSink | None, figures: Figures | None = None) -> float:
     """Seconds for one round of transitions, each told to the observer as the cores do; that instances are made is told
     before."""
     machine, first, events = life
-    recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="kv_consumer", clock=BootClock(), sink=sink)
+    recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="kv_consumer", clock=BootClock(), sink=sink, figures=figures)
     observe = recorder.observer(ENGINE_ID, lambda _: (2048, 1 << 28, 4096))
     name, step, subjects = machine.name, machine.step, [(LEASE, number) for number in range(INSTANCES_PER_ROUND)]
     if observe is not None:
@@ -106,10 +111,11 @@ def observed(life: Life, sink: JsonLinesSink | None) -> float:
 
 
 class Cost(NamedTuple):
-    """Microseconds per transition: of the table, added without a sink, added by the sink."""
+    """Microseconds per transition: of the table, added without an observer, by the figures, and by the trace."""
 
     table: float
     off: float
+    metrics: float
     on: float
 
 
@@ -118,29 +124,66 @@ def measure(life: Life, sink: JsonLinesSink) -> tuple[Cost, Cost]:
     variants: list[Callable[[], float]] = [
         lambda: table_alone(life),
         lambda: observed(life, None),
-        lambda: observed(life, sink),
+        lambda: observed(life, None, Figures(BootClock())),
+        lambda: observed(life, sink, Figures(BootClock())),
     ]
     rounds = [[variant() for variant in variants] for _ in range(ROUNDS)]
     microseconds = 1e6 / (INSTANCES_PER_ROUND * len(life[2]))
 
     def cost(summary: Callable[[Sequence[float]], float]) -> Cost:
-        table, off, on = (summary(column) * microseconds for column in zip(*rounds, strict=True))
-        return Cost(table, off - table, on - off)
+        table, off, metrics, on = (summary(column) * microseconds for column in zip(*rounds, strict=True))
+        return Cost(table, off - table, metrics - off, on - metrics)
 
     return cost(min), cost(statistics.median)
 
 
+class Taking(NamedTuple):
+    """Microseconds of the engine thread: a step with the figures of one request, of 40, and without any."""
+
+    one: float
+    many: float
+    none: float
+
+
+def measure_taking() -> Taking:
+    """From the fastest rounds."""
+    rounds = []
+    for _ in range(ROUNDS):
+        figures = Figures(BootClock())
+        observe = figures.observer()
+        seconds = []
+        for requests in (1, INSTANCES_PER_ROUND, 0):
+            for number in range(requests):
+                for machine, first, events in LIVES:
+                    value = first
+                    observe(machine.name, (LEASE, number), None, None, value)
+                    for event in events:
+                        before, (value, _effects) = value, machine.step(value, event)
+                        observe(machine.name, (LEASE, number), before, event, value)
+            start = time.perf_counter()
+            figures.take()
+            figures.take_gauges()
+            seconds.append(time.perf_counter() - start)
+        rounds.append(seconds)
+    return Taking(*(min(column) * 1e6 for column in zip(*rounds, strict=True)))
+
+
 def main() -> None:
     print(f"{ROUNDS} rounds of {INSTANCES_PER_ROUND} instances; microseconds per transition\n")
-    print(f"{'machine':10}{'table':>11}{'off':>11}{'on':>11}{'on median':>11}{'bytes':>11}")
+    print(f"{'machine':10}{'table':>11}{'off':>11}{'metrics':>11}{'on':>11}{'on median':>11}{'bytes':>11}")
     for life in LIVES:
         with tempfile.TemporaryDirectory() as directory:
             sink = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="kv_consumer", rank=0)
             fastest, median = measure(life, sink)
             sink.close()
             lines = sink.path.read_bytes().splitlines()
-        added = "".join(f"{f'{figure:+.3f}':>11}" for figure in (fastest.off, fastest.on, median.on))
+        added = "".join(f"{f'{figure:+.3f}':>11}" for figure in (fastest.off, fastest.metrics, fastest.on, median.on))
         print(f"{life[0].name:10}{fastest.table:11.3f}{added}{round(statistics.mean(map(len, lines))):11}")
+    one, many, none = measure_taking()
+    print(
+        f"\nengine thread, microseconds of a step: figures of one request {one:.1f}, of {INSTANCES_PER_ROUND} requests"
+    )
+    print(f"{many:.1f}, of none {none:.2f}")
 
 
 if __name__ == "__main__":

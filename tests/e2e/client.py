@@ -145,10 +145,13 @@ class Client:
         response = self._http.post("/reset_prefix_cache", params=asked)
         return response.json()["success"] if response.status_code == httpx.codes.OK else None
 
+    def metrics_page(self) -> str:
+        """Everything that the server shows to Prometheus."""
+        return self._http.get("/metrics").raise_for_status().text
+
     def metric(self, name: str) -> float:
         """Value of a counter or gauge of the engine, added up over its labels; 0 when it does not exist yet."""
-        page = self._http.get("/metrics").raise_for_status().text
-        values = (line.rpartition(" ") for line in page.splitlines())
+        values = (line.rpartition(" ") for line in self.metrics_page().splitlines())
         return sum(
             float(value)
             for labelled, _, value in values

@@ -13,6 +13,7 @@ MODULES_IN_ORDER = (
     "test_beside_offloading",
     "test_builtin_compatibility",
     "test_options_at_start",
+    "test_metrics",
     "test_request_kinds",
     "test_cache_reset",
     "test_routers",

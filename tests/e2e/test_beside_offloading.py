@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Client, PrefillDecode
-from tests.e2e.cluster import Room, Traces, prompt
+from tests.e2e.cluster import Room, Traces, prompt, wait_for
 from tests.e2e.engines import EngineOptions, EngineSet
 from tests.e2e.tiny_model import tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN
@@ -85,6 +85,14 @@ def test_both_do_their_part_and_are_counted(combined: Combined, service: Prefill
     p, d = service.prefill_client, service.decode_client
     assert d.metric("vllm:nixl_actor_completed_receives_total") == REQUESTS
     assert d.metric("vllm:nixl_bytes_transferred_count") >= REQUESTS
+    assert d.metric("vllm:nixl_actor_kv_wait_seconds_count") == REQUESTS
+    assert d.metric("vllm:nixl_actor_lease_margin_seconds_count") == REQUESTS
+    assert d.metric("vllm:nixl_actor_requests") == 0
+    assert p.metric("vllm:nixl_actor_granted_leases_total") == REQUESTS
+    assert p.metric("vllm:nixl_actor_granted_tokens_total") == REQUESTS * TOKENS
+    assert p.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+    wait_for(lambda: p.metric("vllm:nixl_actor_lent_blocks") == 0 or None, "no block is lent")
+    assert p.metric("vllm:nixl_actor_leases") == 0
     stored, loaded = offloaded(p)
     assert stored > 0 == loaded, "P has computed every prompt for the first time"
     for request_id in prompts(0, REQUESTS, "new"):

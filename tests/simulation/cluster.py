@@ -26,6 +26,7 @@ import trio
 from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
+from connector.observe import catalogue
 from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
@@ -630,6 +631,10 @@ class Cluster:
         wanted = sum(remote.link is not None for connection in connections for remote in connection.ranks)
         if (opened := self._around.network.unclosed_links(rank.host)) != wanted:
             found.append(f"has {opened} control connections open, and {wanted} in use")
+        gauges = {key: value for key, value in rank.figures.gauges().items() if value}
+        peers = Counter(catalogue.PEERS.key(actor.core.state.value) for actor in supervisor._peers.values())
+        if gauges != peers:
+            found.append(f"shows {gauges} and has {dict(peers)}")
         busy = [engine_id for engine_id, actor in supervisor._peers.items() if not actor.is_unused]
         return found + [f"has something to do for {engine_id}" for engine_id in busy]
 

@@ -19,6 +19,7 @@ from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
+from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
@@ -162,6 +163,7 @@ class Rank:
             shapes=shapes,
             compatibility_hash="another-model" if process.variant is Variant.OTHER_MODEL else "same-model",
         )
+        self.figures = Figures(clock)
         self.supervisor = Supervisor(
             options=around.options,
             local=self._local,
@@ -169,7 +171,14 @@ class Rank:
             side_channel=side_channel,
             control=self.control,
             clock=clock,
-            recorder=Recorder(engine_id=process.engine_id, rank=tp_rank, role="kv_both", clock=clock, sink=self),
+            recorder=Recorder(
+                engine_id=process.engine_id,
+                rank=tp_rank,
+                role="kv_both",
+                clock=clock,
+                sink=self,
+                figures=self.figures,
+            ),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),

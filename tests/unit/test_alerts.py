@@ -1,0 +1,284 @@
+"""The alerts: every one fires when it should and stays silent when it should, and has an entry in the runbook.
+
+The two answers are promtool's, from series that are written here; where promtool is not installed (`make prometheus`
+unpacks it) those tests skip, and the names and labels in the expressions are checked all the same.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from connector.observe import catalogue
+from connector.observe.catalogue import Metric
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = ROOT / "docs" / "operations"
+ALERTS = OPERATIONS / "prometheus" / "alerts.yaml"
+RULES: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+}
+
+UNPACKED = str(ROOT / ".state" / "prometheus" / "usr" / "bin")
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=UNPACKED)
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: `make prometheus` unpacks it")
+
+MINUTES = 30
+"""Length of the series, with a value each minute."""
+
+
+# --- names and labels -------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"(vllm:\w+)(\{[^}]*\})?")
+_CONDITION = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+
+
+def metric_shown_as(name: str, of_histograms: tuple[str, ...] = ("_bucket", "_sum", "_count")) -> Metric | None:
+    for metric in catalogue.METRICS:
+        suffixes = of_histograms if metric.kind == "histogram" else ("",)
+        if name in {metric.shown + suffix for suffix in suffixes}:
+            return metric
+    return None
+
+
+def wrong_in(expression: str, *suffixes: str) -> list[str]:
+    """Names of metrics that do not exist, labels that they have not, and values that these never take."""
+    wrong = []
+    for name, conditions in _NAME.findall(expression):
+        metric = metric_shown_as(name, suffixes) if suffixes else metric_shown_as(name)
+        if metric is None:
+            wrong.append(name)
+            continue
+        for label, operator, value in _CONDITION.findall(conditions):
+            if label in ("job", "instance", "model_name", "engine"):
+                continue
+            if label not in metric.labels:
+                wrong.append(f"{name}: {label}")
+                continue
+            values = {series[metric.labels.index(label)] for series in metric.series}
+            if not any(re.fullmatch(value, each) if "~" in operator else each == value for each in values):
+                wrong.append(f"{name}: {label}={value}")
+    return wrong
+
+
+def test_what_is_wrong_in_an_expression_is_found() -> None:
+    assert wrong_in('rate(vllm:nixl_actor_retries[5m]) + vllm:nixl_actor_peers{state="busy", kind="x"}') == [
+        "vllm:nixl_actor_retries",
+        "vllm:nixl_actor_peers: state=busy",
+        "vllm:nixl_actor_peers: kind",
+    ]
+    assert wrong_in('vllm:nixl_actor_transitions_total{machine="lease", state=~"done|expired", instance="x"}') == []
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_asks_for_what_exists(name: str) -> None:
+    assert _NAME.search(RULES[name]["expr"])
+    assert wrong_in(RULES[name]["expr"]) == []
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_leads_to_its_entry_in_the_runbook(name: str) -> None:
+    rule = RULES[name]
+    assert rule["annotations"]["runbook"] == f"docs/operations/runbook.md#{name.lower()}"
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert {"summary", "description"} < set(rule["annotations"])
+    text = (OPERATIONS / "runbook.md").read_text()
+    entry = re.search(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert entry is not None
+    for part in ("**Means.**", "**Next.**", "**Do.**"):
+        assert part in entry.group(1)
+
+
+def test_the_runbook_has_no_entry_without_an_alert_and_names_what_exists() -> None:
+    text = (OPERATIONS / "runbook.md").read_text()
+    assert sorted(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == sorted(RULES)
+    assert wrong_in(text, "") == []
+    for anchor in re.findall(r"\]\(#(\w+)\)", text):
+        assert anchor in {name.lower() for name in RULES}
+
+
+# --- two answers each -------------------------------------------------------------------------------------------------
+
+ON_P = 'instance="p", job="vllm", model_name="m", engine="0"'
+ON_D = 'instance="d", job="vllm", model_name="m", engine="0"'
+
+
+def flat(value: float) -> str:
+    return f"{value}x{MINUTES}"
+
+
+def growing(per_minute: float) -> str:
+    return f"0+{per_minute}x{MINUTES}"
+
+
+def on_p(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {"series": f"vllm:{name}{{{ON_P}{labels and f', {labels}'}}}", "values": values}
+
+
+def on_d(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {"series": f"vllm:{name}{{{ON_D}{labels and f', {labels}'}}}", "values": values}
+
+
+def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
+    """A histogram of D in which everything lies below `bound`, its largest one but +Inf."""
+    with_labels = labels and f"{labels}, "
+    return [on_d(f"{name}_bucket", growing(60), f'{with_labels}le="{each}"') for each in (bound, "+Inf")]
+
+
+READING = on_d("nixl_actor_requests", flat(2), 'state="reading"')
+QUEUED = on_d("nixl_actor_requests", flat(2), 'state="queued"')
+LOADED = on_d("nixl_actor_completed_receives_total", growing(100))
+NONE_LOADED = on_d("nixl_actor_completed_receives_total", flat(0))
+HELD = on_p("nixl_actor_leases", flat(3), 'state="held"')
+GRANTED = on_p("nixl_actor_granted_leases_total", growing(100))
+
+
+NONE_BELOW_15 = on_d("nixl_actor_lease_margin_seconds_bucket", flat(0), 'le="15.0"')
+
+
+def failing(per_minute: float, reason: str) -> dict[str, str]:
+    return on_d("nixl_actor_failed_receives_total", growing(per_minute), f'reason="{reason}"')
+
+
+def entered(
+    values: str, machine: str, state: str, reason: str, side: Callable[[str, str, str], dict[str, str]] = on_d
+) -> dict[str, str]:
+    labels = f'machine="{machine}", state="{state}", reason="{reason}"'
+    return side("nixl_actor_transitions_total", values, labels)
+
+
+def build(name: str, version: str) -> dict[str, str]:
+    return on_d("nixl_actor_build_info", "1x60", f'version="{version}", vllm="0.32.0", nixl="{name}"')
+
+
+CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] = {
+    "NixlActorDown": ([[on_d("nixl_actor_up", "1x5 0x25")]], [[on_d("nixl_actor_up", flat(1))]]),
+    "NixlActorLoopStuck": (
+        [[on_d("nixl_actor_loop_lag_seconds", f"0x20 0+60x{MINUTES - 20}")]],
+        [[on_d("nixl_actor_loop_lag_seconds", flat(0.25))], [on_d("nixl_actor_loop_lag_seconds", "0x15 60 0x14")]],
+    ),
+    "NixlActorRequestsStuck": (
+        [[READING], [READING, on_d("nixl_actor_completed_receives_total", "0+100x10 1000x20")]],
+        [[READING, LOADED], [READING, failing(1, "LeaseOver")], [QUEUED]],
+    ),
+    "NixlActorReceivesFail": (
+        [[failing(10, "LeaseOver"), LOADED], [failing(10, "BadParams"), NONE_LOADED]],
+        [[failing(4, "LeaseOver"), LOADED], [failing(90, "AbortedByClient"), LOADED], [LOADED]],
+    ),
+    "NixlActorHandshakesFail": (
+        [[on_d("nixl_actor_failed_handshakes_total", growing(1))]],
+        [[on_d("nixl_actor_failed_handshakes_total", "0x20 2x10")]],
+    ),
+    "NixlActorIncompatiblePeer": (
+        [[entered("0x25 1x5", "peer", "incompatible", "Incompatible")]],
+        [[entered(growing(9), "peer", "ready", "none")]],
+    ),
+    "NixlActorReadsFail": (
+        [[on_d("nixl_actor_failed_reads_total", growing(1))]],
+        [[on_d("nixl_actor_failed_reads_total", "0x20 3x10")]],
+    ),
+    "NixlActorKvWaitHigh": (
+        [samples_of("nixl_actor_kv_wait_seconds", "5.0", 'outcome="loaded"')],
+        [
+            samples_of("nixl_actor_kv_wait_seconds", "1.0", 'outcome="loaded"'),
+            samples_of("nixl_actor_kv_wait_seconds", "5.0", 'outcome="failed"'),
+        ],
+    ),
+    "NixlActorSilentLocalPrefill": (
+        [[on_d("nixl_actor_local_prefills_total", growing(20), 'reason="absent"'), LOADED]],
+        [[on_d("nixl_actor_local_prefills_total", growing(5), 'reason="absent"'), LOADED]],
+    ),
+    "NixlActorBlocksQuarantined": (
+        [[on_d("nixl_actor_quarantined_blocks", flat(4))]],
+        [[on_d("nixl_actor_quarantined_blocks", "0x25 4x5")], [on_d("nixl_actor_quarantined_blocks", "4x25 0x5")]],
+    ),
+    "NixlActorLeasesExpire": (
+        [[on_p("nixl_num_kv_expired_reqs_total", growing(5)), GRANTED]],
+        [
+            [on_p("nixl_num_kv_expired_reqs_total", growing(0.5)), GRANTED],
+            [on_p("nixl_num_kv_expired_reqs_total", "0x25 1x5"), on_p("nixl_actor_granted_leases_total", growing(1))],
+        ],
+    ),
+    "NixlActorLateReaders": (
+        [[on_p("nixl_num_notifications_after_expiry_total", "0x25 1x5")]],
+        [[on_p("nixl_num_notifications_after_expiry_total", flat(7))]],
+    ),
+    "NixlActorLeaseMarginLow": (
+        [samples_of("nixl_actor_lease_margin_seconds", "1.0")],
+        [[*samples_of("nixl_actor_lease_margin_seconds", "20.0"), NONE_BELOW_15]],
+    ),
+    "NixlActorLeasesPinned": (
+        [[HELD], [HELD, entered(flat(7), "lease", "done", "none", on_p)]],
+        [[HELD, entered(growing(1), "lease", "expired", "none", on_p)]],
+    ),
+    "NixlActorStrayReleases": (
+        [[on_p("nixl_actor_stray_releases_total", growing(1))]],
+        [[on_p("nixl_actor_stray_releases_total", "0x20 2x10")]],
+    ),
+    "NixlActorVersionsDiffer": (
+        [[build("1.5.1", "0.1.0"), build("1.5.1", "0.2.0")]],
+        [[build("1.5.1", "0.1.0")]],
+    ),
+}
+"""By alert: series with which it fires at the end, and series with which it does not."""
+
+
+EVALUATED_AT = {"NixlActorVersionsDiffer": 45}
+"""In minutes, where it is not the end of the series."""
+
+
+def test_every_alert_has_both_cases() -> None:
+    assert set(CASES) == set(RULES)
+    assert all(fires and not_fires for fires, not_fires in CASES.values())
+
+
+def test_the_series_of_the_cases_exist() -> None:
+    for both in CASES.values():
+        for series in (each for cases in both for case in cases for each in case):
+            name, labels = re.fullmatch(r"(vllm:\w+)\{(.*)\}", series["series"]).groups()  # type: ignore[union-attr]
+            metric = metric_shown_as(name)
+            assert metric is not None, name
+            extra = {label for label, _, _ in _CONDITION.findall(labels)} - {"job", "instance", "model_name", "engine"}
+            assert extra - {"le"} == set(metric.labels), name
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_fires_when_it_should_and_only_then(name: str, tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    answers = []
+    for fires, cases in zip((True, False), CASES[name], strict=True):
+        for series in cases:
+            document = {
+                "rule_files": [str(ALERTS)],
+                "evaluation_interval": "1m",
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": series,
+                        # Without labels, which are not in question: promtool prints what it got instead.
+                        "alert_rule_test": [
+                            {
+                                "eval_time": f"{EVALUATED_AT.get(name, MINUTES - 1)}m",
+                                "alertname": name,
+                                "exp_alerts": [],
+                            }
+                        ],
+                    }
+                ],
+            }
+            file = tmp_path / "test.yaml"
+            file.write_text(yaml.safe_dump(document))
+            done = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+            assert "parse" not in done.stderr + done.stdout, done.stderr + done.stdout
+            answers.append((series, fires, done.returncode != 0, done.stdout + done.stderr))
+    wrong = [(series, output) for series, fires, has_fired, output in answers if fires != has_fired]
+    assert wrong == []
+    assert all(f'alertname="{name}"' in output for _, fires, _, output in answers if fires)
