@@ -17,4 +17,4 @@ app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:
-    app()
+    app(prog_name="nixl-actor")

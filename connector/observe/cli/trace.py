@@ -356,7 +356,7 @@ def export(
     if html is not None:
         export = import_module("connector.observe.timeline.export")
 
-        _attempt(lambda: export.export_html(traces.stories, html))
+        _attempt(lambda: export.export_html(traces.stories, html, title=str(directory)))
         print(html)
     if perfetto is not None:
         from connector.observe.perfetto import export_perfetto
