@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from connector.observe.spans import PullTimes
 from connector.protocol import Command
 from connector.wire.handshake import ActorExtension
 
@@ -64,13 +65,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What the scheduler must know beyond finished and failed requests.
 
     `quarantined` are blocks that READs may still write into, `lifted` those of which this is no longer true. One entry
-    per worker and event, so that with several ranks a block is kept until the last of them lets go.
+    per worker and event, so that with several ranks a block is kept until the last of them lets go. `pulls`: where vLLM
+    traces, the times of requests that have ended on a rank.
     """
 
     quarantined: list[list[int]] = field(default_factory=list)
     lifted: list[list[int]] = field(default_factory=list)
     stopped: str | None = None
     """Why a worker serves no more; None: all of them do. Of several workers, the first that says so."""
+    pulls: list[PullTimes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -78,4 +81,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             quarantined=self.quarantined + other.quarantined,
             lifted=self.lifted + other.lifted,
             stopped=other.stopped if self.stopped is None else self.stopped,
+            pulls=self.pulls + other.pulls,
         )

@@ -81,6 +81,7 @@ from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.prefix_digest import prefix_digests
+from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.params import (
@@ -176,6 +177,8 @@ class ConnectorScheduler:
         self._commands: list[Command] = []
         self._listener: ListenerThread | None = None
         self._block_pool: BlockPool | None = None
+        # Where vLLM traces.
+        self._spans = request_spans(vllm_config)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -192,6 +195,8 @@ class ConnectorScheduler:
         if pull is None:
             return
         self._waiting[request.request_id] = pull
+        if self._spans is not None:
+            self._spans.hear(request)
         if isinstance(pull.remote, RemotePrefill):
             self._commands.append(
                 TrackLease(
@@ -226,6 +231,8 @@ class ConnectorScheduler:
                 self._commands.append(self._load(request, pull, blocks))
                 return  # it comes again when it has been loaded
             self._skip_load(request_id, pull)
+            if self._spans is not None:
+                self._spans.forget(request_id)
         if self._stopped is None and self._will_lend(request) and request_id not in self._computing:
             lease = self._computing[request_id] = self._new_lease(request_id)
             now_ns = self._clock.now_ns()
@@ -242,7 +249,11 @@ class ConnectorScheduler:
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._skip_load(request_id, pull)
+            if self._spans is not None:
+                self._spans.forget(request_id)
             return False, None
+        if self._spans is not None:
+            self._spans.end(request_id)
         if request_id in self._loading:
             self._loading.remove(request_id)
             self._commands.append(AbortPull(request_id=request_id))
@@ -263,6 +274,8 @@ class ConnectorScheduler:
     def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything decided since the last step, and what this one has to save on the host."""
         commands, self._commands = self._commands, []
+        if self._spans is not None:
+            self._spans.step()
         if not self._is_staged:
             return StepMetadata(commands)
         return StepMetadata(
@@ -274,6 +287,9 @@ class ConnectorScheduler:
         self._failed |= self._loading & (output.failed_recving or set())
         self._loading.difference_update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
+        if self._spans is not None:
+            pulls = report.pulls if isinstance(report, WorkerReport) else ()
+            self._spans.report(pulls, output.finished_recving or ())
         if isinstance(report, WorkerReport):
             self._keep_quarantined(report)
             if report.stopped is not None and self._stopped is None:
