@@ -22,13 +22,20 @@ from connector.clock import NS_PER_SECOND
 from connector.observe.spans import ARRIVAL, HELD, REPORTED, Attribute, Part, PullTimes, makes_spans, slowest
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 
 def request_spans(vllm_config: VllmConfig) -> RequestSpans | None:
     """None where vLLM does not trace."""
-    return RequestSpans() if makes_spans(vllm_config) else None
+    if not makes_spans(vllm_config):
+        return None
+    from opentelemetry.trace import get_tracer
+
+    from connector.observe.otlp import TRACER
+
+    return RequestSpans(get_tracer(TRACER))
 
 
 @dataclass
@@ -51,13 +58,12 @@ class _Open:
 class RequestSpans:
     """See the module's docstring. On the scheduler's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         from opentelemetry.context import Context
-        from opentelemetry.trace import get_tracer
 
-        from connector.observe.otlp import TRACER, record_spans
+        from connector.observe.otlp import record_spans
 
-        self._tracer = get_tracer(TRACER)
+        self._tracer = tracer
         self._no_context = Context()
         self._record = record_spans
         self._open: dict[str, _Open] = {}
