@@ -38,6 +38,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         seconds_in_from: time spent in `from_state`.
         age_seconds: of a request or lease that was created just now: how long ago its engine's scheduler first heard of
             it. All of that it has waited in vLLM's queue, on the way there and on the way to this process.
+        kept_until_ns: on the clock of `mono_ns`, until when P keeps the blocks (machine lease), or is proven or assumed
+            to keep them (machine hold); None while nothing is promised.
     """
 
     seq: int
@@ -61,6 +63,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: int | None = None
     seconds_in_from: float | None = None
     age_seconds: float | None = None
+    kept_until_ns: int | None = None
 
 
 Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]

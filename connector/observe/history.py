@@ -35,6 +35,7 @@ LeaseKey: TypeAlias = tuple[str | None, str | None, int]
 """Engine id of P, request id there, number of the lease (0: the parameters carried none)."""
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,8 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
     """One story for each request on D and for each lease that nobody on a known D has asked for, in the order in which
     they began by the wall clock.
 
-    Parallel samples of one prompt are a story each, with the same leases. A D that is asked twice with the same ids and
+    A request whose parameters carried no number belongs to the lease of that id, if P has given the id once. Parallel
+    samples of one prompt are a story each, with the same leases. A D that is asked twice with the same ids and
     parameters has two stories: its first instance on each rank belongs to the first.
     """
     of_machine: dict[str, list[History]] = {}
@@ -182,11 +184,13 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
     requests = _grouped(
         ((each.engine_id, each.subject, _lease_key(each, each.peer)), each) for each in of_machine.get("request", ())
     )
+    numbers = _grouped(((engine_id, request_id), number) for engine_id, request_id, number in leases)
     found: list[Story] = []
     read: set[LeaseKey] = set()
     for (engine_id, _, lease_key), instances in requests.items():
-        read.add(lease_key)
-        known_holds, known_leases = holds.get((engine_id, lease_key), []), leases.get(lease_key, [])
+        lent_as = _lent_as(lease_key, numbers)
+        read.add(lent_as)
+        known_holds, known_leases = holds.get((engine_id, lease_key), []), leases.get(lent_as, [])
         found.extend(
             Story(requests=on_ranks, holds=known_holds, leases=known_leases) for on_ranks in _rounds(instances)
         )
@@ -218,10 +222,17 @@ def _lease_key(history: History, engine_id: str | None) -> LeaseKey:
     return engine_id, request_id, first.lease_number or 0
 
 
-def _grouped(items: Iterable[tuple[K, History]]) -> dict[K, list[History]]:
-    groups: dict[K, list[History]] = {}
-    for key, history in items:
-        groups.setdefault(key, []).append(history)
+def _lent_as(key: LeaseKey, numbers: dict[tuple[str | None, str | None], list[int]]) -> LeaseKey:
+    """What P calls the lease. `numbers`: those that P has given, by engine id and request id."""
+    engine_id, request_id, number = key
+    given = numbers.get((engine_id, request_id), [])
+    return (engine_id, request_id, given[0]) if number == 0 and len(given) == 1 else key
+
+
+def _grouped(items: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for key, value in items:
+        groups.setdefault(key, []).append(value)
     return groups
 
 

@@ -75,8 +75,12 @@ class Recorder:
         failure: Failure | None = getattr(after, "failure", None)
         name, remote_request_id, lease_number = _names(subject, after)
         blocks, length_bytes, descriptors = _NO_AMOUNTS
+        kept_until_ns: int | None = None
         if isinstance(after, lease.Lease):
             blocks = after.blocks or None  # not known before the grant
+            kept_until_ns = after.deadline_ns or None
+        elif isinstance(after, hold.Hold):
+            kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
         elif amounts is not None and isinstance(after, request.Request):
             blocks, length_bytes, descriptors = amounts(name)
         sink.write(
@@ -102,6 +106,7 @@ class Recorder:
                 descriptors=descriptors,
                 seconds_in_from=(now_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
                 age_seconds=_age_seconds(after) if before is None else None,
+                kept_until_ns=kept_until_ns,
             )
         )
         self._seq += 1

@@ -2,7 +2,8 @@
 
 A prefill engine and a decode engine with this project's connector are started on loopback ports, a dozen prompts go
 through both, and each answer is compared, token by token, with what the decode engine computes on its own. Then a
-table shows the path of every request through the states of its machines, as the engines traced it.
+table shows the path of every request through the states of its machines, as the engines traced it, and the same is
+written as a timeline page.
 
 Exit status: 0 when every answer is right and every path is the plain one, 1 when not, 130 when interrupted. Everything
 that was started is ended in each case.
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from connector.observe.history import Story, histories, matching, stories
+from connector.observe.timeline.export import EXPLAIN, export_html
 from connector.observe.trace_log import read_trace
 from tests.e2e.client import Answer, PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, ROOT, Engine, EngineFailed, EngineOptions, EngineSet
@@ -27,6 +29,7 @@ from tests.e2e.tiny_model import tiny_llama
 from tests.e2e.trace_table import Row, render
 
 RUNS = ROOT / "traces"
+TIMELINE = "timeline.html"
 SETTLE_SECONDS = 10.0
 """How long after the last answer every lease must have ended: P hears of a finished read at its next poll."""
 
@@ -149,7 +152,19 @@ class Demo:
         plain = sum(not row.path_problems for row in rows)
         print(f"answers equal to D's own: {right} of {len(rows)}; plain paths on both sides: {plain} of {len(rows)}")
         print(f"traces: {self.directory}   engine logs: {self.logs}")
+        self._report_timeline()
         return not problems
+
+    def _report_timeline(self) -> None:
+        """The page, and the command that explains the request that took longest."""
+        told = stories(histories(read_trace(self.directory)))
+        page = self.directory / TIMELINE
+        export_html(told, page, title=f"make demo, {self.directory.name.removeprefix('demo-')}")
+        print(f"timeline: {page}")
+        slowest = max((each for story in told for each in story.requests), key=lambda each: each.seconds, default=None)
+        if slowest is not None:
+            command = EXPLAIN.replace("REQUEST", slowest.subject).replace("DIRECTORY", str(self.directory))
+            print(f"the slowest request took {slowest.seconds * 1e3:.0f} ms; what it waited for: {command}")
 
 
 @dataclass(frozen=True)

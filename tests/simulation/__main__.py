@@ -9,6 +9,8 @@
     --faults FILE      replay the plan in this file (its seed counts, the options above do not)
     --fingerprint      say one digest of everything that all seeds traced; equal in every process and on every machine
     --trace FILE       write all transition records there, as JSON lines
+    --html FILE        write the timeline page of a seed there, with its faults; of several seeds, that of the first one
+                       that fails, or the last one. The shrunk plan of one that fails has a page of its own beside it
 
 A seed is printed before it runs, so that one that hangs is known. A plan that fails is shrunk and written to a file;
 the command that replays it is printed. Exit status 1 when a seed failed.
@@ -33,6 +35,7 @@ import msgspec
 from tests.simulation.coverage import TransitionKey, coverage_lines
 from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, VLLM_KINDS, Kind, Plan, draw_plan
 from tests.simulation.shrink import shrink
+from tests.simulation.timeline import write_page
 
 FAILURES = Path(".state/simulation")
 VIOLATIONS_SHOWN = 5
@@ -130,7 +133,11 @@ def plans(arguments: argparse.Namespace, level: Level) -> Iterable[Plan]:
     return (level.draw(seed) for seed in range(arguments.seed, arguments.seed + arguments.seeds))
 
 
-def explain(result: Any, level: Level) -> None:
+def command(level: Level, what: str) -> str:
+    return f"python -m tests.simulation --level {level.name} {what}"
+
+
+def explain(result: Any, level: Level, html: Path | None) -> None:
     """What went wrong, and how to see it again."""
     for violation in result.violations[:VIOLATIONS_SHOWN]:
         say(f"  {violation.at_seconds:10.4f} s  {violation.oracle}: {violation.detail}")
@@ -143,7 +150,12 @@ def explain(result: Any, level: Level) -> None:
     path = FAILURES / f"level-{level.name}-seed-{smallest.seed}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)) + b"\n")
     say(f"  {len(result.plan.faults)} faults shrunk to {len(smallest.faults)}; replay with")
-    say(f"  python -m tests.simulation --level {level.name} --faults {path}")
+    replay = command(level, f"--faults {path}")
+    say(f"  {replay}")
+    if html is not None:
+        shrunk = html.with_stem(f"{html.stem}-shrunk")
+        write_page(level.simulate(smallest), shrunk, command=replay)
+        say(f"  {shrunk}")
 
 
 def summarize(totals: Totals, level: Level) -> None:
@@ -164,6 +176,7 @@ def summarize(totals: Totals, level: Level) -> None:
 
 def run(arguments: argparse.Namespace, level: Level, trace: BinaryIO | None) -> Totals:
     totals = Totals()
+    html: Path | None = arguments.html
     for plan in plans(arguments, level):
         say(f"seed {plan.seed}")
         result = level.simulate(plan)
@@ -172,8 +185,12 @@ def run(arguments: argparse.Namespace, level: Level, trace: BinaryIO | None) -> 
             totals.fingerprints.append(result.fingerprint())
         if trace is not None:
             trace.write(result.trace_lines())
+        if html is not None:
+            what = f"--seed {plan.seed}" if arguments.faults is None else f"--faults {arguments.faults}"
+            write_page(result, html, command=command(level, what))
         if result.violations:
-            explain(result, level)
+            explain(result, level, html)
+            html = None
             if arguments.until_failure:
                 break
     return totals
@@ -189,6 +206,7 @@ def main() -> int:
     parser.add_argument("--faults", type=Path, metavar="FILE")
     parser.add_argument("--fingerprint", action="store_true")
     parser.add_argument("--trace", type=Path, metavar="FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     level = LEVELS[arguments.level]
     if arguments.trace is None:

@@ -16,7 +16,7 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -113,12 +113,18 @@ class Result:
     real_seconds: float
     transitions: Counter[TransitionKey]
     trace: list[TransitionRecord]
+    moments: list[float]
+    """When each record of `trace` was written, in seconds of virtual time."""
     coverage: Counter[str] = field(default_factory=Counter)
     """What the schedulers did, as far as they count it."""
 
     def trace_lines(self) -> bytes:
         """The trace as JSON lines."""
         return b"".join(msgspec.json.encode(record) + b"\n" for record in self.trace)
+
+    def timed_trace(self) -> Iterable[tuple[float, TransitionRecord]]:
+        """Every record, with the second of virtual time in which it was written."""
+        return zip(self.moments, self.trace, strict=True)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.trace_lines()).hexdigest()
@@ -222,6 +228,7 @@ class Cluster:
             real_seconds=real_seconds,
             transitions=transitions,
             trace=self._trace,
+            moments=self._around.moments,
             coverage=+self._oracles.coverage,
         )
 

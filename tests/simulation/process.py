@@ -60,6 +60,8 @@ class Surroundings:
     model: Model = field(default_factory=Model)
     engines: dict[str, EngineShape] = field(default_factory=dict)
     """Those that are not built the usual way."""
+    moments: list[float] = field(default_factory=list)
+    """When each record of `trace` was written, in seconds of virtual time."""
 
 
 class Machine:
@@ -216,6 +218,7 @@ class Rank:
     def write(self, record: TransitionRecord) -> None:
         if not self.is_dead:
             self._around.trace.append(record)
+            self._around.moments.append(trio.current_time())
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""

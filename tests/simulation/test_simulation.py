@@ -7,6 +7,7 @@ a bug are in regressions/ and run as well. That the oracles do complain is shown
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import Counter
 from itertools import product
@@ -17,6 +18,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from connector.observe.timeline.export import Document
 from connector.protocol import PeerAddress, QuarantineLifted, ReceiveEnded
 from statemachine.failures import AbortedByClient
 from statemachine.lease import LeaseName
@@ -256,6 +258,52 @@ def test_the_command_line_says_what_happened(
     for line in expected:
         assert line in said
     assert said.endswith("verdict      all passed\n")
+
+
+def test_a_seed_that_fails_is_a_page_and_its_shrunk_plan_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stall = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+    jump = Fault(kind=Kind.WALL_CLOCK_JUMP, target="d0", at_seconds=0.5, duration_seconds=0.1)
+    plan, html = tmp_path / "plan.json", tmp_path / "run.html"
+    monkeypatch.setattr("tests.simulation.__main__.FAILURES", tmp_path / "failures")
+    with Patch() as patch:
+        CATALOGUE["quarantine not reported"].apply(patch)
+        for seed in range(SEEDS_OF_A_MUTANT):
+            plan.write_bytes(msgspec.json.encode(Plan(seed=seed, faults=[stall, jump])))
+            monkeypatch.setattr(sys, "argv", ["simulation", "--faults", str(plan), "--html", str(html)])
+            if main() == 1:
+                break
+    shrunk = tmp_path / "run-shrunk.html"
+    assert str(shrunk) in capsys.readouterr().out
+    shown, smallest = (document_in(path) for path in (html, shrunk))
+    assert [fault.kind for fault in shown.faults] == ["read_stall", "wall_clock_jump"]
+    assert [fault.kind for fault in smallest.faults] == ["read_stall"]
+    for each in (shown, smallest):
+        assert len(each.stories) > 10
+        assert {complaint.oracle for complaint in each.complaints} >= {"block reuse"}
+        assert each.command is not None
+        # A jump of the wall clock by hours moves nothing: times are the simulator's.
+        assert all((row.steps[0] or 0) < 300e6 for row in each.histories)
+
+
+def document_in(path: Path) -> Document:
+    """What a timeline page shows."""
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
+    return msgspec.json.decode(data, type=Document)
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_a_page_of_a_seed_joins_both_sides_of_its_requests(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "seed.html"
+    monkeypatch.setattr(sys, "argv", ["simulation", "--level", level, "--seed", "3", "--html", str(path)])
+    assert main() == 0
+    shown = document_in(path)
+    both = [row for row in shown.stories if row.requests and row.holds and row.leases]
+    assert len(both) > 0.5 * len(shown.stories)
+    assert all(lease in row.leases for row in both for lease in row.held)
 
 
 def test_different_seeds_give_different_traces() -> None:

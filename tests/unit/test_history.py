@@ -95,6 +95,15 @@ def test_a_request_id_that_p_gives_twice_names_two_leases() -> None:
         assert [each.records[0].lease_number for each in story.leases] == [number]
 
 
+def test_parameters_without_a_number_name_the_lease_if_p_has_given_its_id_once() -> None:
+    written = [*records("lease", "P", "a-p", LENT, lease_number=5), *pulled("a-d", "a-p", lease_number=0)]
+    (story,) = stories(histories(written))
+    assert [each.subject for each in story.leases] == ["a-p"]
+    twice = stories(histories([*written, *records("lease", "P", "a-p", LENT, lease_number=6, at=50)]))
+    assert [len(story.leases) for story in twice if story.requests] == [0]
+    assert len(twice) == 3
+
+
 def test_samples_of_one_prompt_have_a_story_each_and_share_the_lease() -> None:
     written = [*records("lease", "P", "a-p", LENT), *pulled("0_a-d", "a-p"), *pulled("1_a-d", "a-p", at=5)]
     found = stories(histories(written))

@@ -297,9 +297,10 @@ def loaded_by(modules: list[str], suspects: tuple[str, ...]) -> list[str]:
         (modules_below("connector/layout"), (*HEAVY, "trio")),
         ([*modules_below("connector/wire"), "connector.protocol"], (*HEAVY, "trio", "connector.layout")),
         (modules_below("connector/runtime"), HEAVY),
+        (["connector.observe.timeline.export"], (*HEAVY, "trio", "numpy")),
         (modules_below("tests/gpu"), ("vllm", "zmq")),
     ],
-    ids=["connector", "plugin and config", "statemachine", "layout", "wire and protocol", "runtime", "gpu"],
+    ids=["connector", "plugin and config", "statemachine", "layout", "wire and protocol", "runtime", "timeline", "gpu"],
 )
 def test_importing_loads_nothing_heavy(modules: list[str], suspects: tuple[str, ...]) -> None:
     assert loaded_by(modules, suspects) == []

@@ -43,7 +43,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for package in ("connector", "statemachine") for path in (ROOT / package).rglob("*")]
-    kept = {str(path.relative_to(ROOT)) for path in files if path.suffix == ".py" or path.name == "py.typed"}
+    suffixes = {".py", ".html", ".css", ".js"}
+    kept = {str(path.relative_to(ROOT)) for path in files if path.suffix in suffixes or path.name == "py.typed"}
     assert packed == kept
     assert {"connector/py.typed", "statemachine/py.typed"} <= packed
 
@@ -52,6 +53,8 @@ def test_the_wheel_works_where_nothing_of_the_source_is(wheel: Path, tmp_path: P
     zipfile.ZipFile(wheel).extractall(tmp_path)
     done = _run(
         "import connector.config, connector.plugin, statemachine.remote_engine; "
+        "from connector.observe.timeline.export import document, page; "
+        "assert len(page(document([], title='empty'))) > 50_000; "
         "print(connector.__file__); print(connector.config.parse_options({}).kv_lease_duration)",
         tmp_path,
         SITE,

@@ -137,6 +137,7 @@ def test_a_record_says_who_when_and_what(lend: Callable[..., None], sink: ListSi
         lease_number=7,
         blocks=7,
         seconds_in_from=1.0,
+        kept_until_ns=6 * NS_PER_SECOND + LIMITS.lease_ns,
     )
 
 
@@ -167,6 +168,28 @@ def test_a_hold_is_named_by_the_lease_and_the_rank(recorder: Recorder, sink: Lis
     assert holds[:2] == [("cmpl-1/0", "wanted", None), ("cmpl-1/1", "wanted", None)]
     assert ("cmpl-1/1", "gone", "expired") in holds
     assert {each.remote_request_id for each in sink.records if each.machine == "hold"} == {"cmpl-1"}
+
+
+def test_until_when_blocks_are_kept_is_recorded_of_leases_and_of_what_is_proven_of_them(
+    recorder: Recorder, lend: Callable[..., None], sink: ListSink, clock: HandClock
+) -> None:
+    lend(COMPUTING)
+    lend(GRANTED)
+    lend(HEARTBEAT, 4)
+    granted_ns = clock.ns - 4 * NS_PER_SECOND
+    promised = [granted_ns + LIMITS.lease_ns, clock.ns + LIMITS.lease_ns]
+    assert [each.kept_until_ns for each in sink.records] == [None, *promised]
+    sink.records.clear()
+    core = reading_core(recorder)
+    start(core, clock)
+    core.handle(remote_engine.Connected(connection=1, ranks=1, is_builtin=False, life="a"), clock.ns)
+    held = ((LEASE, NS_PER_SECOND),)
+    core.handle(remote_engine.HoldAnswered(connection=1, rank=0, sent_ns=clock.ns, held=held, gone=()), clock.ns)
+    before, after = (each.kept_until_ns for each in sink.records if each.machine == "hold")
+    assert before is None
+    assert after is not None
+    assert clock.ns < after <= clock.ns + NS_PER_SECOND
+    assert {each.kept_until_ns for each in sink.records if each.machine != "hold"} == {None}
 
 
 def test_records_of_one_process_are_numbered_without_gaps(recorder: Recorder, sink: ListSink, clock: HandClock) -> None:

@@ -68,6 +68,7 @@ FULL = TransitionRecord(
     descriptors=96,
     seconds_in_from=0.125,
     age_seconds=0.25,
+    kept_until_ns=987_654_321,
 )
 
 OPTIONAL_FIELDS = [
@@ -82,6 +83,7 @@ OPTIONAL_FIELDS = [
     "descriptors",
     "seconds_in_from",
     "age_seconds",
+    "kept_until_ns",
 ]
 
 

@@ -114,8 +114,8 @@ def clocks(stories: Iterable[Story]) -> dict[int, Clock]:
     stories = list(stories)
     by_history = _lives(stories)
     together = _by_engine(_paired(stories, by_history))
-    _place(list(together.values()))
-    _follow(by_history.values(), together.values())
+    _place(together)
+    _follow(by_history.values(), together)
     return by_history
 
 
@@ -208,7 +208,7 @@ def _paired(stories: Sequence[Story], clock_of: dict[int, Clock]) -> list[_Pair]
     return list(found.values())
 
 
-def _by_engine(pairs: Iterable[_Pair]) -> dict[tuple[str, str], _Pair]:
+def _by_engine(pairs: Iterable[_Pair]) -> list[_Pair]:
     """All processes of an engine, its lives too, are taken to share a wall clock: what is known of one is known of all.
     A clock of each stands for the others."""
     stands_for: dict[str, Clock] = {}
@@ -222,7 +222,7 @@ def _by_engine(pairs: Iterable[_Pair]) -> dict[tuple[str, str], _Pair]:
         both.low_ns = max(both.low_ns, pair.low_ns)
         both.high_ns = min(both.high_ns, pair.high_ns)
         both.granted_ns = min(both.granted_ns, pair.granted_ns)
-    return found
+    return list(found.values())
 
 
 def _follow(clocks: Iterable[Clock], placed: Iterable[_Pair]) -> None:

@@ -23,17 +23,19 @@ from typing import Any
 
 import msgspec
 
+from connector.runtime.recorder import Recorder
 from statemachine.failures import ConnectorStopped
 from statemachine.remote_engine import Stop
 from statemachine.trace import TransitionRecord
 from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import DEATH_NOTICED_SECONDS, Fault, Kind, Plan
-from tests.simulation.level1.clock import SLEW_PPB_MAX
+from tests.simulation.level1.clock import SLEW_PPB_MAX, DriftingClock
 from tests.simulation.level1.decode import DecodeEngine, DecodeLife, DecodeRank
 from tests.simulation.level1.faults import LINK_KINDS, end_ns
 from tests.simulation.level1.heap import MILLISECOND, SECOND, EventHeap
 from tests.simulation.level1.oracles import BLOCKS_OF_A_PROMPT_MAX, Oracles
 from tests.simulation.level1.prefill import PrefillEngine, PrefillLife, Prompt
+from tests.simulation.level1.reader import Reader
 from tests.simulation.level1.shape import RANKS_MAX, draw_cluster
 from tests.simulation.level1.transport import LATE_SECONDS_MAX, Transport
 from tests.simulation.level1.world import ENTRY_FIELDS, Cores, World, entries
@@ -107,26 +109,59 @@ class Result:
 
     def trace(self) -> Iterator[TransitionRecord]:
         """The log as production's trace would have it, as far as level 1 knows."""
-        for seq, (at_ns, scope, machine, subject, before, event, after) in enumerate(entries(self.log)):
-            engine, rank = scope.names()
-            home = self.engines.get(engine) or self.engines[engine.partition("-")[0]]
-            yield TransitionRecord(
-                seq=seq,
-                wall=home.clock.wall(at_ns),
-                mono_ns=home.clock.local_ns(at_ns),
-                engine_id=engine,
-                rank=rank,
-                role="kv_both",
-                machine=machine,
-                subject=str(subject),
-                from_state=None if before is None else before.state.value,
-                event=type(event).__name__,
-                to_state=after.state.value,
-            )
+        return (record for _, record in self.timed_trace())
+
+    def timed_trace(self) -> Iterator[tuple[float, TransitionRecord]]:
+        """The same, with the second of virtual time in which each record was written. Production's recorder makes them
+        from the log, one for each rank."""
+        recorders: dict[tuple[str, int], tuple[Recorder, _PastClock]] = {}
+        written: list[TransitionRecord] = []
+        for at_ns, scope, machine, subject, before, event, after in entries(self.log):
+            engine_id, rank = scope.names()
+            if (engine_id, rank) not in recorders:
+                home = self.engines.get(engine_id) or self.engines[engine_id.partition("-")[0]]
+                clock = _PastClock(home.clock)
+                recorder = Recorder(
+                    engine_id=engine_id, rank=rank, role="kv_both", clock=clock, sink=_ListSink(written)
+                )
+                recorders[engine_id, rank] = recorder, clock
+            recorder, clock = recorders[engine_id, rank]
+            clock.true_ns = at_ns
+            observe = recorder.observer(scope.engine_id if isinstance(scope, Reader) else None)
+            assert observe is not None
+            observe(machine, subject, before, event if before is not None else None, after)
+            for record in written:
+                yield at_ns / SECOND, record
+            written.clear()
 
     def trace_lines(self) -> bytes:
         """The trace as JSON lines."""
         return b"".join(msgspec.json.encode(record) + b"\n" for record in self.trace())
+
+
+class _PastClock:
+    """A clock of the run as it was at `true_ns`, as far as its present rate tells. Implements `Clock`."""
+
+    def __init__(self, clock: DriftingClock) -> None:
+        self.true_ns = 0
+        self._clock = clock
+
+    def now_ns(self) -> int:
+        return self._clock.local_ns(self.true_ns)
+
+    def wall(self) -> float:
+        return self._clock.wall(self.true_ns)
+
+
+class _ListSink:
+    def __init__(self, records: list[TransitionRecord]) -> None:
+        self._records = records
+
+    def write(self, record: TransitionRecord) -> None:
+        self._records.append(record)
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def simulate(plan: Plan, cores: Cores | None = None) -> Result:

@@ -1,0 +1,322 @@
+"use strict";
+/* The document of export.py, read into objects; filters, lanes and figures. Nothing here draws.
+
+   A bar is one history (one machine instance): `visits` are the states that it was in, `steps` everything that happened
+   to it. Times are microseconds since the beginning of the document. */
+
+const STEP = 6, NARROW_NAME = 5;
+
+function readDocument(text) {
+  const raw = JSON.parse(text);
+  const strings = raw.strings;
+  const machineNames = Object.keys(raw.machines);
+  const terminal = {};
+  for (const name of machineNames) terminal[name] = new Set(raw.machines[name].terminal);
+
+  const bars = raw.histories.map(function (row, number) {
+    const [machine, process, subject, peer, remote, blocks, lengthBytes, descriptors, flat] = row;
+    const bar = {
+      number, machine: machineNames[machine], process: raw.processes[process], subject: strings[subject],
+      peer: strings[peer], remote: strings[remote], blocks, lengthBytes, descriptors,
+      steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false,
+    };
+    let at = 0;
+    for (let i = 0; i < flat.length; i += STEP) {
+      at += flat[i];
+      const kept = flat[i + 5];
+      bar.steps.push({
+        at, event: strings[flat[i + 1]], state: strings[flat[i + 2]], reason: strings[flat[i + 3]],
+        detail: strings[flat[i + 4]], keptUntil: kept === null ? null : at + kept,
+      });
+    }
+    for (const step of bar.steps) {
+      const last = bar.visits[bar.visits.length - 1];
+      if (last && last.state === step.state) continue;
+      if (last) last.end = step.at;
+      bar.visits.push({ state: step.state, start: step.at, end: null, event: step.event });
+    }
+    const last = bar.visits[bar.visits.length - 1];
+    bar.state = last.state;
+    bar.start = bar.steps[0].at;
+    bar.end = bar.steps[bar.steps.length - 1].at;
+    bar.isOver = terminal[bar.machine].has(bar.state);
+    const final = bar.steps[bar.steps.length - 1];
+    bar.reason = final.reason;
+    bar.detail = final.detail;
+    bar.retries = bar.machine === "request" ? bar.visits.filter((v) => v.state === "pending_handshake").length - 1 : 0;
+    bar.outcome = raw.outcomes.indexOf(outcomeOf(bar));
+    return bar;
+  });
+
+  for (const bar of bars) bar.process.lastSeen = Math.max(bar.process.lastSeen || 0, bar.end);
+  let end = 0;
+  for (const bar of bars) end = Math.max(end, bar.end);
+  for (const each of raw.complaints) end = Math.max(end, each.at_seconds * 1e6);
+  for (const bar of bars) {
+    if (!bar.isOver) bar.end = end;
+    const last = bar.visits[bar.visits.length - 1];
+    last.end = bar.end;
+  }
+
+  const stories = raw.stories.map(function (row, number) {
+    const [outcome, requests, holds, leases, held] = row;
+    const story = {
+      number, outcome, requests: requests.map((n) => bars[n]), holds: holds.map((n) => bars[n]),
+      leases: leases.map((n) => bars[n]),
+    };
+    const own = story.requests.length ? story.requests : story.leases;
+    for (const bar of [...story.requests, ...story.holds, ...story.leases]) bar.stories.push(story);
+    held.forEach(function (lease, index) {
+      if (lease < 0) return;
+      story.holds[index].lease = bars[lease];
+      if (!bars[lease].hold) bars[lease].hold = story.holds[index];
+    });
+    story.name = own[0].subject;
+    story.start = Math.min(...own.map((bar) => bar.start));
+    story.end = Math.max(...own.map((bar) => bar.end));
+    story.took = story.end - story.start;
+    story.isOver = own.every((bar) => bar.isOver);
+    story.retries = Math.max(0, ...story.requests.map((bar) => bar.retries));
+    story.worst = own.reduce((worst, bar) => (bar.outcome < worst.outcome ? bar : worst));
+    story.engines = new Set([...own, ...story.leases].map((bar) => bar.process.engine));
+    for (const bar of story.requests) if (bar.peer) story.engines.add(bar.peer);
+    const words = new Set(story.engines);
+    for (const bar of [...story.requests, ...story.leases]) {
+      words.add(bar.subject);
+      if (bar.remote) words.add(bar.remote);
+      if (bar.reason) words.add(bar.reason);
+    }
+    story.text = [...words].join("\n").toLowerCase();
+    return story;
+  });
+  const named = new Map();
+  for (const story of stories) {
+    const times = named.get(story.name) || 0;
+    named.set(story.name, times + 1);
+    story.key = times ? story.name + "~" + (times + 1) : story.name;
+  }
+
+  const faults = raw.faults.map((fault) => ({
+    kind: fault.kind, target: fault.target, start: fault.at_seconds * 1e6,
+    end: (fault.at_seconds + fault.duration_seconds) * 1e6, probability: fault.probability, row: 0,
+    engines: fault.target.split(">").map((each) => each.split(".")[0]),
+  }));
+  const complaints = raw.complaints.map((each) => ({
+    oracle: each.oracle, detail: each.detail, at: each.at_seconds * 1e6,
+  }));
+  let start = raw.command === null && bars.length ? Infinity : 0;
+  for (const bar of bars) start = Math.min(start, bar.start);
+  return {
+    title: raw.title, zeroWall: raw.zero_wall, command: raw.command, explain: raw.explain, outcomes: raw.outcomes, machines: raw.machines,
+    processes: raw.processes, bars, stories, faults, complaints, start, end: Math.max(end, start + 1),
+    byKey: new Map(stories.map((story) => [story.key, story])),
+  };
+}
+
+function outcomeOf(bar) {
+  if (!bar.isOver) return "open";
+  if (bar.machine === "request" && bar.state === "failed" && bar.reason === "AbortedByClient") return "aborted";
+  if (bar.state === "released") return bar.machine === "lease" ? "withdrawn" : "done";
+  if (bar.state === "gone") return "expired";
+  return bar.state;
+}
+
+/* --- lanes --------------------------------------------------------------------------------------------------------- */
+
+function engineOrder(a, b) {
+  return a.engine.localeCompare(b.engine, "en", { numeric: true }) || a.rank - b.rank;
+}
+
+/* One lane for each engine and rank and side; P's above D's. */
+function makeLanes(doc) {
+  const lanes = new Map();
+  for (const bar of doc.bars) {
+    if (bar.machine === "hold") continue;
+    const side = bar.machine === "lease" ? "P" : "D";
+    const key = side + bar.process.rank + "/" + bar.process.engine;
+    if (!lanes.has(key)) {
+      lanes.set(key, { side, engine: bar.process.engine, rank: bar.process.rank, bars: [], shown: [], rows: [] });
+    }
+    bar.lane = lanes.get(key);
+    bar.lane.bars.push(bar);
+  }
+  const sorted = [...lanes.values()].sort((a, b) => (a.side === b.side ? engineOrder(a, b) : a.side === "P" ? -1 : 1));
+  const names = [...new Set(sorted.map((lane) => lane.engine))];
+  const begins = new Set(names.map((name) => name.slice(0, NARROW_NAME)));
+  for (const lane of sorted) {
+    lane.bars.sort((a, b) => a.start - b.start || a.end - b.end);
+    const { engine } = lane, fits = engine.length <= NARROW_NAME + 1;
+    lane.shortName = fits ? engine : begins.size === names.length ? engine.slice(0, NARROW_NAME) + "…" : "…" + engine.slice(-NARROW_NAME);
+  }
+  return sorted;
+}
+
+/* Bars that live between two moments into as few rows as need be, none upon another. `gap`: least time between two. */
+function packRows(bars, [from, to], gap) {
+  const rows = [];
+  const ends = [];
+  for (const bar of bars) {
+    if (bar.start > to) break;
+    if (bar.end < from) continue;
+    bar.isShown = true;
+    let row = 0;
+    while (row < ends.length && ends[row] > bar.start) row++;
+    if (row === ends.length) rows.push([]);
+    rows[row].push(bar);
+    ends[row] = bar.end + gap;
+    bar.row = row;
+  }
+  return rows;
+}
+
+/* The first in a row that ends at `time` or later. */
+function firstEndingAfter(row, time) {
+  let low = 0, high = row.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (row[middle].end < time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* --- filters ------------------------------------------------------------------------------------------------------- */
+
+/* "250", "250 ms", "1.5s", "2 min" to microseconds; plain figures are milliseconds. NaN: it makes no sense. */
+function readDuration(text) {
+  const found = /^\s*([\d.]+)\s*(us|µs|ms|s|m|min)?\s*$/.exec(text);
+  if (!found) return NaN;
+  return parseFloat(found[1]) * { us: 1, "µs": 1, ms: 1e3, s: 1e6, m: 6e7, min: 6e7 }[found[2] || "ms"];
+}
+
+function matching(doc, filter) {
+  const words = filter.query.toLowerCase().split(/\s+/).filter(Boolean);
+  return doc.stories.filter(function (story) {
+    if (filter.outcomes.size && !filter.outcomes.has(story.outcome)) return false;
+    if (filter.peer && !story.engines.has(filter.peer)) return false;
+    if (story.took < filter.shortest || story.took > filter.longest) return false;
+    return words.every((word) => story.text.includes(word));
+  });
+}
+
+/* --- figures ------------------------------------------------------------------------------------------------------- */
+
+function percentile(sorted, share) {
+  return sorted[Math.min(sorted.length - 1, Math.max(0, Math.ceil(sorted.length * share) - 1))];
+}
+
+/* Of the states of one machine in these stories: how often, percentiles and sum of the time in them. */
+function stateTimes(doc, stories, machine) {
+  const times = new Map(doc.machines[machine].states.map((state) => [state, []]));
+  const seen = new Set();
+  for (const story of stories) {
+    for (const bar of machine === "lease" ? story.leases : story.requests) {
+      if (seen.has(bar.number)) continue;
+      seen.add(bar.number);
+      for (let i = 0; i < bar.visits.length - 1; i++) times.get(bar.visits[i].state).push(bar.visits[i].end - bar.visits[i].start);
+    }
+  }
+  const found = [];
+  for (const [state, all] of times) {
+    if (!all.length) continue;
+    const sorted = Float64Array.from(all).sort();
+    found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
+  }
+  return found;
+}
+
+/* The slowest, the slowest first. */
+function slowestOf(stories, most) {
+  const found = [];
+  for (const story of stories) {
+    if (found.length === most && story.took <= found[most - 1].took) continue;
+    let at = found.length;
+    while (at > 0 && found[at - 1].took < story.took) at--;
+    found.splice(at, 0, story);
+    if (found.length > most) found.pop();
+  }
+  return found;
+}
+
+function visitAt(bar, time) {
+  for (const visit of bar.visits) if (time >= visit.start && time < visit.end) return visit;
+  return null;
+}
+
+/* Until when the blocks are kept (lease) or proven to be (hold), as far as was known at `time`. */
+function keptUntil(bar, time) {
+  let known = null;
+  for (const step of bar.steps) {
+    if (step.at > time) break;
+    known = step.keptUntil;
+  }
+  return known;
+}
+
+/* Which lease and hold rows a request on a D rank deals with: [hold or null, lease or null]. */
+function pairsOf(story, request) {
+  const pairs = story.holds.filter((hold) => hold.process === request.process).map((hold) => [hold, hold.lease]);
+  return pairs.length ? pairs : story.leases.map((lease) => [null, lease]);
+}
+
+/* grant -> READ -> release: [from bar, time, to bar, time, what]. */
+function arrowsOf(story) {
+  const arrows = [];
+  for (const request of story.requests) {
+    const began = request.steps.find((step) => step.event === "PeerReady");
+    for (const [hold, lease] of pairsOf(story, request)) {
+      if (!lease) continue;
+      const granted = lease.steps.find((step) => step.event === "Granted");
+      if (granted && began) arrows.push([lease, granted.at, request, began.at, "grant"]);
+      const letGo = hold && hold.steps.find((step) => step.event === "LetGo");
+      const from = letGo ? letGo.at : request.isOver ? request.end : null;
+      const heard = lease.steps.find((step) => step.event === "ReaderDone" && from !== null && step.at >= from - 1000);
+      if (from !== null && heard) arrows.push([request, Math.min(from, request.end), lease, heard.at, "release"]);
+    }
+  }
+  return arrows;
+}
+
+/* --- words --------------------------------------------------------------------------------------------------------- */
+
+function trimmed(value, digits) {
+  return String(Number(value.toPrecision(digits))).replace("-", "−");
+}
+
+/* Microseconds for people. */
+function duration(us) {
+  const size = Number(Math.abs(us).toPrecision(3));
+  if (size < 1e3) return trimmed(us, 3) + " µs";
+  if (size < 1e6) return trimmed(us / 1e3, 3) + " ms";
+  if (size < 6e7) return trimmed(us / 1e6, 3) + " s";
+  const minutes = Math.floor(size / 6e7);
+  return (us < 0 ? "−" : "") + minutes + " min " + Math.round((size - minutes * 6e7) / 1e6) + " s";
+}
+
+/* A moment, in seconds with as many digits as `step` (microseconds) needs. */
+function moment(us, step) {
+  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step / 1e6) - 1e-9)));
+  return (us / 1e6).toFixed(digits) + " s";
+}
+
+function amount(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (bytes >= 1000 && unit < units.length - 1) {
+    bytes /= 1000;
+    unit++;
+  }
+  return trimmed(bytes, 3) + " " + units[unit];
+}
+
+function shortEngine(name) {
+  return name.length > 12 ? name.slice(0, 6) + "…" + name.slice(-3) : name;
+}
+
+function count(number, one, many) {
+  return number.toLocaleString("en") + " " + (number === 1 ? one : many || one + "s");
+}
+
+function words(state) {
+  return state.replaceAll("_", " ");
+}
