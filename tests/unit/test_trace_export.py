@@ -133,3 +133,14 @@ def test_perfetto_gets_a_slice_for_each_state_and_flows_from_grant_to_release(fa
             flows.setdefault(flow, set()).add((each.track_event.categories[0], each.track_event.name))
     whole = {("lease", "held"), ("request", "reading"), ("hold", "releasing"), ("lease", "done")}
     assert sum(passed >= whole for passed in flows.values()) > len(flows) / 2
+
+
+# --- the timeline page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_request(faulty: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    export(faulty, "--html", file)
+    page = file.read_text()
+    told = stories(histories(faulty_run()))
+    assert all(request.subject in page for story in told for request in story.requests)
