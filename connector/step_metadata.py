@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from connector.observe.spans import PullTimes
 from connector.protocol import Command
 from connector.wire.handshake import ActorExtension
 from connector.wire.inspection import INSPECTION_VERSION
@@ -66,7 +67,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What the scheduler must know beyond finished and failed requests.
 
     `quarantined` are blocks that READs may still write into, `lifted` those of which this is no longer true. One entry
-    per worker and event, so that with several ranks a block is kept until the last of them lets go.
+    per worker and event, so that with several ranks a block is kept until the last of them lets go. `pulls`: where vLLM
+    traces, the times of requests that have ended on a rank.
     """
 
     quarantined: list[list[int]] = field(default_factory=list)
@@ -75,6 +77,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Why a worker serves no more; None: all of them do. Of several workers, the first that says so."""
     gauges: dict[int, dict[str, float]] = field(default_factory=dict)
     """By number of the rank: its gauges (`observe.catalogue`), all of them, if one has changed."""
+    pulls: list[PullTimes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -83,4 +86,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             lifted=self.lifted + other.lifted,
             stopped=other.stopped if self.stopped is None else self.stopped,
             gauges=self.gauges | other.gauges,
+            pulls=self.pulls + other.pulls,
         )

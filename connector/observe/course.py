@@ -13,8 +13,11 @@ are known to follow each other are put in that order where the clocks still say 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import TypeAlias
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story
@@ -56,12 +59,8 @@ class Course:
 def course(story: Story, clock_of: Mapping[int, Clock], histories: Iterable[History]) -> Course:
     """`clock_of`: `clocks` of all stories; `histories`: of the trace, for what became of D's connection meanwhile."""
     own = [*story.leases, *story.holds, *story.requests]
-    at_ns = {id(record): clock_of[id(history)].at(record.mono_ns) for history in own for record in history.records}
-    _keep_known_order(story, at_ns)
-    seen = [(at_ns[id(record)], history, record) for history in own for record in history.records]
-    seen += _of_peers(story, clock_of, histories)
-    # Of one instant: P's first, then in the order of the process.
-    seen.sort(key=lambda each: (each[0], each[1].machine != lease.MACHINE.name, each[2].seq))
+    seen = [(clock_of[id(each)].at(record.mono_ns), each, record) for each in own for record in each.records]
+    seen = _in_known_order(seen + _of_peers(story, clock_of, histories), _known_order(story))
     begin_ns = seen[0][0]
     dwells = {id(record): seconds for _, history, _ in seen for record, seconds in _dwells(history)}
     clocks = {id(clock): clock for each in own if (clock := clock_of[id(each)]).shift_ns}
@@ -81,43 +80,73 @@ def course(story: Story, clock_of: Mapping[int, Clock], histories: Iterable[Hist
     )
 
 
+_Seen: TypeAlias = tuple[int, History, TransitionRecord]
+"""Unix time in nanoseconds, and what was seen then."""
+
+
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _keep_known_order(story: Story, at_ns: dict[int, int]) -> None:
-    """Move what is shown too late on the side that it is known to come first on, and what lies before it there."""
+def _known_order(story: Story) -> Iterator[tuple[TransitionRecord, TransitionRecord]]:
+    """What came before what on the other side."""
     for lent in story.leases:
         for each in story.requests:
-            _put_before(lent, _first(lent, CREATED), _first(each, CREATED), at_ns)
+            yield from _both(_first(lent, CREATED), _first(each, CREATED))
         for held in story.holds:
             if not held.subject.endswith(f"/{lent.rank}"):
                 continue
             told, confirmed = _first(held, hold.HeldByPeer.__name__), _first(held, hold.ReleaseConfirmed.__name__)
-            _put_before(lent, _first(lent, lease.Held.__name__), told, at_ns)
-            _put_before(lent, _first(lent, lease.ReaderDone.__name__), confirmed, at_ns)
+            yield from _both(_first(lent, lease.Held.__name__), told)
+            yield from _both(_first(lent, lease.ReaderDone.__name__), confirmed)
             if told is not None and lent.state == lease.State.DONE.value:
-                _put_before(held, _first(held, hold.LetGo.__name__), lent.records[-1], at_ns)
+                yield from _both(_first(held, hold.LetGo.__name__), lent.records[-1])
 
 
-def _put_before(
-    history: History, before: TransitionRecord | None, after: TransitionRecord | None, at_ns: dict[int, int]
-) -> None:
-    if before is None or after is None:
-        return
-    latest_ns = at_ns[id(after)]
-    for record in history.records:
-        at_ns[id(record)] = min(at_ns[id(record)], latest_ns)
-        if record is before:
-            return
+def _both(
+    before: TransitionRecord | None, after: TransitionRecord | None
+) -> Iterator[tuple[TransitionRecord, TransitionRecord]]:
+    if before is not None and after is not None:
+        yield before, after
+
+
+def _in_known_order(seen: Iterable[_Seen], known: Iterable[tuple[TransitionRecord, TransitionRecord]]) -> list[_Seen]:
+    """By time, but nothing before what is known to come first, or what its process wrote before it."""
+    moments = {id(each[2]): each for each in seen}
+    followers: dict[int, list[int]] = {each: [] for each in moments}
+    awaited = dict.fromkeys(moments, 0)
+    pairs = [(id(before), id(after)) for before, after in known]
+    processes: dict[tuple[str, str, int], list[TransitionRecord]] = {}
+    for _, _, record in moments.values():
+        processes.setdefault((record.engine_id, record.role, record.rank), []).append(record)
+    for records in processes.values():
+        records.sort(key=lambda record: (record.mono_ns, record.seq))
+        pairs += [(id(before), id(after)) for before, after in pairwise(records)]
+    for before, after in pairs:
+        followers[before].append(after)
+        awaited[after] += 1
+    ready = [(moments[each][0], each) for each, count in awaited.items() if not count]
+    heapify(ready)
+    found: list[_Seen] = []
+    latest_ns = 0
+    while ready:
+        _, key = heappop(ready)
+        at_ns, history, record = moments[key]
+        latest_ns = max(latest_ns, at_ns)
+        found.append((latest_ns, history, record))
+        for each in followers[key]:
+            awaited[each] -= 1
+            if not awaited[each]:
+                heappush(ready, (moments[each][0], each))
+    # Only records that contradict each other are left (trace check names them).
+    shown = {id(record) for _, _, record in found}
+    return found + [each for key, each in moments.items() if key not in shown]
 
 
 def _first(history: History, event: str) -> TransitionRecord | None:
     return next((record for record in history.records if record.event == event), None)
 
 
-def _of_peers(
-    story: Story, clock_of: Mapping[int, Clock], histories: Iterable[History]
-) -> list[tuple[int, History, TransitionRecord]]:
+def _of_peers(story: Story, clock_of: Mapping[int, Clock], histories: Iterable[History]) -> list[_Seen]:
     """What D's connection to P went through while the request was there."""
     if not story.requests:
         return []

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,11 @@ PART_OF_STATE = {
 """Which part of a request's time a state of its machine is."""
 
 Attribute = str | int | float | bool
+
+
+def makes_spans(vllm_config: Any) -> bool:
+    """Whether this engine was started with an endpoint for spans (`--otlp-traces-endpoint`)."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -90,6 +90,7 @@ from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.prefix_digest import prefix_digests
+from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.params import (
@@ -205,6 +206,8 @@ class ConnectorScheduler:
         self._figures = EngineFigures()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        # Where vLLM traces.
+        self._spans = request_spans(vllm_config)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -223,6 +226,8 @@ class ConnectorScheduler:
         if pull is None:
             return
         self._waiting[request.request_id] = pull
+        if self._spans is not None:
+            self._spans.hear(request)
         if isinstance(pull.remote, RemotePrefill):
             self._commands.append(
                 TrackLease(
@@ -257,6 +262,8 @@ class ConnectorScheduler:
                 self._commands.append(self._load(request, pull, blocks))
                 return  # it comes again when it has been loaded
             self._skip_load(request_id, pull)
+            if self._spans is not None:
+                self._spans.forget(request_id)
         if self._stopped is None and self._will_lend(request) and request_id not in self._computing:
             lease = self._computing[request_id] = self._new_lease(request_id)
             now_ns = self._clock.now_ns()
@@ -273,7 +280,11 @@ class ConnectorScheduler:
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._skip_load(request_id, pull)
+            if self._spans is not None:
+                self._spans.forget(request_id)
             return False, None
+        if self._spans is not None:
+            self._spans.end(request_id)
         if request_id in self._loading:
             heard_ns = self._loading.pop(request_id)
             if request.status == RequestStatus.FINISHED_ERROR:
@@ -300,6 +311,8 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
+        if self._spans is not None:
+            self._spans.step()
         if not self._is_staged:
             return StepMetadata(commands)
         return StepMetadata(
@@ -316,6 +329,9 @@ class ConnectorScheduler:
                 self._note_wait(heard_ns, is_loaded=request_id not in failed)
         self._figures.end_leases(output.finished_sending or ())
         report = output.kv_connector_worker_meta
+        if self._spans is not None:
+            pulls = report.pulls if isinstance(report, WorkerReport) else ()
+            self._spans.report(pulls, output.finished_recving or ())
         if isinstance(report, WorkerReport):
             self._keep_quarantined(report)
             self._figures.take_over(report.gauges)

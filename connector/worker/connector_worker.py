@@ -10,7 +10,7 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -23,6 +23,8 @@ from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import catalogue
 from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash, root_cause
+from connector.observe.sinks import combined
+from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
@@ -44,6 +46,7 @@ from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
 from connector.worker.parallelism import placement
+from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.trace import TraceSink
@@ -81,6 +84,8 @@ class ConnectorWorker:
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
         self._trace: TraceSink | None = None
+        # Where vLLM traces.
+        self._pull_timer = PullTimer() if makes_spans(vllm_config) else None
         self._staging: HostStaging | None = None
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
         self._clock = BootClock()
@@ -120,16 +125,7 @@ class ConnectorWorker:
             and current_platform.is_rocm()
             and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
         )
-        if self._options.trace_directory is not None:
-            self._trace = open_trace_log(
-                self._options.trace_directory,
-                engine_id=layout.engine_id,
-                role=self._role,
-                rank=place.number,
-                file_bytes=self._options.trace_file_bytes,
-                files_kept=self._options.trace_files_kept,
-                sample=self._options.trace_sample,
-            )
+        self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
@@ -177,6 +173,24 @@ class ConnectorWorker:
             layout.engine_id,
             rank_number,
         )
+
+    def _make_trace(self, engine_id: str, rank: int) -> TraceSink | None:
+        """Where transitions are recorded. Raises TraceDirectoryError."""
+        options = self._options
+        sinks: list[TraceSink] = [] if self._pull_timer is None else [self._pull_timer]
+        if options.trace_directory is not None:
+            sinks.append(
+                open_trace_log(
+                    options.trace_directory,
+                    engine_id=engine_id,
+                    role=self._role,
+                    rank=rank,
+                    file_bytes=options.trace_file_bytes,
+                    files_kept=options.trace_files_kept,
+                    sample=options.trace_sample,
+                )
+            )
+        return combined(sinks)
 
     @property
     def is_staged(self) -> bool:
@@ -302,6 +316,8 @@ class ConnectorWorker:
         results = self.ledger.take_results()
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
+        if self._pull_timer is not None:
+            self._note_pulls(self._pull_timer, results.finished_recving)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 
@@ -335,6 +351,11 @@ class ConnectorWorker:
         report = report or WorkerReport()
         report.gauges[self._rank_number] = gauges
         return report
+
+    def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
+        for request_id in finished:
+            if (times := timer.take(request_id)) is not None:
+                self.ledger.note_pull(times)
 
 
 def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:

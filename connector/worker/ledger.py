@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from connector.clock import Clock, to_ns
 from connector.observe.log import root_cause
+from connector.observe.spans import PullTimes
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
@@ -152,6 +153,11 @@ class TransferLedger:
         """Those whose READs have ended, as `take_results` found. Each is told to vLLM when it has been finished."""
         loaded, self._loaded = self._loaded, []
         return loaded
+
+    def note_pull(self, times: PullTimes) -> None:
+        """For the spans that the scheduler process makes."""
+        self._report.pulls.append(times)
+        self._has_news = True
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler process, if there are any. Each is told once, with the first report after it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from connector.observe.trace_log import read_trace
+from statemachine.trace import TransitionRecord
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 TRACE_SECONDS = 10.0
@@ -20,22 +20,20 @@ class Traces:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def records(self, machine: str, subject: str) -> list[dict[str, Any]]:
+    def records(self, machine: str, subject: str) -> list[TransitionRecord]:
         """Transitions of one instance, in order; a line that is still being written is left out."""
-        lines = [line for path in self._directory.glob("*.jsonl") for line in path.read_bytes().splitlines(True)]
-        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        found = [record for record in records if (record["machine"], record["subject"]) == (machine, subject)]
-        return sorted(found, key=lambda record: record["mono_ns"])
+        records = read_trace(self._directory) if self._directory.is_dir() else []
+        found = [record for record in records if (record.machine, record.subject) == (machine, subject)]
+        return sorted(found, key=lambda record: record.mono_ns)
 
     def path(self, machine: str, subject: str) -> list[str]:
         """States that one instance went through, without repetitions."""
-        states = [record["to_state"] for record in self.records(machine, subject)]
+        states = [record.to_state for record in self.records(machine, subject)]
         return [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
 
     def reason(self, machine: str, subject: str) -> str | None:
         """Kind of the failure in the last transition."""
-        reason: str | None = self.records(machine, subject)[-1]["reason"]
-        return reason
+        return self.records(machine, subject)[-1].reason
 
     def wait_for(self, machine: str, subject: str, reached: Callable[[list[str]], bool]) -> list[str]:
         """Wait until the path of an instance is as wanted, and return it.

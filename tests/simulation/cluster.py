@@ -27,6 +27,7 @@ from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
 from connector.observe import catalogue
+from connector.observe.conformance import check_records
 from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
@@ -203,6 +204,11 @@ class Cluster:
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
         pulls = self._oracles.pulls.values()
+        # What stands in the trace must be what the machines allow, as for a trace of real engines.
+        not_allowed = [
+            Violation(oracle="trace", detail=str(finding), at_seconds=self._seconds)
+            for finding in check_records(self._trace).findings
+        ]
         outcomes = Counter(
             "not awaited"
             if not pull.awaited
@@ -215,7 +221,7 @@ class Cluster:
         )
         return Result(
             plan=self._plan,
-            violations=self._oracles.violations,
+            violations=self._oracles.violations + not_allowed,
             requests=len(pulls),
             outcomes=outcomes,
             faults_fired=self._faults.fired,

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from connector.observe.conformance import check_records
 from statemachine import hold, lease, lending, peer, remote_engine, request
 from statemachine.failures import AbortedByClient, Quarantined
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, Pair, to
@@ -176,17 +177,10 @@ def test_clocks_of_any_rate_disturb_nobody() -> None:
 
 def test_the_trace_follows_each_instance_from_state_to_state() -> None:
     result = simulate(draw_plan(5, LEVEL1_KINDS))
-    state: dict[tuple[str, int, str, str], str] = {}
     records = list(result.trace())
     assert len(records) > 1000
     assert result.trace_lines().count(b"\n") == len(records)
-    for record in records:
-        key = (record.engine_id, record.rank, record.machine, record.subject)
-        if record.from_state is None or record.machine == "peer":
-            pass  # made anew; peers are by every life of the decode engine, without a record
-        else:
-            assert record.from_state == state[key]
-        state[key] = record.to_state
+    assert check_records(records).findings == ()
 
 
 # --- its parts ------------------------------------------------------------------------------------------------------

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs").glob("operations/*.md")),
-]
+DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FACTS_TEST = ROOT / "tests" / "conformance" / "test_nixl_facts.py"
 SUITE = ROOT / "tests" / "conformance" / "nixl_suite.py"
 FACTS = (ROOT / "docs" / "nixl.md").read_text()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from connector.observe.trace_log import (
     read_processes,
     read_trace,
     read_trace_file,
-    render_record,
+    render_line,
 )
 from connector.runtime.context import engine_limits
 from connector.runtime.lease_keeper import lending_limits
@@ -247,7 +248,7 @@ def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
     if not full.exists():
         pytest.skip("needs a device that is always full")
     sink = opened(tmp_path)
-    monkeypatch.setattr(trace_log, "_create", lambda path: full.open("wb"))
+    monkeypatch.setattr(trace_log, "_create", lambda path: FileIO(full, "w"))
     for _ in range(3):
         sink.write(FULL)
     assert len(errors) == 1
@@ -282,7 +283,7 @@ def test_a_close_in_the_middle_of_a_write_is_quiet(tmp_path: Path, errors: list[
     sink = opened(tmp_path)
 
     class ClosesMeanwhile:
-        def transition(self, record: TransitionRecord) -> None:
+        def msg(self, line: bytes) -> None:
             sink.close()
             sink._files.write(b"late")
 
@@ -314,7 +315,7 @@ def test_the_application_s_structlog_configuration_is_left_alone(tmp_path: Path)
 )
 def test_any_record_is_one_line_that_decodes(subject: str, detail: str | None, seconds: float | None) -> None:
     original = record(subject=subject, detail=detail, seconds_in_from=seconds)
-    line = render_record(None, "msg", {"record": original})
+    line = render_line(original)
     assert b"\n" not in line
     decoded = msgspec.json.decode(line, type=TransitionRecord)
     expected = subject.encode("utf-8", "backslashreplace").decode()
@@ -344,7 +345,7 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path, errors: list[str]) -> None:
-    whole = render_record(None, "msg", {"record": FULL})
+    whole = render_line(FULL)
     (tmp_path / "a.jsonl").write_bytes(whole + b"\n" + whole[:100])
     (tmp_path / "b.jsonl").write_bytes(whole + b"\n")
     assert read_trace_file(tmp_path / "a.jsonl").torn_bytes == 100
@@ -357,7 +358,7 @@ def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path, errors: list[s
 @pytest.mark.parametrize("bad", [b"{}", b"", b"\xff", b"[" * 100_000, b'{"seq": "1"}'])
 def test_a_whole_line_that_is_no_record_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(render_record(None, "msg", {"record": FULL}) + b"\n" + bad + b"\n")
+    path.write_bytes(render_line(FULL) + b"\n" + bad + b"\n")
     with pytest.raises(TraceFileError, match="line 2") as caught:
         read_trace(tmp_path)
     assert caught.value.path == path
@@ -403,7 +404,7 @@ def test_files_follow_each_other_and_the_oldest_go(tmp_path: Path) -> None:
         sink.write(record(seq=seq))
         assert len(list(tmp_path.iterdir())) <= kept
     sink.close()
-    line_bytes = len(render_record(None, "msg", {"record": record(seq=total)})) + 1
+    line_bytes = len(render_line(record(seq=total))) + 1
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == kept
     assert max(sizes) < bound + line_bytes
@@ -477,7 +478,7 @@ def test_a_later_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [b'{"schema":1}', b'{"schema":"one"}', b'{"schema":'])
 def test_a_damaged_header_is_named(tmp_path: Path, bad: bytes) -> None:
-    (tmp_path / "a.jsonl").write_bytes(bad + b"\n" + render_record(None, "msg", {"record": FULL}) + b"\n")
+    (tmp_path / "a.jsonl").write_bytes(bad + b"\n" + render_line(FULL) + b"\n")
     with pytest.raises(TraceFileError, match="line 1"):
         read_trace(tmp_path)
 

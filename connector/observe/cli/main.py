@@ -27,4 +27,4 @@ app.add_typer(trace.app, name="trace")
 
 def main() -> None:
     """Entry point."""
-    app()
+    app(prog_name="nixl-actor")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -354,9 +353,9 @@ def export(
         _fail("name at least one of --perfetto, --html and --otlp", CANNOT_READ)
     traces = _read(directory)
     if html is not None:
-        export = import_module("connector.observe.timeline.export")
+        from connector.observe.timeline.export import export_html
 
-        _attempt(lambda: export.export_html(traces.stories, html))
+        _attempt(lambda: export_html(traces.stories, html, title=str(directory)))
         print(html)
     if perfetto is not None:
         from connector.observe.perfetto import export_perfetto

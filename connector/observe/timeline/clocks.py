@@ -113,7 +113,9 @@ def clocks(stories: Iterable[Story]) -> dict[int, Clock]:
     """The clock of each history, by `id(history)`; histories of one process share theirs."""
     stories = list(stories)
     by_history = _lives(stories)
-    _place(_paired(stories, by_history))
+    together = _by_engine(_paired(stories, by_history))
+    _place(together)
+    _follow(by_history.values(), together)
     return by_history
 
 
@@ -204,6 +206,33 @@ def _paired(stories: Sequence[Story], clock_of: dict[int, Clock]) -> list[_Pair]
                 if clock_of[id(reader)] is not clock_of[id(lent)]:
                     _compare_grant(pair_of(clock_of[id(reader)], clock_of[id(lent)]), lent, reader)
     return list(found.values())
+
+
+def _by_engine(pairs: Iterable[_Pair]) -> list[_Pair]:
+    """All processes of an engine, its lives too, are taken to share a wall clock: what is known of one is known of all.
+    A clock of each stands for the others."""
+    stands_for: dict[str, Clock] = {}
+    found: dict[tuple[str, str], _Pair] = {}
+    for pair in pairs:
+        decode = stands_for.setdefault(pair.decode.engine_id, pair.decode)
+        prefill = stands_for.setdefault(pair.prefill.engine_id, pair.prefill)
+        if decode is prefill:
+            continue
+        both = found.setdefault((decode.engine_id, prefill.engine_id), _Pair(decode, prefill))
+        both.low_ns = max(both.low_ns, pair.low_ns)
+        both.high_ns = min(both.high_ns, pair.high_ns)
+        both.granted_ns = min(both.granted_ns, pair.granted_ns)
+    return list(found.values())
+
+
+def _follow(clocks: Iterable[Clock], placed: Iterable[_Pair]) -> None:
+    """Shift each clock as the one that stands for its engine."""
+    first = {each.engine_id: each for pair in placed for each in (pair.decode, pair.prefill)}
+    for clock in {id(each): each for each in clocks}.values():
+        leader = first.get(clock.engine_id)
+        if leader is not None and leader is not clock:
+            clock.shift_ns, clock.error_ns = leader.shift_ns, leader.error_ns
+            clock.zero_ns += clock.shift_ns
 
 
 def _compare_hold(pair: _Pair, lent: History, held: History, *, is_alone: bool) -> None:

@@ -1,0 +1,245 @@
+"""`nixl-actor trace …` on the files of simulated runs: what it says is what happened, and it starts at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from connector.observe.advice import ADVICE
+from connector.observe.cli.main import app
+from connector.observe.history import histories, stories
+from statemachine import failures
+from statemachine.trace import TransitionRecord
+from tests.unit.traced_run import calm_run, faulty_run, write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("faulty")
+    write_run(directory, faulty_run())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("calm")
+    write_run(directory, calm_run())
+    return directory
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["trace", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.output
+
+
+def as_json(*arguments: object) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+# --- summary --------------------------------------------------------------------------------------------------------
+
+
+def test_every_request_has_one_outcome(faulty: Path) -> None:
+    found = as_json("summary", faulty)
+    told = [story for story in stories(histories(faulty_run())) if story.requests]
+    assert found["requests"] == len(told) == sum(each["count"] for each in found["outcomes"])
+    done = sum(all(each.state == "done" for each in story.requests) for story in told)
+    assert next(each["count"] for each in found["outcomes"] if each["state"] == "done") == done > 0
+    assert {each["reason"] for each in found["outcomes"] if each["state"] == "failed"} <= set(ADVICE)
+    assert found["records"] == len(faulty_run())
+
+
+def test_times_are_those_of_the_visits(calm: Path) -> None:
+    found = as_json("summary", calm)
+    visits = Counter(
+        (each.machine, visit.state)
+        for each in histories(calm_run())
+        for visit in each.visits
+        if visit.seconds is not None
+    )
+    shown = {(each["machine"], each["state"]): each for each in found["states"]}
+    assert {key: each["times"]["count"] for key, each in shown.items() if not key[1].startswith("(")} == {
+        key: visits[key] for key in shown if not key[1].startswith("(")
+    }
+    reading = shown["request", "reading"]["times"]
+    assert 0 < reading["p50"] <= reading["p95"] <= reading["p99"] <= reading["longest"] <= reading["total"]
+    assert shown["request", "(in vLLM's queue)"]["times"]["count"] > 0
+
+
+def test_the_table_has_what_the_values_have(faulty: Path) -> None:
+    found, text = as_json("summary", faulty), run("summary", faulty)
+    for each in found["states"]:
+        assert each["state"] in text
+    for each in found["peers"]:
+        assert each["peer"] in text
+        assert each["engine_id"] in text
+
+
+# --- one request, and the slow and the failed ones ------------------------------------------------------------------
+
+
+def test_one_request_is_shown_on_both_sides_in_order(calm: Path) -> None:
+    story = next(each for each in stories(histories(calm_run())) if each.requests and each.leases)
+    request = story.requests[0].subject
+    moments, *_ = as_json("show", request, calm)
+    assert {each["side"] for each in moments} == {"D", "P"}
+    offsets = [each["offset_seconds"] for each in moments]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+    steps = [(each["machine"], each["event"]) for each in moments]
+    assert steps.index(("lease", "Created")) < steps.index(("request", "Created"))
+    assert steps.index(("request", "PeerReady")) < len(steps) - 1 - steps[::-1].index(("lease", "ReaderDone"))
+    text = run("show", request, calm)
+    assert request in text
+    assert "reading" in text
+
+
+def test_answers_come_after_their_questions_though_the_clock_of_p_is_wrong(tmp_path: Path) -> None:
+    """P's wall clock is an hour behind."""
+    prefill = {record.engine_id for record in calm_run() if record.machine == "lease"}
+
+    def late(record: TransitionRecord) -> TransitionRecord:
+        return msgspec.structs.replace(record, wall=record.wall - 3600) if record.engine_id in prefill else record
+
+    write_run(tmp_path, map(late, calm_run()))
+    story = next(each for each in stories(histories(calm_run())) if each.requests and each.leases)
+    moments, *_ = as_json("show", story.requests[0].subject, tmp_path)
+    compared = 0
+    for lent in story.leases:
+        of_lease = [at for at, each in enumerate(moments) if (each["machine"], each["rank"]) == ("lease", lent.rank)]
+        for held in story.holds:
+            if held.subject.endswith(f"/{lent.rank}"):
+                of_hold = [
+                    at
+                    for at, each in enumerate(moments)
+                    if (each["machine"], each["subject"], each["rank"]) == ("hold", held.subject, held.rank)
+                ]
+                asked = next(at for at in of_lease if moments[at]["event"] == "Held")
+                told = next(at for at in of_hold if moments[at]["event"] == "HeldByPeer")
+                let_go = next(at for at in of_hold if moments[at]["event"] == "LetGo")
+                assert asked < told < let_go < of_lease[-1]
+                compared += 1
+    assert compared > 0
+    assert moments[-1]["offset_seconds"] < 60
+    assert "was moved by" in run("show", story.requests[0].subject, tmp_path)
+
+
+def test_any_of_its_ids_finds_a_request_and_another_one_finds_none(calm: Path) -> None:
+    story = next(each for each in stories(histories(calm_run())) if each.requests)
+    remote = story.requests[0].remote_request_id
+    assert story.requests[0].subject in run("show", remote, calm)
+    assert "is called nobody-knows" in run("show", "nobody-knows", calm, status=1)
+
+
+def test_the_slowest_come_first_with_what_took_their_time(faulty: Path) -> None:
+    found = as_json("slow", faulty, "-n", 1000)
+    assert len(found) == as_json("summary", faulty)["requests"]
+    assert [each["seconds"] for each in found] == sorted((each["seconds"] for each in found), reverse=True)
+    for each in found:
+        parts = dict(each["parts"])
+        assert each["state_seconds"] == max(parts.values(), default=0.0)
+        assert each["seconds"] == pytest.approx(sum(parts.values()))
+    assert len(as_json("slow", faulty, "-n", 3)) == 3
+    assert f"trace show {found[0]['request_id']}" in run("slow", faulty)
+
+
+def test_failures_are_grouped_with_examples_and_advice(faulty: Path) -> None:
+    found = as_json("failures", faulty)
+    ended = [each for each in histories(faulty_run()) if each.machine == "request" and each.is_over]
+    expected = Counter(each.reason for each in ended if each.state != "done")
+    assert {each["kind"]: each["count"] for each in found if each["of"] == "request"} == expected
+    assert {each["of"] for each in found} >= {"request", "peer"}
+    for each in found:
+        assert each["advice"] == ADVICE[each["kind"]]
+        assert 1 <= len(each["examples"]) <= min(3, each["count"])
+    text = run("failures", faulty)
+    assert all(each["kind"] in text and each["advice"] in text.replace("\n", " ") for each in found)
+
+
+def test_there_is_advice_for_every_kind() -> None:
+    def kinds(failure: type[failures.Failure]) -> set[str]:
+        below = failure.__subclasses__()
+        return set().union(*map(kinds, below)) if below else {failure.__name__}
+
+    assert set(ADVICE) == kinds(failures.Failure) | {"LeaseExpired"}
+
+
+# --- check and errors -----------------------------------------------------------------------------------------------
+
+
+def test_check_names_file_and_line_and_says_so_by_its_status(calm: Path, tmp_path: Path) -> None:
+    assert "all allowed" in run("check", calm)
+    records = list(calm_run())
+    at = next(at for at, record in enumerate(records) if record.event == "PeerReady")
+    records[at] = msgspec.structs.replace(records[at], to_state="proving")
+    write_run(tmp_path, records)
+    text = run("check", tmp_path, status=1)
+    assert ".jsonl:" in text
+    assert "this event leads to done, reading" in text
+    result = CliRunner().invoke(app, ["trace", "check", str(tmp_path), "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["findings"][0]["record"]["event"] == "PeerReady"
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
+    assert "no transition is recorded" in run("summary", tmp_path, status=1)
+    (tmp_path / "a.jsonl").write_bytes(b'{"schema":99,"version":"7.1.0"}\n')
+    text = run("summary", tmp_path, status=2)
+    assert "schema 99" in text
+    assert len(text.splitlines()) == 1
+    (tmp_path / "a.jsonl").write_bytes(b"nonsense\n")
+    assert "line 1: not a transition record" in run("check", tmp_path, status=2)
+
+
+def test_text_from_outside_is_no_markup(tmp_path: Path) -> None:
+    """Request ids come from clients."""
+    records = [
+        msgspec.structs.replace(each, subject="[red]evil[/nothing]") if each.machine == "request" else each
+        for each in calm_run()[:200]
+    ]
+    write_run(tmp_path, records)
+    for command in (["summary"], ["slow"], ["failures"], ["show", "evil"]):
+        run(*command, tmp_path)
+    assert "[red]evil[/nothing]" in run("show", "evil", tmp_path)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["--help"], ["trace", "--help"]])
+def test_the_program_starts_without_what_only_engines_need(command: list[str]) -> None:
+    program = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('connector', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print(sorted(set(sys.modules) & {'torch', 'vllm', 'nixl', 'zmq', 'trio', 'numpy', 'opentelemetry'}))"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "nixl-actor" in finished.stdout
+    assert finished.stdout.splitlines()[-1] == "[]"
+
+
+def test_reading_traces_loads_nothing_of_engines(calm: Path) -> None:
+    program = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('connector', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print(sorted(set(sys.modules) & {'torch', 'vllm', 'nixl', 'zmq', 'trio', 'opentelemetry'}))"
+    )
+    command = [sys.executable, "-c", program, "trace", "summary", str(calm)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert finished.stdout.splitlines()[-1] == "[]"
