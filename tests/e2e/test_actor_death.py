@@ -67,11 +67,9 @@ def test_degrade_goes_on_without_kv_transfer(room: Room, tmp_path: Path) -> None
         assert engine.healthy()
 
 
-@pytest.mark.parametrize("executor", ["mp", "uni"])
-def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path, executor: str) -> None:
-    """The worker in a process of its own, and in that of the engine core."""
+def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path) -> None:
+    """Started as users do: processes that are forked from the API server share the pipe that wakes it for signals."""
     room.clear()
-    arguments = ("--distributed-executor-backend", executor)
-    with mortal(tmp_path, "exit", arguments=arguments) as engine:
+    with mortal(tmp_path, "exit", forks=False) as engine:
         assert "on_actor_death=exit" in the_line(engine)
         wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)

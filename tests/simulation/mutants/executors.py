@@ -433,7 +433,7 @@ HANDSHAKE = (
         name="handshakes wait for ever",
         row=45,
         broken="a question that nobody answers is waited for without bound",
-        changes=(Edit(handshake._exchange, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
+        changes=(Edit(handshake._ask, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
         place=level2("recovery", fault(Kind.PARTITION, "d0>p0", 0.0, 4.0)),
     ),
 )
