@@ -92,7 +92,7 @@ class Live:
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Case:
     """What a person may mean: see the module's docstring."""
 
@@ -758,8 +758,9 @@ def live_of(
     def of(kind: type[R]) -> tuple[Said[R], ...]:
         return tuple(kinds.get(kind, ()))  # type: ignore[arg-type]
 
-    recorded = [each.row.record for each in of(RecordRow)]
-    recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns, -record.seq))
+    # The newest came first; of those of one moment too.
+    recorded = [each.row.record for each in reversed(of(RecordRow))]
+    recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns))
     return recorded, Live(
         engines=of(EngineRow),
         peers=of(PeerRow),

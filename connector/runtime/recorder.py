@@ -8,7 +8,7 @@ function renders both.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from connector.clock import Clock
 from connector.observe.flight_recorder import (
@@ -69,8 +69,9 @@ class Recorder:
 
         return observe
 
-    def render(self, step: Step, number: int) -> TransitionRecord:
+    def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
+        step = Step._make(fields)
         passed_ns = self.clock.now_ns() - step.at_ns
         return render(
             step,
