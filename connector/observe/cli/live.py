@@ -28,6 +28,7 @@ SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
 _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "waiting": WAITS}
 ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
+PIPE_COLUMNS = 300
 
 Engines = Annotated[
     list[str] | None,
@@ -101,7 +102,10 @@ def ps(
         else:
             from rich.console import Console
 
-            Console().print(*_tables(found), sep="\n")
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
+            console.print(*_tables(found), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
     if json:
         while True:
