@@ -37,6 +37,8 @@ from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
 
+FACTORS_NAMED_MAX = 3
+"""Of what makes two engines incompatible, in the first line."""
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""
 
@@ -467,8 +469,13 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         facts = [blocks, *_one_sided(case, live)]
         outcome, follows, advice = "served", "nothing", "nothing"
     else:
+        differing = _differing_factors(kind, ended, live)
         cause = _cause_of_end(case, ended, peer)
-        facts += _differing_factors(kind, ended, live)
+        if differing:
+            cause = (
+                f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
+            )
+        facts += differing[FACTORS_NAMED_MAX:]
         outcome, follows = "failed", _after_failure(live.facts(ended.engine_id))
         advice = WHAT_TO_DO.get(kind or "", "look at the log of D")
     if kind == "AbortedByClient":

@@ -8,7 +8,8 @@ that a busy machine disturbs them alike.
 Columns, microseconds per transition, from the fastest round unless it says median; on a busy machine the fastest round
 is the one in which nobody else had the processor, and the median shows what the others took
   table       `Machine.step` alone, without a core
-  off         what a core adds to that without a sink, to find that nobody observes; design target: less than 0.1
+  off         what the observer of the recorder adds to that without a sink: a tuple in the flight recorder, for people
+              who ask afterwards; design target: less than 0.1, which the call alone takes
   on          what the observer of the recorder adds to that, the making of the record and the write to the file
               included; design target: less than 5
   on median   the same over all rounds

@@ -256,7 +256,9 @@ def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
             engine_row("P", factors={"model": "gemma", "dtype": "float16"}),
         )
     )
-    assert "model: gemma on P, llama on D" in the_answer(ended_with(failure), live).facts
+    answer = the_answer(ended_with(failure), live)
+    assert answer.cause == "Incompatible: prefill engine P and this one differ: model: gemma on P, llama on D"
+    assert answer.detail == str(failure)
 
 
 @pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
