@@ -14,6 +14,7 @@ came without parameters. `find` puts together those that a person may mean by a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -359,7 +360,7 @@ LEASE_WAITING: dict[str, tuple[str, str]] = {
 def explain(case: Case, live: Live) -> Explanation:
     """See the module's docstring."""
     if case.requests:
-        return _explain_waiting(case, case.requests[0], live)
+        return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)
     if worst is not None and worst.is_over:
         return _explain_end(case, worst, live)
@@ -681,6 +682,11 @@ def _worst(ranks: Sequence[History]) -> History | None:
     failed = [each for each in ranks if each.is_over and each.state != "done"]
     open_ones = [each for each in ranks if not each.is_over]
     return next(iter([*failed, *open_ones, *ranks]), None)
+
+
+def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
+    """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
+    return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf
 
 
 def _one_sided(case: Case, live: Live) -> list[str]:

@@ -58,7 +58,7 @@ class Recorder:
             is_same = before is not None and before.state is state  # type: ignore[attr-defined]
             if is_same and (write is None or before is after):
                 return
-            known = amounts(after.request_id) if amounts is not None and machine is _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
+            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
             step = (now_ns(), before, event, after, peer_id, known)
             if not is_same:
                 keep(step)

@@ -348,6 +348,14 @@ def test_ranks_that_went_the_same_way_are_one_line_and_the_one_that_failed_decid
     assert the_answer([*pulled(rank=0), *failed]).kind == "ConnectionRefused"
 
 
+def test_of_several_ranks_that_wait_the_one_that_failed_decides_then_the_one_that_waits_longest() -> None:
+    ranks = [row("reading", since_seconds=1.0), row("proving", since_seconds=9.0)]
+    live = Live(requests=tuple(each._replace(rank=number) for number, each in enumerate(ranks)))
+    assert the_answer([], live).state == "proving"
+    failed = row("draining", since_seconds=0.5, failure="DeadlineExceeded", detail="too long")._replace(rank=2)
+    assert the_answer([], Live(requests=(*live.requests, failed))).state == "draining"
+
+
 def test_one_that_lives_is_told_with_its_records() -> None:
     live = Live(requests=(row("reading"),), leases=(lease_row("held"),))
     answer = the_answer([*lent(LENT[:2]), *pulled(PULLED[:2])], live)
