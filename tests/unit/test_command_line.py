@@ -63,6 +63,15 @@ def test_why_lists_several_that_match(tmp_path: Path) -> None:
     assert "cmpl-abcd-0-x" in answer.output
 
 
+def test_texts_from_elsewhere_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    *before, last = pulled()
+    forged = msgspec.structs.replace(last, to_state="failed", reason="X\x1b[2J", detail="a\nConnectionRefused: forged")
+    traced(tmp_path, [*before, forged])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert "\x1b" not in answer.output
+    assert not any(line.startswith("ConnectionRefused") for line in answer.output.splitlines())
+
+
 def test_why_as_json(tmp_path: Path) -> None:
     traced(tmp_path, pulled())
     answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path), "--json"])
