@@ -14,6 +14,7 @@ came without parameters. `find` puts together those that a person may mean by a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -38,6 +39,8 @@ from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
 
+FACTORS_NAMED_MAX = 3
+"""Of what makes two engines incompatible, in the first line."""
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""
 
@@ -93,7 +96,7 @@ class Live:
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Case:
     """What a person may mean: see the module's docstring."""
 
@@ -312,7 +315,7 @@ LEASE_WAITING: dict[str, tuple[str, str]] = {
 def explain(case: Case, live: Live) -> Explanation:
     """See the module's docstring."""
     if case.requests:
-        return _explain_waiting(case, case.requests[0], live)
+        return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)
     if worst is not None and worst.is_over:
         return _explain_end(case, worst, live)
@@ -422,8 +425,13 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         facts = [blocks, *_one_sided(case, live)]
         outcome, follows, advice = "served", "nothing", "nothing"
     else:
+        differing = _differing_factors(kind, ended, live)
         cause = _cause_of_end(case, ended, peer)
-        facts += _differing_factors(kind, ended, live)
+        if differing:
+            cause = (
+                f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
+            )
+        facts += differing[FACTORS_NAMED_MAX:]
         outcome, follows = "failed", _after_failure(live.facts(ended.engine_id))
         advice = WHAT_TO_DO.get(kind or "", "look at the log of D")
     if kind == "AbortedByClient":
@@ -631,6 +639,11 @@ def _worst(ranks: Sequence[History]) -> History | None:
     return next(iter([*failed, *open_ones, *ranks]), None)
 
 
+def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
+    """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
+    return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf
+
+
 def _one_sided(case: Case, live: Live) -> list[str]:
     """D has loaded it, and P does not know."""
     held = [each for each in case.leases if each.row.state == "held"]
@@ -713,8 +726,9 @@ def live_of(
     def of(kind: type[R]) -> tuple[Said[R], ...]:
         return tuple(kinds.get(kind, ()))  # type: ignore[arg-type]
 
-    recorded = [each.row.record for each in of(RecordRow)]
-    recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns, -record.seq))
+    # The newest came first; of those of one moment too.
+    recorded = [each.row.record for each in reversed(of(RecordRow))]
+    recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns))
     return recorded, Live(
         engines=of(EngineRow),
         peers=of(PeerRow),

@@ -71,12 +71,16 @@ class FlightRecorder:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def newest_first(self) -> list[Step]:
-        """Everything that is kept; of what was overwritten only the bad ends."""
+    def newest_first(self) -> list[tuple[Any, ...]]:
+        """Everything that is kept, as fields of `Step`; of what was overwritten only the bad ends."""
         steps = list(self._steps)
         oldest_ns = steps[0][0] if steps else 0
         older_ends = [each for each in self._bad_ends if each[0] < oldest_ns]
-        return [Step._make(each) for each in (*reversed(steps), *reversed(older_ends))]
+        return steps[::-1] + older_ends[::-1]
+
+    def oldest_first(self) -> list[tuple[Any, ...]]:
+        """Every step that was not overwritten, as fields of `Step`."""
+        return list(self._steps)
 
     def oldest_ns(self) -> int | None:
         """From when on every step is kept."""

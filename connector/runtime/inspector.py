@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import trio
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.flight_recorder import Step, is_about, key_of
+from connector.observe.flight_recorder import Step, is_about
 from connector.ports.side_channel import Listener, ReplyAddress
 from connector.protocol import LocalPrefill, LocalPrefillsSeen
 from connector.runtime.context import ActorContext
@@ -40,18 +40,25 @@ from connector.wire.inspection import (
     optional_text,
     text,
 )
-from statemachine import hold, lease, request
+from statemachine import hold, lease, peer, request
 from statemachine.lease import LeaseName
 from statemachine.remote_engine import ClaimView, RequestView
 from statemachine.roster import PeerKey, Roster
 
 QUESTIONS_WAITING_MAX = 64
-ROWS_PER_SLICE = 32
+ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
 LOCAL_PREFILLS_KEPT = 1024
 
+_AFTER = Step._fields.index("after")
+
 QUEUED = "queued"
 """State of a request that was announced, and that vLLM has not scheduled."""
+UNMET = "unmet"
+"""State of a hold on an engine that has not been connected since it was wanted."""
+
+Entered: TypeAlias = dict[tuple[str | None, int], dict[Hashable, int]]
+"""By engine id of the other side and its rank, and by name: when an instance came into its state, in nanoseconds."""
 
 _WAITS_FOR = {
     request.State.PENDING_HANDSHAKE: "peer",
@@ -147,30 +154,14 @@ class Inspector:
                 row = await self._engine_row()
                 return _Source([row], _anything, lambda row: row)
             case "peers":
-                entered = await self._entered()
+                entered = await self._entered(peer.Peer, lambda each: each.engine_id)
                 return _Source(list(self._peers), _is_of_engine, lambda key: self._peer_row(key, entered))
             case "requests":
-                entered = await self._entered()
-                positions = {name: place for place, name in enumerate(self._context.reads.waiting())}
-                candidates: list[tuple[PeerActor, str | tuple[str, LeaseName]]] = []
-                for actor in list(self._peers.values()):
-                    candidates += [(actor, request_id) for request_id in actor.core.request_ids()]
-                    await trio.lowlevel.checkpoint()
-                    candidates += [(actor, name) for name in actor.core.queued()]
-                return _Source(
-                    candidates, _is_request_about, lambda each: self._request_row(each[0], each[1], entered, positions)
-                )
+                return await self._requests()
             case "holds":
-                entered = await self._entered()
-                holds = [
-                    (actor, name, rank)
-                    for actor in list(self._peers.values())
-                    for name in actor.core.claimed()
-                    for rank in range(max(1, actor.core.view().ranks))
-                ]
-                return _Source(holds, _is_hold_about, lambda each: self._hold_row(each[0], each[1], each[2], entered))
+                return await self._holds()
             case "leases":
-                entered = await self._entered()
+                entered = await self._entered(lease.Lease, lambda each: each.name)
                 leases = self._lease_keeper.leases()
                 return _Source(leases, is_about, lambda value: self._lease_row(value, entered))
             case "reads":
@@ -186,8 +177,46 @@ class Inspector:
                 return _Source(named, lambda each, what: what in each[1].request_id, self._local_prefill_row)
             case "records":
                 steps = self._context.recorder.flight.newest_first()
-                numbered = list(enumerate(steps))
-                return _Source(numbered, lambda each, what: is_about(each[1].after, what), self._record_row)
+                return _Source(
+                    range(len(steps)),
+                    lambda number, what: is_about(steps[number][_AFTER], what),
+                    lambda number: self._record_row(number, steps[number]),
+                )
+
+    async def _requests(self) -> _Source:
+        """Lists of names, not of pairs: so many small objects at once would call for the collector of garbage."""
+        entered = await self._entered(request.Request, lambda each: each.request_id)
+        positions = {name: place for place, name in enumerate(self._context.reads.waiting())}
+        actors: list[PeerActor] = []
+        subjects: list[str | tuple[str, LeaseName]] = []
+        for actor in list(self._peers.values()):
+            subjects += actor.core.request_ids()
+            await trio.lowlevel.checkpoint()
+            subjects += actor.core.queued()
+            actors += [actor] * (len(subjects) - len(actors))
+            await trio.lowlevel.checkpoint()
+        return _Source(
+            range(len(subjects)),
+            lambda number, what: _is_request_about(actors[number], subjects[number], what),
+            lambda number: self._request_row(actors[number], subjects[number], entered, positions),
+        )
+
+    async def _holds(self) -> _Source:
+        entered = await self._entered(hold.Hold, lambda each: each.lease, lambda each: each.rank)
+        actors: list[PeerActor] = []
+        leases: list[LeaseName] = []
+        ranks: list[int] = []
+        for actor in list(self._peers.values()):
+            for rank in range(max(1, actor.core.view().ranks)):
+                leases += actor.core.claimed()
+                actors += [actor] * (len(leases) - len(actors))
+                ranks += [rank] * (len(leases) - len(ranks))
+                await trio.lowlevel.checkpoint()
+        return _Source(
+            range(len(leases)),
+            lambda number, what: _is_hold_about(actors[number], leases[number], what),
+            lambda number: self._hold_row(actors[number], leases[number], ranks[number], entered),
+        )
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +260,7 @@ class Inspector:
         counts["notifications dropped"] = self._lease_keeper.notifications_dropped
         return dict(counts)
 
-    def _peer_row(self, key: PeerKey, entered: Mapping[Any, int]) -> AnyRow | None:
+    def _peer_row(self, key: PeerKey, entered: Entered) -> AnyRow | None:
         actor, member = self._peers.get(key), self._roster.view(key)
         if actor is None or member is None:
             return None
@@ -241,7 +270,7 @@ class Inspector:
             engine_id=text(key.engine_id),
             address=text(member.place),
             state=value.state.value,
-            since_seconds=self._since(entered, value, key.engine_id),
+            since_seconds=self._since(entered, key.engine_id, key.engine_id),
             failure=failure.kind if failure is not None else None,
             detail=optional_text(failure, DETAIL_LENGTH_MAX),
             failures=value.failures,
@@ -262,7 +291,7 @@ class Inspector:
         self,
         actor: PeerActor,
         subject: str | tuple[str, LeaseName],
-        entered: Mapping[Any, int],
+        entered: Entered,
         positions: Mapping[str, int],
     ) -> AnyRow | None:
         if not isinstance(subject, str):
@@ -322,26 +351,30 @@ class Inspector:
             detail=None,
         )
 
-    def _hold_row(self, actor: PeerActor, name: LeaseName, rank: int, entered: Mapping[Any, int]) -> AnyRow | None:
+    def _hold_row(self, actor: PeerActor, name: LeaseName, rank: int, entered: Entered) -> AnyRow | None:
         claim = actor.core.view_claim(name)
         if claim is None or rank >= max(1, len(claim.holds)):
             return None
-        fresh = hold.Hold(lease=name, rank=rank)
-        value = claim.holds[rank] if claim.holds else fresh
+        value = claim.holds[rank] if claim.holds else None
+        proven_until_ns = value.proven_until_ns if value is not None else -1
         return inspection.HoldRow(
             remote_request_id=text(name.request_id),
             lease_number=name.number,
             peer=text(actor.core.engine_id),
             rank=rank,
-            state=value.state.value,
-            since_seconds=self._since(entered, value, actor.core.engine_id),
-            proven_seconds=self._left(value.proven_until_ns) if value.proven_until_ns >= 0 else None,
-            why=optional_text(value.why),
+            state=value.state.value if value is not None else UNMET,
+            since_seconds=(
+                self._since(entered, actor.core.engine_id, name, rank)
+                if value is not None
+                else self._passed(claim.heard_ns)
+            ),
+            proven_seconds=self._left(proven_until_ns) if proven_until_ns >= 0 else None,
+            why=optional_text(value.why if value is not None else None),
             users=tuple(text(each) for each in claim.users[:LIST_LENGTH_MAX]),
             users_count=len(claim.users),
         )
 
-    def _lease_row(self, value: lease.Lease, entered: Mapping[Any, int]) -> AnyRow:
+    def _lease_row(self, value: lease.Lease, entered: Entered) -> AnyRow:
         is_held = value.state is lease.State.HELD
         holders = tuple(
             inspection.HolderRow(
@@ -356,7 +389,7 @@ class Inspector:
             request_id=text(value.name.request_id),
             lease_number=value.name.number,
             state=value.state.value,
-            since_seconds=self._since(entered, value, None),
+            since_seconds=self._since(entered, None, value.name),
             deadline_seconds=self._left(value.deadline_ns) if is_held else None,
             limit_seconds=self._left(value.latest_ns) if is_held else None,
             blocks=value.blocks,
@@ -399,34 +432,39 @@ class Inspector:
             age_seconds=self._passed(seen_ns),
         )
 
-    def _record_row(self, numbered: tuple[int, Step]) -> AnyRow:
-        number, step = numbered
-        record = self._context.recorder.render(step, number)
+    def _record_row(self, number: int, fields: tuple[Any, ...]) -> AnyRow:
+        record = self._context.recorder.render(fields, number)
         bounded = {
             name: optional_text(getattr(record, name), DETAIL_LENGTH_MAX)
             for name in ("subject", "peer", "remote_request_id", "reason", "detail")
         }
-        return inspection.RecordRow(record=inspection.with_texts(record, bounded), age_seconds=self._passed(step.at_ns))
+        return inspection.RecordRow(
+            record=inspection.with_texts(record, bounded), age_seconds=self._passed(record.mono_ns)
+        )
 
     # --- times ------------------------------------------------------------------------------------------------------
 
-    async def _entered(self) -> dict[Any, int]:
-        """When each instance came into the state that it was in last, as far back as steps are kept."""
-        entered: dict[Any, int] = {}
-        for number, step in enumerate(self._context.recorder.flight.newest_first()):
-            entered.setdefault(key_of(step.after, step.peer), step.at_ns)
-            if number % LOOKED_AT_PER_SLICE == LOOKED_AT_PER_SLICE - 1:
-                await trio.lowlevel.checkpoint()
+    async def _entered(
+        self, kind: type[Any], name: Callable[[Any], Hashable], rank: Callable[[Any], int] = lambda each: 0
+    ) -> Entered:
+        """When each instance of one machine came into the state that it was in last, as far back as steps are kept."""
+        entered: Entered = {}
+        steps = self._context.recorder.flight.oldest_first()
+        for first in range(0, len(steps), LOOKED_AT_PER_SLICE):
+            for at_ns, _, _, after, peer_id, _ in steps[first : first + LOOKED_AT_PER_SLICE]:
+                if after.__class__ is kind:
+                    entered.setdefault((peer_id, rank(after)), {})[name(after)] = at_ns
+            await trio.lowlevel.checkpoint()
         return entered
 
-    def _since(self, entered: Mapping[Any, int], value: Any, peer_id: str | None) -> float | None:
-        at_ns = entered.get(key_of(value, peer_id))
+    def _since(self, entered: Entered, peer_id: str | None, name: Hashable, rank: int = 0) -> float | None:
+        at_ns = entered.get((peer_id, rank), {}).get(name)
         return self._passed(at_ns) if at_ns is not None else None
 
-    def _since_request(self, view: RequestView, entered: Mapping[Any, int]) -> float | None:
+    def _since_request(self, view: RequestView, entered: Entered) -> float | None:
         if view.entered_ns is not None:
             return self._passed(view.entered_ns)
-        return self._since(entered, view.value, view.value.peer)
+        return self._since(entered, view.value.peer, view.value.request_id)
 
     def _passed(self, since_ns: int) -> float:
         return (self._clock.now_ns() - since_ns) / NS_PER_SECOND
@@ -449,8 +487,7 @@ def _is_of_engine(key: PeerKey, match: str) -> bool:
     return match in key.engine_id
 
 
-def _is_request_about(candidate: tuple[PeerActor, Any], match: str) -> bool:
-    actor, subject = candidate
+def _is_request_about(actor: PeerActor, subject: str | tuple[str, LeaseName], match: str) -> bool:
     if not isinstance(subject, str):
         request_id, name = subject
         return match in request_id or match in name.request_id
@@ -460,8 +497,7 @@ def _is_request_about(candidate: tuple[PeerActor, Any], match: str) -> bool:
     return view is not None and match in view.value.lease.request_id
 
 
-def _is_hold_about(candidate: tuple[PeerActor, LeaseName, int], match: str) -> bool:
-    actor, name, _ = candidate
+def _is_hold_about(actor: PeerActor, name: LeaseName, match: str) -> bool:
     if match in name.request_id:
         return True
     claim = actor.core.view_claim(name)

@@ -9,7 +9,7 @@ function renders both.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from connector.clock import Clock
 from connector.observe.flight_recorder import (
@@ -77,7 +77,7 @@ class Recorder:
             is_same = before is not None and before.state is state  # type: ignore[attr-defined]
             if is_same and (write is None or before is after):
                 return
-            known = amounts(after.request_id) if amounts is not None and machine is _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
+            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
             step = (now_ns(), before, event, after, peer_id, known)
             if not is_same:
                 if log is not None and machine in _LOGGED:
@@ -90,8 +90,9 @@ class Recorder:
 
         return observe
 
-    def render(self, step: Step, number: int) -> TransitionRecord:
+    def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
+        step = Step._make(fields)
         passed_ns = self.clock.now_ns() - step.at_ns
         return render(
             step,

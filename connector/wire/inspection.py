@@ -196,7 +196,7 @@ class RequestRow(Row, frozen=True, kw_only=True):
 
 
 class HoldRow(Row, frozen=True, kw_only=True):
-    """One lease on one rank of P, as D knows it."""
+    """One lease on one rank of P, as D knows it; `unmet` while P was not connected since it is wanted."""
 
     remote_request_id: str
     lease_number: int
@@ -333,7 +333,8 @@ class AnswerBuilder:
 
 def text(value: object) -> str:
     """An id or a name, fit for a row and for a terminal."""
-    return shorten(str(value), TEXT_LENGTH_MAX)
+    said = str(value)
+    return said if len(said) <= TEXT_LENGTH_MAX and said.isprintable() else shorten(said, TEXT_LENGTH_MAX)
 
 
 def optional_text(value: object | None, length_max: int = TEXT_LENGTH_MAX) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Address, Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LocalPrefill, LocalPrefillsSeen
@@ -131,6 +132,29 @@ def test_a_quarantine_is_shown_until_it_is_lifted(monkeypatch: pytest.MonkeyPatc
             with trio.fail_after(10.0):
                 while not await is_lifted():
                     await trio.sleep(0.1)
+
+    run(test)
+
+
+def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose blocks cannot be had, because READs never ended: what `why` says of it, and of the one that failed."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True, options=OPTIONS) as d:
+            d.borrow("before", lend_by_all([p], "before"), p.address, [1], [1])
+            await until(lambda: d.received("before"))
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+            d.borrow("stuck", lend_by_all([p], "lent-stuck"), p.address, [4, 6, 9], [1, 3, 5])
+            d.wait_for("waits", lend_by_all([p], "lent-waits"), p.address)
+            await until(lambda: d.received("stuck"))
+            records, live = live_of((await asked(d)).rows())
+            (waits,) = (explain(case, live) for case in find("waits", records, live))
+            assert waits.cause.startswith("Quarantined: 3")
+            assert "because READs from p never ended" in waits.cause
+            (stuck,) = (explain(case, live) for case in find("stuck", records, live))
+            assert stuck.cause.startswith("Quarantined: READs from prefill engine p never ended")
+            late.let_go()
+            monkeypatch.undo()
 
     run(test)
 

@@ -1,8 +1,8 @@
 """Requests that are stuck or have failed, made on purpose on real engines: `why` names the cause in its first line.
 
 The command is run as an operator runs it, in a process of its own, with nothing but the address of a decode engine: the
-prefill engine is found through it. No trace is read. Quarantine is shown on the real port in
-`tests/actors/test_inspection.py`: a READ that never ends cannot be had from real engines within the time of a test.
+prefill engine is found through it. No trace is read. A pool full of quarantined blocks is shown on the real port, in
+`tests/actors/test_inspection.py`: with real engines it takes a minute until READs count as endless.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ def test_a_prefill_engine_with_another_model(unmended: OnePrefillTwoDecode) -> N
     params["remote_block_ids"] = params["remote_block_ids"][:1]
     assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
     said = why(key, cluster.failing)
-    assert_names(said, "Incompatible", "compatibility_hash")
-    assert "model: " in said.text
+    assert_names(said, "Incompatible", "model: ", "gemma", "llama")
     doctor = run("doctor", *engine_option(cluster.failing), "--timeout", TIMEOUT_SECONDS)
     assert doctor.status == 1
     assert "gemma" in doctor.text

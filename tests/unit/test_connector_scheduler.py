@@ -12,7 +12,17 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.protocol import AbortPull, Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull
+from connector.protocol import (
+    LOCAL_PREFILLS_NAMED_MAX,
+    AbortPull,
+    Command,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    LocalPrefillsSeen,
+    RejectPull,
+    StartPull,
+)
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import WorkerReport
 from connector.wire.params import LEASE_NUMBER_MAX
@@ -183,3 +193,40 @@ def test_requests_that_nobody_reads_are_served_as_ever_when_a_worker_has_stopped
     engine.step(STOPPED)
     engine.run("a", TOKENS, None, max_tokens=3)
     assert engine.finished["a"] == "length"
+
+
+# --- requests without parameters --------------------------------------------------------------------------------------
+
+
+def local_prefills(engine: HybridEngine) -> list[LocalPrefillsSeen]:
+    return [each for each in engine.commands if isinstance(each, LocalPrefillsSeen)]
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"remote_host": "h"}])
+def test_the_workers_are_told_of_a_request_without_usable_parameters(params: dict[str, Any] | None) -> None:
+    engine = HybridEngine([full()])
+    engine.run("a", TOKENS, params)
+    (seen,) = local_prefills(engine)
+    (named,) = seen.named
+    assert (seen.count, named.request_id, named.prompt_tokens) == (1, "a", len(TOKENS))
+    assert named.has_params == bool(params)
+
+
+def test_requests_that_are_lent_read_or_malformed_are_none_of_these() -> None:
+    engine = HybridEngine([full()])
+    engine.prefill("lent", TOKENS)
+    engine.load("read", TOKENS, lent())
+    engine.submit("malformed", TOKENS, lent() | {"remote_port": "x"})
+    engine.step()
+    assert local_prefills(engine) == []
+
+
+def test_many_of_one_step_are_one_command_that_names_some() -> None:
+    engine = HybridEngine([full()])
+    for number in range(3 * LOCAL_PREFILLS_NAMED_MAX):
+        engine.submit(f"r{number}", TOKENS, None)
+    engine.step()
+    engine.step()
+    (seen,) = local_prefills(engine)
+    assert seen.count == 3 * LOCAL_PREFILLS_NAMED_MAX
+    assert [each.request_id for each in seen.named] == [f"r{number}" for number in range(LOCAL_PREFILLS_NAMED_MAX)]

@@ -253,7 +253,9 @@ def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
             engine_row("P", factors={"model": "gemma", "dtype": "float16"}),
         )
     )
-    assert "model: gemma on P, llama on D" in the_answer(ended_with(failure), live).facts
+    answer = the_answer(ended_with(failure), live)
+    assert answer.cause == "Incompatible: prefill engine P and this one differ: model: gemma on P, llama on D"
+    assert answer.detail == str(failure)
 
 
 @pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
@@ -341,6 +343,14 @@ def test_ranks_that_went_the_same_way_are_one_line_and_the_one_that_failed_decid
         for each in ended_with(failures.ConnectionRefused(peer="P"))
     ]
     assert the_answer([*pulled(rank=0), *failed]).kind == "ConnectionRefused"
+
+
+def test_of_several_ranks_that_wait_the_one_that_failed_decides_then_the_one_that_waits_longest() -> None:
+    ranks = [row("reading", since_seconds=1.0), row("proving", since_seconds=9.0)]
+    live = Live(requests=tuple(each._replace(rank=number) for number, each in enumerate(ranks)))
+    assert the_answer([], live).state == "proving"
+    failed = row("draining", since_seconds=0.5, failure="DeadlineExceeded", detail="too long")._replace(rank=2)
+    assert the_answer([], Live(requests=(*live.requests, failed))).state == "draining"
 
 
 def test_one_that_lives_is_told_with_its_records() -> None:

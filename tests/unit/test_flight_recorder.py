@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, is_about, names
+from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, names
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, lending, peer, request
 from statemachine.failures import ConnectionRefused
@@ -28,7 +28,7 @@ def fill(flight: FlightRecorder, count: int) -> None:
 def test_the_oldest_steps_make_room_for_new_ones() -> None:
     flight = FlightRecorder(steps_kept=4)
     fill(flight, 10)
-    assert [step.after.request_id for step in flight.newest_first()] == ["r9", "r8", "r7", "r6"]
+    assert [Step._make(step).after.request_id for step in flight.newest_first()] == ["r9", "r8", "r7", "r6"]
     assert flight.oldest_ns() == 6
 
 
@@ -45,9 +45,9 @@ def test_bad_ends_outlive_the_other_steps() -> None:
         core.handle(lending.Computing(lease=LeaseName("other", number)), clock.ns)
     kept = own.flight.newest_first()
     assert len(kept) == 5
-    assert kept[-1].after.state is lease.State.EXPIRED
-    assert kept[-1].after.name == LEASE
-    assert sum(step.after.state is lease.State.EXPIRED for step in kept) == 1
+    assert Step._make(kept[-1]).after.state is lease.State.EXPIRED
+    assert Step._make(kept[-1]).after.name == LEASE
+    assert sum(Step._make(step).after.state is lease.State.EXPIRED for step in kept) == 1
 
 
 def test_a_step_that_stays_in_its_state_is_only_traced() -> None:
@@ -59,7 +59,7 @@ def test_a_step_that_stays_in_its_state_is_only_traced() -> None:
     asked = lending.HoldAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, sent_ns=0, leases=(LEASE,))
     core.handle(asked, clock.ns)
     assert [each.to_state for each in sink.records] == ["computing", "held", "held"]
-    assert [step.after.state.value for step in own.flight.newest_first()] == ["held", "computing"]
+    assert [Step._make(step).after.state.value for step in own.flight.newest_first()] == ["held", "computing"]
 
 
 def test_what_is_kept_is_rendered_as_it_was_traced() -> None:

@@ -54,6 +54,15 @@ SPECS = (
 """vLLM's classes of cache specs."""
 
 
+COMMAND_LINE = [
+    "connector.observe.cli.main",
+    "connector.observe.diagnosis",
+    "connector.observe.explanation",
+    "connector.observe.live",
+]
+"""What the commands that ask running engines load: they have to start in a fraction of a second."""
+
+
 class Import(NamedTuple):
     """`file` (path below the root) imports `module` in `line`."""
 
@@ -125,6 +134,11 @@ RULES = [
         "runtime knows neither vLLM nor who uses it",
         ("connector/runtime",),
         neither("connector.worker", "connector.scheduler", "connector.nixl_connector", "vllm", "torch"),
+    ),
+    Rule(
+        "the command line knows neither vLLM nor torch",
+        ("connector/observe/cli", *(f"connector/observe/{name}.py" for name in ("diagnosis", "explanation", "live"))),
+        neither("vllm", "torch", "nixl", "connector.runtime", "connector.worker", "connector.scheduler"),
     ),
     Rule(
         "product code imports neither tests nor diagrams",
@@ -299,8 +313,21 @@ def loaded_by(modules: list[str], suspects: tuple[str, ...]) -> list[str]:
         (modules_below("connector/runtime"), HEAVY),
         (["connector.observe.timeline.export"], (*HEAVY, "trio", "numpy")),
         (modules_below("tests/gpu"), ("vllm", "zmq")),
+        (COMMAND_LINE, ("torch", "vllm", "nixl", "nixl_cu12", "numpy", "structlog")),
+        (["connector.observe.cli.main"], (*HEAVY, "trio", "numpy")),
     ],
-    ids=["connector", "plugin and config", "statemachine", "layout", "wire and protocol", "runtime", "timeline", "gpu"],
+    ids=[
+        "connector",
+        "plugin and config",
+        "statemachine",
+        "layout",
+        "wire and protocol",
+        "runtime",
+        "timeline",
+        "gpu",
+        "tools",
+        "cli",
+    ],
 )
 def test_importing_loads_nothing_heavy(modules: list[str], suspects: tuple[str, ...]) -> None:
     assert loaded_by(modules, suspects) == []

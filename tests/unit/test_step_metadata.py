@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull, TrackLease
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.wire.handshake import ActorExtension
+from connector.wire.inspection import INSPECTION_VERSION
 from statemachine.lease import LeaseName
 from tests.unit.hybrid_engine import HybridEngine, full
 
@@ -39,6 +40,7 @@ def test_a_rank_tells_its_facts_and_the_scheduler_adds_its_life() -> None:
         pp_rank=2,
         control_host="10.0.0.1",
         control_port=40_000,
+        inspection=INSPECTION_VERSION,
     )
 
 

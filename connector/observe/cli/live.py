@@ -28,6 +28,8 @@ SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
 _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "waiting": WAITS}
 ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
+PIPE_COLUMNS = 300
+LINE_LENGTH_MAX = 4000
 
 Engines = Annotated[
     list[str] | None,
@@ -71,7 +73,7 @@ def why(
     explanations = [explain(case, live) for case in cases]
     if not explanations:
         nothing = explain_nothing(request, live, looked_at)
-        _print_json({"matches": [], "nothing": nothing}) if json else typer.echo(nothing)
+        _print_json({"matches": [], "nothing": nothing}) if json else _say(nothing)
         raise typer.Exit(UNKNOWN)
     if json:
         _print_json({"matches": explanations})
@@ -80,7 +82,8 @@ def why(
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
         for each in explanations[-MATCHES_SHOWN_MAX:]:
-            typer.echo(f"  {each.request}\n    {each.cause}")
+            _say(f"  {each.request}")
+            _say(f"    {each.cause}")
     codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
     raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
 
@@ -101,7 +104,10 @@ def ps(
         else:
             from rich.console import Console
 
-            Console().print(*_tables(found), sep="\n")
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
+            console.print(*_tables(found), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
     if json:
         while True:
@@ -134,12 +140,12 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, json: AsJson = False)
     else:
         for finding in findings:
             typer.secho(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
-            typer.echo(f"[{finding.check}] {finding.what}")
+            _say(f"[{finding.check}] {finding.what}")
             if finding.advice:
-                typer.echo(f"    {finding.advice}")
+                _say(f"    {finding.advice}")
         problems = sum(finding.level == "problem" for finding in findings)
         asked = ", ".join(f"{each.engine_id} at {each.address}" for each in found.engines if each.answers)
-        typer.echo(f"{problems} problem(s); asked {asked or 'nobody'}")
+        _say(f"{problems} problem(s); asked {asked or 'nobody'}")
     if not any(each.answers for each in found.engines):
         raise typer.Exit(UNASKED)
     raise typer.Exit(BAD if any(finding.level == "problem" for finding in findings) else SERVED)
@@ -208,7 +214,9 @@ def _fail_unasked(found: Survey, *, as_json: bool) -> None:
     if as_json:
         _print_json({"matches": [], "nothing": "no engine could be asked", "problems": problems})
     else:
-        typer.echo("No engine could be asked:\n  " + "\n  ".join(problems), err=True)
+        _say("No engine could be asked:", err=True)
+        for problem in problems:
+            _say(f"  {problem}", err=True)
     raise typer.Exit(UNASKED)
 
 
@@ -226,22 +234,29 @@ def _print_json(data: dict[str, Any]) -> None:
     typer.echo(msgspec.json.format(encoded, indent=2).decode())
 
 
+def _say(line: str, **style: Any) -> None:
+    """One line on the terminal. Its texts come from other machines, or from files: nothing in them may steer it."""
+    from connector.wire.bounded import shorten
+
+    typer.secho(shorten(line, LINE_LENGTH_MAX), **style)
+
+
 def _print_explanation(each: Explanation) -> None:
-    typer.secho(each.cause, bold=True)
+    _say(each.cause, bold=True)
     where = f"{each.request} on {each.side} ({each.engine_id})"
-    typer.echo(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
+    _say(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
     since = f", for {each.since_seconds:.3g} s" if each.since_seconds is not None else ""
     waits = f", waits for {each.waits_for}" if each.waits_for else ""
     until = f", until {each.until_seconds:.3g} s from now at the latest" if each.until_seconds is not None else ""
-    typer.echo(f"  state     {each.state}{since}{waits}{until}")
+    _say(f"  state     {each.state}{since}{waits}{until}")
     if each.detail and each.detail not in each.cause:
-        typer.echo(f"  detail    {each.detail}")
+        _say(f"  detail    {each.detail}")
     for fact in each.facts:
-        typer.echo(f"  also      {fact}")
+        _say(f"  also      {fact}")
     for line in each.happened:
-        typer.echo(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
-    typer.echo(f"  next      {each.next}")
-    typer.echo(f"  to do     {each.advice}")
+        _say(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
+    _say(f"  next      {each.next}")
+    _say(f"  to do     {each.advice}")
 
 
 def _as_data(found: Survey) -> dict[str, Any]:
@@ -450,7 +465,9 @@ def _tables(found: Survey) -> list[Any]:
 def _shown(value: object) -> str:
     if value is None:
         return ""
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    from connector.wire.bounded import shorten
+
+    return ("yes" if value else "no") if isinstance(value, bool) else shorten(str(value), LINE_LENGTH_MAX)
 
 
 def _age(seconds: float | None) -> str:

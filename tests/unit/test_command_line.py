@@ -1,0 +1,129 @@
+"""`nixl-actor` from the outside: what it prints and how it ends. Engines that answer are in `tests/actors` and
+`tests/e2e`; here nobody does, or a trace is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from connector.observe.cli.main import app
+from connector.observe.live import Address, AddressError, chosen_addresses, parse_address
+from connector.observe.trace_log import open_trace_log
+from statemachine.trace import TransitionRecord
+from tests.rig.network import free_port
+from tests.unit.test_explanation import ended_with, lent, pulled
+from tests.unit.test_failures import EXAMPLES
+
+runner = CliRunner()
+
+
+def traced(directory: Path, records: list[TransitionRecord]) -> Path:
+    for engine_id in {record.engine_id for record in records}:
+        sink = open_trace_log(directory, engine_id=engine_id, role="worker", rank=0)
+        for record in records:
+            if record.engine_id == engine_id:
+                sink.write(record)
+        sink.close()
+    return directory
+
+
+def test_why_reads_a_trace_directory(tmp_path: Path) -> None:
+    traced(tmp_path, [*lent(), *pulled(at=0.5)])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    first, *rest = answer.output.splitlines()
+    assert first.startswith("Done: its KV was loaded in")
+    assert any("lease held" in line for line in rest)
+
+
+@pytest.mark.parametrize("failure", EXAMPLES[:3], ids=lambda failure: failure.kind)
+def test_why_ends_with_1_for_a_request_that_failed(tmp_path: Path, failure: object) -> None:
+    traced(tmp_path, ended_with(failure))  # type: ignore[arg-type]
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.exit_code == 1
+    assert answer.output.startswith(type(failure).__name__)
+    assert "to do" in answer.output
+
+
+def test_why_ends_with_4_for_a_request_that_waits(tmp_path: Path) -> None:
+    traced(tmp_path, pulled()[:2])
+    assert runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)]).exit_code == 4
+
+
+def test_why_lists_several_that_match(tmp_path: Path) -> None:
+    other = [
+        msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="cmpl-abcd-0-y") for each in pulled()
+    ]
+    traced(tmp_path, [*pulled(), *other])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.output.startswith("2 requests match")
+    assert "cmpl-abcd-0-x" in answer.output
+
+
+def test_texts_from_elsewhere_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    *before, last = pulled()
+    forged = msgspec.structs.replace(last, to_state="failed", reason="X\x1b[2J", detail="a\nConnectionRefused: forged")
+    traced(tmp_path, [*before, forged])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert "\x1b" not in answer.output
+    assert not any(line.startswith("ConnectionRefused") for line in answer.output.splitlines())
+
+
+def test_why_as_json(tmp_path: Path) -> None:
+    traced(tmp_path, pulled())
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path), "--json"])
+    found = msgspec.json.decode(answer.output)
+    assert found["schema"] == 1
+    assert [(each["outcome"], each["state"], each["side"]) for each in found["matches"]] == [("served", "done", "D")]
+
+
+def test_why_of_something_unknown(tmp_path: Path) -> None:
+    traced(tmp_path, pulled())
+    answer = runner.invoke(app, ["why", "xyz", "--trace", str(tmp_path)])
+    assert answer.exit_code == 3
+    assert "'xyz'" in answer.output
+    assert str(tmp_path) in answer.output
+
+
+def test_why_of_a_directory_that_holds_something_else(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("nonsense\n")
+    assert runner.invoke(app, ["why", "xyz", "--trace", str(tmp_path)]).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["why", "abc"], ["ps"], ["ps", "--json"], ["doctor"], ["doctor", "--json"]])
+def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> None:
+    port = free_port()
+    answer = runner.invoke(app, [*command, "--engine", f"127.0.0.1:{port}"])
+    assert answer.exit_code == 2
+    assert "nothing listens" in answer.output
+    assert str(port) in answer.output
+
+
+def test_an_address_that_is_none_is_an_error_of_usage() -> None:
+    answer = runner.invoke(app, ["ps", "--engine", "nowhere"])
+    assert answer.exit_code == 2
+    assert "HOST:PORT" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("named", "environment", "expected"),
+    [
+        (["h:1", "h:1", "[::1]:2"], {"NIXL_ACTOR_ENGINES": "x:9"}, [Address("h", 1), Address("::1", 2)]),
+        ([], {"NIXL_ACTOR_ENGINES": "a:1, b:2 c:3"}, [Address("a", 1), Address("b", 2), Address("c", 3)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}, [Address("127.0.0.1", 5700)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "h"}, [Address("h", 5600)]),
+        ([], {}, [Address("127.0.0.1", 5600)]),
+        (["5601"], {}, [Address("127.0.0.1", 5601)]),
+    ],
+)
+def test_which_engines_are_asked(named: list[str], environment: dict[str, str], expected: list[Address]) -> None:
+    assert chosen_addresses(named, environment) == expected
+
+
+@pytest.mark.parametrize("text", ["", "h:", "h:0", "h:70000", "h:-1", "h:x", "x" * 300 + ":1"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(AddressError):
+        parse_address(text)

@@ -1,0 +1,231 @@
+"""The checks of `doctor`, over what engines would say: each names both sides' values and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from connector.observe.diagnosis import Finding, diagnose
+from connector.observe.live import Address, EngineReport, RankReport, Survey
+from connector.wire.handshake import Advertisement
+from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+from statemachine.trace import TransitionRecord
+from tests.rig.facts import facts as extension
+from tests.unit.test_explanation import peer_row
+
+FACTS = EngineFacts(
+    role="kv_consumer",
+    host_name="host-1",
+    process_id=10,
+    side_channel="10.0.0.1:5600",
+    versions={"vllm": "0.32.0", "nixl": "1.5.1"},
+    options={"kv_lease_duration": "30.0", "enforce_handshake_compat": "true"},
+    factors={"model": "llama", "dtype": "float16"},
+    backends=("UCX",),
+    devices=("mlx5_0",),
+    memory_kind="VRAM",
+    blocks=100,
+)
+
+
+def engine(name: str, *rows: Any, hash_: str = "h", counts: dict[str, int] | None = None, **facts: Any) -> EngineReport:
+    port = 5600 + len(name)
+    known = msgspec.structs.replace(FACTS, **({"side_channel": f"10.0.0.1:{port}", "process_id": port} | facts))
+    row = EngineRow(
+        engine_id=name,
+        rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        tp_size=1,
+        uptime_seconds=5.0,
+        recorded_seconds=5.0,
+        stopped=None,
+        facts=known,
+        counts=counts or {},
+    )
+    said = Advertisement(compatibility_hash=hash_, metadata=None, actor=extension(), error=None)
+    rank = RankReport(
+        rank=(0, 0), advertisement=said, rows=(row, *rows), wall_ahead_seconds=0.0, round_trip_seconds=0.001
+    )
+    return EngineReport(address=Address("10.0.0.1", port), ranks=(rank,))
+
+
+def pair(**of_prefill: Any) -> list[EngineReport]:
+    return [engine("d"), engine("pp", **({"role": "kv_producer"} | of_prefill))]
+
+
+def found(*engines: EngineReport, check: str | None = None) -> list[Finding]:
+    findings = diagnose(Survey(list(engines)))
+    return [each for each in findings if check in (None, each.check)]
+
+
+def problems(*engines: EngineReport) -> list[str]:
+    return [each.check for each in found(*engines) if each.level == "problem"]
+
+
+def test_two_engines_that_fit_have_no_problem() -> None:
+    assert [each for each in found(*pair()) if each.level != "note"] == []
+
+
+def test_an_engine_that_does_not_answer_is_a_problem_with_its_kind() -> None:
+    dead = EngineReport(
+        address=Address("h", 1), problem="nothing listens there", problem_kind="ConnectionRefused", named_by=("d",)
+    )
+    (finding,) = found(engine("d"), dead, check="answers")
+    assert finding.level == "problem"
+    for word in ("ConnectionRefused", "h:1", "named by d", "nothing listens"):
+        assert word in finding.what
+    assert finding.advice
+
+
+def test_a_worker_that_has_stopped_is_a_problem() -> None:
+    healthy = engine("d")
+    row = msgspec.structs.replace(healthy.ranks[0].rows[0], stopped="its NIXL thread died")
+    stopped = replace(healthy, ranks=(replace(healthy.ranks[0], rows=(row,)),))
+    (finding,) = found(stopped, check="answers")
+    assert "its NIXL thread died" in finding.what
+
+
+def test_both_engines_on_one_port() -> None:
+    first, second = pair(side_channel="10.0.0.1:5601")
+    assert problems(first, second) == ["address clash"]
+    assert problems(first, engine("pp", role="kv_producer", side_channel="10.0.0.1:5601", host_name="host-2")) == []
+
+
+def test_an_engine_id_that_two_engines_have() -> None:
+    assert problems(engine("d"), engine("d", side_channel="10.0.0.9:5600", host_name="host-2")) == ["engine ids"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_localhost_is_a_problem_only_when_another_machine_is_there(host: str) -> None:
+    apart = pair(side_channel=f"{host}:5600", host_name="host-2")
+    (finding,) = [each for each in found(*apart, check="localhost") if each.level == "problem"]
+    for word in (f"{host}:5600", "host-1", "host-2"):
+        assert word in finding.what
+    together = pair(side_channel=f"{host}:5600")
+    assert {each.level for each in found(*together, check="localhost")} == {"note"}
+
+
+def test_an_address_that_nobody_can_connect_to() -> None:
+    assert problems(*pair(side_channel="0.0.0.0:5600")) == ["localhost"]
+
+
+def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
+    first, second = pair(factors={"model": "gemma", "dtype": "float16"}, hash_="other")
+    (finding,) = found(first, second, check="fit")
+    assert finding.what == "model is gemma on pp and llama on d"
+    assert finding.level == "problem"
+    lenient = engine("d", options=FACTS.options | {"enforce_handshake_compat": "false"})
+    assert found(lenient, second, check="fit")[0].level == "warning"
+
+
+def test_two_prefill_engines_need_not_fit() -> None:
+    same = {"role": "kv_producer"}
+    assert found(engine("p", **same), engine("pp", hash_="other", **same), check="fit") == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "level", "word"),
+    [
+        ({"UCX_TLS": "tcp"}, "problem", "no transport for it"),
+        ({"UCX_TLS": "tcp,self,cuda"}, "note", "mlx5_0"),
+        ({"UCX_NET_DEVICES": "mlx5_7:1"}, "problem", "names mlx5_7"),
+        ({"UCX_NET_DEVICES": "eth0"}, "note", "eth0"),
+        ({}, "note", "every transport that UCX finds"),
+    ],
+)
+def test_transports(environment: dict[str, str], level: str, word: str) -> None:
+    findings = found(engine("d", environment=environment), check="transports")
+    assert any(each.level == level and word in each.what for each in findings)
+    assert any(each.level == "problem" for each in findings) == (level == "problem")
+
+
+def test_devices_that_are_left_unused() -> None:
+    findings = found(engine("d", environment={"UCX_TLS": "tcp,self"}, memory_kind="DRAM"), check="transports")
+    assert any(each.level == "warning" and "mlx5_0" in each.what for each in findings)
+
+
+def test_engines_without_a_transport_in_common() -> None:
+    one = engine("d", environment={"UCX_TLS": "rc,cuda,self"})
+    other = engine("pp", role="kv_producer", environment={"UCX_TLS": "tcp,rocm,self"})
+    assert problems(one, other) == ["transports"]
+    assert problems(one, engine("pp", role="kv_producer", environment={"UCX_TLS": "^tcp"})) == []
+
+
+def test_clocks_that_differ_by_more_than_the_answers_took() -> None:
+    first, second = pair()
+    ahead = replace(second, ranks=(replace(second.ranks[0], wall_ahead_seconds=5.0),))
+    (finding,) = found(first, ahead, check="clocks")
+    assert "5.0 s apart" in finding.what
+    slow = replace(second, ranks=(replace(second.ranks[0], wall_ahead_seconds=5.0, round_trip_seconds=9.0),))
+    assert found(first, slow, check="clocks") == []
+
+
+def test_leases_and_versions_that_differ() -> None:
+    options = FACTS.options | {"kv_lease_duration": "10.0"}
+    engines = pair(options=options, versions=FACTS.versions | {"nixl": "1.6.0"})
+    (lease,) = found(*engines, check="leases")
+    assert (lease.level, lease.what) == ("problem", "kv_lease_duration is 30.0 on d, and 10.0 on pp")
+    (version,) = found(*engines, check="versions")
+    assert version.what == "nixl is 1.5.1 on d, and 1.6.0 on pp"
+
+
+@pytest.mark.parametrize(("state", "level"), [("backoff", "problem"), ("idle", "warning"), ("ready", None)])
+def test_peers_that_failed(state: str, level: str | None) -> None:
+    row: PeerRow = peer_row(state, failure="HandshakeTimeout", detail="did not answer").row
+    assert [each.level for each in found(engine("d", row), check="peers")] == ([level] if level else [])
+
+
+def test_quarantined_blocks() -> None:
+    row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
+    (finding,) = found(engine("d", row), check="quarantine")
+    assert "38 of 100 KV blocks" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("role", "level", "word"),
+    [
+        ("kv_consumer", "problem", "with HTTP 200"),
+        ("kv_producer", "problem", "do_remote_decode"),
+        ("kv_both", "note", "with HTTP 200"),
+    ],
+)
+def test_silent_local_prefill(role: str, level: str, word: str) -> None:
+    row = LocalPrefillRow(request_id="cmpl-x", has_params=False, prompt_tokens=9, age_seconds=1.0)
+    (finding,) = found(engine("d", row, role=role, counts={"local prefills": 7}), check="silent local prefill")
+    assert finding.level == level
+    for each in (word, "7 request(s)", "cmpl-x"):
+        assert each in finding.what
+    assert found(engine("d", role=role), check="silent local prefill") == []
+
+
+def record(machine: str, state: str, name: str, **fields: Any) -> RecordRow:
+    made = TransitionRecord(
+        seq=0, wall=0.0, mono_ns=0, rank=0, role="worker", machine=machine, subject=name, from_state="held", event="X",
+        to_state=state, lease_number=4, **fields,
+    )  # fmt: skip
+    return RecordRow(record=made, age_seconds=1.0)
+
+
+def test_leases_that_expired_with_and_without_a_reader() -> None:
+    expired = record("lease", "expired", "cmpl-p", engine_id="pp")
+    read = record("request", "done", "cmpl-d", engine_id="d", peer="pp", remote_request_id="cmpl-p")
+    prefill = engine("pp", expired, role="kv_producer")
+    (alone,) = found(engine("d"), prefill, check="expired leases")
+    assert "nobody has read (cmpl-p)" in alone.what
+    (one_sided,) = found(engine("d", read), prefill, check="one-sided releases")
+    assert "although a decode engine had read them" in one_sided.what
+    assert found(engine("d", read), prefill, check="expired leases") == []
+
+
+def test_releases_of_what_is_not_lent() -> None:
+    (finding,) = found(engine("pp", role="kv_producer", counts={"late releases": 3}), check="one-sided releases")
+    assert "3 release(s)" in finding.what
+
+
+def test_problems_come_first() -> None:
+    levels = [each.level for each in found(*pair(options=FACTS.options | {"kv_lease_duration": "9"}))]
+    assert levels == sorted(levels, key=["problem", "warning", "note"].index)
