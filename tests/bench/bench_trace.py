@@ -173,9 +173,8 @@ def measure_taking() -> Taking:
 
 def main() -> None:
     print(f"{ROUNDS} rounds of {INSTANCES_PER_ROUND} instances; microseconds per transition\n")
-    print(
-        f"{'machine':10}{'table':>11}{'flight':>11}{'metrics':>11}{'trace':>11}{'all':>11}{'all median':>11}{'bytes':>11}"
-    )
+    columns = ("table", "flight", "metrics", "trace", "all", "all median", "bytes")
+    print(f"{'machine':10}" + "".join(f"{column:>11}" for column in columns))
     for life in LIVES:
         with tempfile.TemporaryDirectory() as directory:
             sink = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="kv_consumer", rank=0)
@@ -186,10 +185,8 @@ def main() -> None:
         added = "".join(f"{f'{figure:+.3f}':>11}" for figure in figures)
         print(f"{life[0].name:10}{fastest.table:11.3f}{added}{round(statistics.mean(map(len, lines))):11}")
     one, many, none = measure_taking()
-    print(
-        f"\nengine thread, microseconds of a step: figures of one request {one:.1f}, of {INSTANCES_PER_ROUND} requests"
-    )
-    print(f"{many:.1f}, of none {none:.2f}")
+    print("\nengine thread, microseconds of a step with the figures")
+    print(f"of one request {one:.1f}, of {INSTANCES_PER_ROUND} requests {many:.1f}, of none {none:.2f}")
 
 
 if __name__ == "__main__":
