@@ -86,6 +86,16 @@ def test_each_data_parallel_engine_serves_each(data_parallel: tuple[Engine, Engi
                 named[p_rank] = params["remote_engine_id"], params["remote_port"]
                 assert service.decode(prompt(20, name), params).ok
                 assert_serves(service, traces, name)
+    # One page shows all engines of an API server: each has served and lent to two others, as often as it was asked.
+    asked = 2 * (1 + len(LENGTHS))
+    for rank in range(2):
+        with PrefillDecode(prefill, decode, data_parallel_ranks=(rank, rank)) as service:
+            assert service.decode_client.metric("vllm:nixl_actor_completed_receives_total") == asked
+            assert service.decode_client.metric("vllm:nixl_actor_kv_wait_seconds_count") == asked
+            assert service.decode_client.metric("vllm:nixl_actor_peers") == 2
+            assert service.decode_client.metric("vllm:nixl_actor_up") == 1
+            assert service.prefill_client.metric("vllm:nixl_actor_granted_leases_total") == asked
+            assert service.prefill_client.metric("vllm:nixl_actor_lent_blocks") == 0
     (first_id, first_port), (second_id, second_port) = named[0], named[1]
     assert first_id != second_id
     assert (first_port, second_port) == (prefill.options.side_channel_port, prefill.options.side_channel_port + 1)
