@@ -35,14 +35,23 @@ _REQUEST = request.MACHINE.name
 
 
 class Recorder:
-    """See the module's docstring. `sink` None: no trace is written."""
+    """See the module's docstring. `sink` None: no trace is written. `flight` None: one of the usual size."""
 
-    def __init__(self, *, engine_id: str, rank: int, role: str, clock: Clock, sink: TraceSink | None) -> None:
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        rank: int,
+        role: str,
+        clock: Clock,
+        sink: TraceSink | None,
+        flight: FlightRecorder | None = None,
+    ) -> None:
         self.engine_id = engine_id
         self.rank = rank
         self.role = role
         self.clock = clock
-        self.flight = FlightRecorder()
+        self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._seq = 0
         # With a sink: when each living machine instance entered its state; dropped in the record of its end.
