@@ -34,13 +34,12 @@ _ENDS: frozenset[object] = (
 )
 
 _REQUEST = request.MACHINE.name
-
-
 _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
 class Recorder:
-    """See the module's docstring. `sink` None: no trace is written; `figures` None: nothing is counted."""
+    """See the module's docstring. `sink` None: no trace is written; `figures` None: nothing is counted; `flight` None: one
+    of the usual size."""
 
     def __init__(
         self,
@@ -51,12 +50,13 @@ class Recorder:
         clock: Clock,
         sink: TraceSink | None,
         figures: Figures | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.rank = rank
         self.role = role
         self.clock = clock
-        self.flight = FlightRecorder()
+        self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
         self._seq = 0

@@ -21,6 +21,7 @@ from trio.testing import MockClock
 from connector.clock import BootClock, Clock
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.observe.flight_recorder import FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.ports.side_channel import Listener, SideChannel
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -64,6 +65,9 @@ LIFE = "0" * 32
 STEP_SECONDS = 0.001
 """Of an engine; in virtual time long enough for all messages of a request."""
 WAIT_SECONDS_MAX = 60.0
+
+STEPS_KEPT = 64
+"""Of the flight recorders: so few that they are full before anything is measured."""
 
 T = TypeVar("T")
 
@@ -137,7 +141,14 @@ class Rank:
             side_channel=side_channel,
             control=self._control,
             clock=doors.clock,
-            recorder=Recorder(engine_id=engine_id, rank=tp_rank, role="kv_consumer", clock=doors.clock, sink=None),
+            recorder=Recorder(
+                engine_id=engine_id,
+                rank=tp_rank,
+                role="kv_consumer",
+                clock=doors.clock,
+                sink=None,
+                flight=FlightRecorder(steps_kept=STEPS_KEPT, bad_ends_kept=STEPS_KEPT),
+            ),
             emit=emit,
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,

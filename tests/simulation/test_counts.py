@@ -24,8 +24,8 @@ from tests.simulation.fake_nixl import FakeNixlPort
 
 FEW, MANY = 8, 512
 """Blocks of a request."""
-CALLS_OF_A_COMMAND = 280
-CALLS_OF_AN_END = 135
+CALLS_OF_A_COMMAND = 330
+CALLS_OF_AN_END = 155
 """What is allowed, a tenth more than there were when this was written; the same of a READ and of a whole request."""
 SLACK = 8
 """A heap drops stale entries and a dict grows now or later, whoever's turn it is: far less than one for each block."""
