@@ -38,8 +38,8 @@ _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
 class Recorder:
-    """See the module's docstring. `sink` None: no trace is written; `figures` None: nothing is counted; `flight` None: one
-    of the usual size."""
+    """See the module's docstring. Without `sink` no trace is written; without `figures` nothing is counted; without
+    `flight` the flight recorder has its usual size."""
 
     def __init__(
         self,

@@ -33,7 +33,6 @@ from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.protocol import (
     HandshakeFailureNoted,
     LateNotificationNoted,
-    LocalPrefillsNoted,
     NotificationFailureNoted,
     Outcome,
     QuarantineLifted,
@@ -94,7 +93,6 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
     (SendEnded(request_id="r", expired=False), {}),
     (WorkerStopped(reason="its actors died"), {}),
     (QuarantineLifted(local_block_ids=[1]), {}),
-    (LocalPrefillsNoted(count=2), {}),
 ]
 EVERYTHING = [outcome for outcome, _ in COUNTED_IN]
 

@@ -86,6 +86,11 @@ class ActorsNextDoor:
         self._posted: list[Command] = []
         self.is_dead = False
         self.death: BaseException | None = None
+        self.is_called = False
+        """It never waits for a thread to wake up."""
+
+    def lateness(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def post(self, command: Command) -> None:
         self._posted.append(command)
