@@ -102,6 +102,9 @@ def engine_configuration(
     role = "kv_both"
     if knobs.splits_roles:
         role = "kv_producer" if is_prefill else "kv_consumer"
+    # The actors get these from the simulator; here is what the connector accepts together.
+    handshake_seconds = min(options.handshake_timeout_seconds, options.request_timeout_seconds)
+    options = msgspec.structs.replace(options, handshake_timeout_seconds=handshake_seconds)
     if knobs.reads_back:
         options = msgspec.structs.replace(
             options,
