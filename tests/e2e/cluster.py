@@ -85,6 +85,11 @@ class Traces:
         # The first part of what vLLM appends to the id, so that `a` is not found in `a-next`.
         return joined(f"{request_id}-0", histories(processes, "request"), histories(processes, "lease"))
 
+    def request_ids(self) -> set[str]:
+        """The ids that clients have sent with all that D has been asked to read so far."""
+        requests = histories(read_records(self.directory), "request")
+        return {each.subject.removeprefix("cmpl-").rpartition("-0-")[0] for each in requests}
+
     def request_in(self, request_id: str, *states: str) -> History:
         """D's request once it has come to one of `states`."""
         return wait_for(
