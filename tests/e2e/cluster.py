@@ -103,17 +103,20 @@ class Traces:
 
     def ended_on_ranks(self, request_id: str, ranks: int) -> list[History]:
         """D's request as each of its ranks saw it, once it has ended on all of them."""
+        return self._ended_on_ranks("request", REQUEST_STATES_TERMINAL, request_id, ranks)
 
-        def ended() -> list[History] | None:
-            requests = histories(read_records(self.directory), "request")
-            found = [each for each in requests if f"-{request_id}-0-" in each.subject]
-            return (
-                found
-                if len(found) == ranks and all(_reached(each, REQUEST_STATES_TERMINAL) for each in found)
-                else None
-            )
+    def ended_leases(self, request_id: str, ranks: int) -> list[History]:
+        """P's lease as each of its ranks saw it, once it has ended on all of them."""
+        return self._ended_on_ranks("lease", LEASE_STATES_TERMINAL, request_id, ranks)
 
-        return wait_for(ended, f"end of request {request_id} on {ranks} ranks")
+    def _ended_on_ranks(self, machine: str, ended: frozenset[str], request_id: str, ranks: int) -> list[History]:
+        def found() -> list[History] | None:
+            of_all = histories(read_records(self.directory), machine)
+            of_request = [each for each in of_all if f"-{request_id}-0-" in each.subject]
+            is_over = len(of_request) == ranks and all(_reached(each, ended) for each in of_request)
+            return of_request if is_over else None
+
+        return wait_for(found, f"end of {machine} {request_id} on {ranks} ranks")
 
     def readers_of(self, remote_request_id: str) -> set[str]:
         """Ids of the engines that have asked for the lease of this request id on P."""
@@ -182,7 +185,8 @@ class Room:
             group.close()
 
 
-def _options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
+def small_options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
+    """Of an engine with the small Llama and a short context."""
     return EngineOptions(
         name=name, model=tiny_llama(), logs=directory / "logs", core=core, context_tokens=CONTEXT_TOKENS, **others
     )
@@ -218,7 +222,7 @@ class OnePrefillTwoDecode:
         }
         self._engines = EngineSet()
         self.prefill, self.failing, self.recomputing = self._engines.start(
-            _options(
+            small_options(
                 directory,
                 "prefill",
                 core=0,
@@ -228,8 +232,8 @@ class OnePrefillTwoDecode:
                 arguments=_blocks(PREFILL_BLOCKS),
                 **common,
             ),
-            _options(directory, "decode-fail", **decode),
-            _options(
+            small_options(directory, "decode-fail", **decode),
+            small_options(
                 directory,
                 "decode-recompute",
                 kv_load_failure_policy="recompute",
@@ -265,8 +269,8 @@ class BuiltinAndOurs:
         self.traces = Traces(directory / "traces")
         self._engines = EngineSet()
         self.ours, self.builtin = self._engines.start(
-            _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
-            _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
+            small_options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
+            small_options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
         )
 
     def close(self) -> None:
