@@ -270,7 +270,9 @@ class BuiltinAndOurs:
         self._engines = EngineSet()
         self.ours, self.builtin = self._engines.start(
             small_options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
-            small_options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
+            small_options(
+                directory, "builtin", core=1, connector="builtin", calm_polling=True, extra_config=BUILTIN_CONFIG
+            ),
         )
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class UnequalPair:
                 core=1,
                 tensor_parallel_size=self.builtin_ranks,
                 connector="builtin",
+                calm_polling=True,
                 extra_config=BUILTIN_CONFIG | {"kv_lease_duration": self.builtin_lease_seconds},
                 **common,
             ),
