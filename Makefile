@@ -18,7 +18,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_deepseek_v4.py
+ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
+         tests/e2e/test_deepseek_v4.py
 SEEDS ?= 100
 
 .PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \

@@ -83,6 +83,11 @@ class Traces:
         # The first part of what vLLM appends to the id, so that `a` is not found in `a-next`.
         return matching(stories(histories(read_trace(self.directory))), f"{request_id}-0")
 
+    def request_ids(self) -> set[str]:
+        """The ids that clients have sent with all that D has been asked to read so far."""
+        requests = (each for each in histories(read_trace(self.directory)) if each.machine == "request")
+        return {each.subject.removeprefix("cmpl-").rpartition("-0-")[0] for each in requests}
+
     def request_in(self, request_id: str, *states: str) -> History:
         """D's request once it has come to one of `states`."""
         return wait_for(
@@ -96,12 +101,18 @@ class Traces:
 
     def ended_on_ranks(self, request_id: str, ranks: int) -> list[History]:
         """D's request as each of its ranks saw it, once it has ended on all of them."""
+        return self._ended_on_ranks(lambda story: story.requests, request_id, ranks)
 
+    def ended_leases(self, request_id: str, ranks: int) -> list[History]:
+        """P's lease as each of its ranks saw it, once it has ended on all of them."""
+        return self._ended_on_ranks(lambda story: story.leases, request_id, ranks)
+
+    def _ended_on_ranks(self, side: Callable[[Story], list[History]], request_id: str, ranks: int) -> list[History]:
         def ended() -> list[History] | None:
-            found = [request for story in self.stories(request_id) for request in story.requests]
+            found = [history for story in self.stories(request_id) for history in side(story)]
             return found if len(found) == ranks and all(each.is_over for each in found) else None
 
-        return wait_for(ended, f"end of request {request_id} on {ranks} ranks")
+        return wait_for(ended, f"end of {request_id} on {ranks} ranks")
 
     def readers_of(self, remote_request_id: str) -> set[str]:
         """Ids of the engines that have asked for the lease of this request id on P."""
@@ -168,7 +179,8 @@ class Room:
             group.close()
 
 
-def _options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
+def small_options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
+    """Of an engine with the small Llama and a short context."""
     return EngineOptions(
         name=name, model=tiny_llama(), logs=directory / "logs", core=core, context_tokens=CONTEXT_TOKENS, **others
     )
@@ -204,7 +216,7 @@ class OnePrefillTwoDecode:
         }
         self._engines = EngineSet()
         self.prefill, self.failing, self.recomputing = self._engines.start(
-            _options(
+            small_options(
                 directory,
                 "prefill",
                 core=0,
@@ -214,8 +226,8 @@ class OnePrefillTwoDecode:
                 arguments=_blocks(PREFILL_BLOCKS),
                 **common,
             ),
-            _options(directory, "decode-fail", **decode),
-            _options(
+            small_options(directory, "decode-fail", **decode),
+            small_options(
                 directory,
                 "decode-recompute",
                 kv_load_failure_policy="recompute",
@@ -251,8 +263,10 @@ class BuiltinAndOurs:
         self.traces = Traces(directory / "traces")
         self._engines = EngineSet()
         self.ours, self.builtin = self._engines.start(
-            _options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
-            _options(directory, "builtin", core=1, connector="builtin", extra_config=BUILTIN_CONFIG),
+            small_options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
+            small_options(
+                directory, "builtin", core=1, connector="builtin", calm_polling=True, extra_config=BUILTIN_CONFIG
+            ),
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from tests.e2e.cluster import BuiltinAndOurs, OnePrefillTwoDecode, Room
 MODULES_IN_ORDER = (
     "test_beside_offloading",
     "test_builtin_compatibility",
+    "test_mixed_pairs",
     "test_options_at_start",
     "test_metrics",
     "test_request_kinds",
@@ -22,6 +23,7 @@ MODULES_IN_ORDER = (
     "test_dead_prefill",
     "test_lease_acknowledged",
     "test_why",
+    "test_mixed_leases",
 )
 """The modules that share engines, those that break them last."""
 

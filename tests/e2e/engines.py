@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from tests.e2e.calm import calm_environment
+from tests.e2e.calm import CALM_POLLING, calm_environment
 from tests.e2e.serve import ONE_THREAD, ForkedServer
 
 LOOPBACK = "127.0.0.1"
@@ -129,6 +129,8 @@ class EngineOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     """Further arguments of the API server."""
+    calm_polling: bool = False
+    """For vLLM's own connector, whose NIXL thread otherwise polls as fast as it can, a core for each rank (`calm`)."""
     forks: bool = True
     """Whether its processes are forked, which starts it in a third of the time (`tests.e2e.serve`)."""
     http_port: int = field(default_factory=free_port)
@@ -217,6 +219,8 @@ class EngineOptions:
         }
         if self.forks:
             environment |= ONE_THREAD
+        if self.calm_polling:
+            environment[CALM_POLLING] = "1"
         if self.trace_directory is not None:
             environment["NIXL_ACTOR_TRACE_DIR"] = str(self.trace_directory)
         return environment | dict(self.environment)

@@ -134,6 +134,7 @@ class Stable:
             kv_role="kv_producer" if kind.stages > 1 else "kv_both",
             block_size=kind.block_size,
             connector="builtin" if self.builtin else "actor",
+            calm_polling=self.builtin,
             extra_config={"kv_lease_duration": LEASE_SECONDS} | (BUILTIN_CONFIG if self.builtin else extra),
             trace_directory=self.directory / "traces",
             attention_backend=family.attention_backend,

