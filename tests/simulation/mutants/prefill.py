@@ -351,14 +351,14 @@ MESSAGES = (
         rule="late and repeated messages",
         row=2,
         broken="a release that is said again after it was heard is counted as one after expiry",
-        changes=(Edit(Lending._release, "elif why != RELEASED:", "else:"),),
+        changes=(Edit(Lending._note_late, "if why == RELEASED:", "if False:"),),
         place=ByTest(LENDING + "::test_a_repeated_release_is_answered_and_is_not_late"),
     ),
     Mutant(
         name="a late release is not counted",
         rule="late and repeated messages",
         broken="nobody learns that a reader was done after its lease had expired",
-        changes=(Edit(Lending._release, "elif why != RELEASED:", "elif False:"),),
+        changes=(Edit(Lending._note_late, "if why == RELEASED:", "if True:"),),
         place=ByTest(LENDING + "::test_a_release_of_what_is_over_otherwise_is_late"),
     ),
     Mutant(
