@@ -39,6 +39,7 @@ HANDSHAKE_TIMEOUT_SECONDS = 12.0
 """Longer than the default: a machine that stands still for some seconds must not use up the time in which others are to
 be served while a request waits for a dead engine."""
 REQUEST_TIMEOUT_SECONDS = 16.0
+PREFILL_ENGINE_ID = "the-prefill-engine"
 
 BUILTIN_CONFIG = {"num_threads": 0}
 """By default the built-in connector's NIXL agent keeps four progress threads spinning, on the core of its engine."""
@@ -221,7 +222,7 @@ class OnePrefillTwoDecode:
                 "prefill",
                 core=0,
                 kv_role="kv_producer",
-                engine_id="the-prefill-engine",
+                engine_id=PREFILL_ENGINE_ID,
                 extra_config={"kv_lease_duration": LEASE_SECONDS},
                 arguments=_blocks(PREFILL_BLOCKS),
                 **common,
@@ -243,8 +244,11 @@ class OnePrefillTwoDecode:
         self.prefill.restart(**changes).wait_healthy()
 
     def need_prefill(self) -> None:
-        """Have a working producer."""
-        if not self.prefill.running:
+        """Have a working producer of the model that the others have."""
+        model = self.failing.options.model
+        if self.prefill.options.model != model:
+            self.restart_prefill(model=model, engine_id=PREFILL_ENGINE_ID)
+        elif not self.prefill.running:
             self.restart_prefill()
 
     def close(self) -> None:

@@ -64,8 +64,8 @@ def test_of_d_while_a_request_waits_for_its_kv(cluster: OnePrefillTwoDecode) -> 
         assert service.decode_client.reset_cache() is False
         assert service.decode_client.reset_cache(with_running=True) is None
         client.join()
-    assert waiting[0].status == NO_ANSWER
-    assert cluster.traces.ended_request(key).reason == "AbortedByClient"
+        assert waiting[0].status == NO_ANSWER
+        assert cluster.traces.ended_request(key).reason == "AbortedByClient"
     wait_for(lambda: service.decode_client.reset_cache() or None, "the blocks are free and the cache is reset")
     text = prompt(100, "reset waiting next")
     answer = service.pd(text, "reset-waiting-next")
