@@ -76,8 +76,12 @@ class Traces:
 
     def both(self, request_id: str) -> tuple[History | None, History | None]:
         """D's request and P's lease."""
-        story = next(iter(self.stories(request_id)), Story())
-        return next(iter(story.requests), None), next(iter(story.leases), None)
+        found = self.stories(request_id)
+        request = next((each for story in found for each in story.requests), None)
+        leases = [each for story in found for each in story.leases]
+        if request is not None:  # which may have asked another engine than the one that lends
+            leases = [each for each in leases if each.subject == request.remote_request_id]
+        return request, next(iter(leases), None)
 
     def stories(self, request_id: str) -> list[Story]:
         """Everything that went by this name."""

@@ -15,7 +15,7 @@ MUTANTS = (
         rule="alike descriptions",
         row=68,
         broken="requests that say different sizes of an engine share one connection",
-        changes=(Edit(Supervisor._ask, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "()"),),
+        changes=(Edit(Supervisor._ask, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "(1, 1, 1)"),),
         place=level2("isolation", *WRONG_SIZES),
     ),
     Mutant(
