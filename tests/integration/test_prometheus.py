@@ -129,14 +129,18 @@ class Prometheus:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             assert self._process.poll() is None, Path(self._log.name).read_text()[-3000:]
-            try:
-                scraped = self.query("count_over_time(vllm:nixl_actor_up[1m])")
-            except httpx.TransportError:
-                scraped = []
+            scraped = self.query("count_over_time(vllm:nixl_actor_up[1m])") if self._is_ready() else []
             if len(scraped) == 2 and all(float(each["value"][1]) >= count for each in scraped):
                 return
             time.sleep(0.5)
         raise AssertionError(f"not {count} scrapes within {WAIT_SECONDS:g} s")
+
+    def _is_ready(self) -> bool:
+        """It answers other questions with 503 while it opens its storage."""
+        try:
+            return self._http.get("/-/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
 
     def close(self) -> None:
         self._http.close()
