@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
-from tests.e2e.engines import EngineOptions, EngineSet
+from tests.e2e.engines import ROOT, EngineOptions, EngineSet
 from tests.e2e.tiny_deepseek_v4 import COMPRESS_RATIOS, SLIDING_WINDOW_TOKENS, tiny_deepseek_v4
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
@@ -54,7 +54,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(room: Room, directory: Path) -> Iterator[PrefillDecode]:
     require_kernels()
     room.clear()
-    paths = [str(INTERPRETED_TRITON), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(INTERPRETED_TRITON), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     options = [
         EngineOptions(
             name=name,

@@ -7,18 +7,16 @@ calls. And vLLM 0.32.0 asks the CPU's metadata builder for two kinds of layers t
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 from triton.backends import backends
+
+from tests.e2e.after_import import AfterImport
 
 _BUILDER_MODULE = "vllm.models.deepseek_v4.cpu.cpu_mla"
 _MISSING_KINDS = ("c1a", "c2a")
@@ -30,29 +28,11 @@ class _Driver:
         return True
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Changes the metadata builder once its module is loaded."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _BUILDER_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def load_and_change(module: types.ModuleType) -> None:
-            load(module)
-            builder: Any = module.DeepseekV4CPUSparseSWAMetadataBuilder
-            right = builder.build_tile_scheduler
-            builder.build_tile_scheduler = lambda self, count: dict.fromkeys(_MISSING_KINDS) | right(self, count)
-
-        loader.exec_module = load_and_change
-        return spec
+def _add_the_missing_kinds(module: Any) -> None:
+    builder = module.DeepseekV4CPUSparseSWAMetadataBuilder
+    right = builder.build_tile_scheduler
+    builder.build_tile_scheduler = lambda self, count: dict.fromkeys(_MISSING_KINDS) | right(self, count)
 
 
 backends["cpu"] = types.SimpleNamespace(driver=_Driver, compiler=None)  # type: ignore[assignment]
-sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, AfterImport(_BUILDER_MODULE, _add_the_missing_kinds))

@@ -6,37 +6,14 @@ told, so a node may say that it has as many GPUs as there are workers.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
-import types
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from typing import Any
 
-_PLATFORM_MODULE = "vllm.platforms.cpu"
+from tests.e2e.after_import import AfterImport
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Changes the platform once its module is loaded."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _PLATFORM_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def load_and_change(module: types.ModuleType) -> None:
-            load(module)
-            module.CpuPlatform.ray_device_key = "GPU"
-
-        loader.exec_module = load_and_change
-        return spec
+def _name_a_device(module: Any) -> None:
+    module.CpuPlatform.ray_device_key = "GPU"
 
 
-sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, AfterImport("vllm.platforms.cpu", _name_a_device))
