@@ -44,11 +44,11 @@ test: setup
 parts: check test-parts simulate-fresh test-pairs test-alone
 
 # The slowest are named, so that it can be seen where the time goes.
-TWO_AT_A_TIME := -n 2 --durations 25 --dist loadfile
+# In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
+TWO_AT_A_TIME := -n 2 --durations 25 --dist loadfile --no-loadscope-reorder
 
-# In the order of tests/conftest.py: the longest files are begun in the middle, and short ones are left for the end.
 test-parts: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) --no-loadscope-reorder \
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) \
 		tests/unit tests/explore tests/simulation tests/actors tests/conformance
 
 test-pairs: setup

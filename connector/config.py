@@ -89,7 +89,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Pause before a failed prefill engine is tried again; doubles with each failure, with jitter. Not after a refused
     connection, which is tried again after the first pause."""
     backoff_max_seconds: _Seconds = 30.0
-    incompatible_backoff_seconds: _Seconds = 60.0
+    incompatible_backoff_seconds: _Seconds = 10.0
     """Pause before a prefill engine that cannot exchange KV with this one is asked again: it may have been replaced."""
     registration_timeout_seconds: _Seconds = 1800.0
     """How long NIXL may take to register the KV cache when the engine starts. A network card pins all of it, which can

@@ -156,10 +156,10 @@ def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
     failed = msgspec.structs.replace(peer, failures=failures, failure=event.failure)
     if peer.is_retiring:
         return msgspec.structs.replace(failed, state=State.GONE), (announce,)
+    if not event.is_awaited:
+        return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
     # BadParams: what the requests say of this engine is not true, and asking again will not make it so.
     is_incompatible = isinstance(event.failure, Incompatible | BadParams)
-    if not (event.is_awaited or is_incompatible):
-        return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
     state = State.INCOMPATIBLE if is_incompatible else State.BACKOFF
     backoff = StartBackoff(failures=failures, is_incompatible=is_incompatible)
     return msgspec.structs.replace(failed, state=state), (announce, backoff)

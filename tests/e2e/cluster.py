@@ -255,6 +255,14 @@ class OnePrefillTwoDecode:
         elif not self.prefill.running:
             self.restart_prefill()
 
+    def assert_serves(self, service: PrefillDecode, key: str) -> None:
+        """The next request goes the plain way; what earlier ones did is over."""
+        text = prompt(100, key)
+        answer = service.pd(text, key)
+        assert answer.ok, f"{answer.error}; {self.traces.both(key)}"
+        assert answer.token_ids == service.alone(text).token_ids
+        self.traces.assert_plain(key)
+
     def close(self) -> None:
         for service in (self.fail, self.recompute):
             service.close()

@@ -30,11 +30,7 @@ PATIENCE_SECONDS = 1.0
 
 def assert_serves(service: PrefillDecode, cluster: OnePrefillTwoDecode, key: str) -> None:
     """The next request goes the plain way, and nothing of the earlier ones is left."""
-    text = prompt(100, key)
-    answer = service.pd(text, key)
-    assert answer.ok, answer.error
-    assert answer.token_ids == service.alone(text).token_ids
-    cluster.traces.assert_plain(key)
+    cluster.assert_serves(service, key)
     assert service.prefill_client.blocks_are_free()
     assert service.decode_client.blocks_are_free()
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.client import NO_ANSWER, PrefillDecode
+from tests.e2e.client import NO_ANSWER
 from tests.e2e.cluster import (
     HANDSHAKE_TIMEOUT_SECONDS,
     PREFILL_BLOCKS,
@@ -81,14 +81,6 @@ MALFORMED: dict[str, tuple[Callable[[Params], Params], str]] = {
 """By name: what the router does to the parameters, and the field that the error must name."""
 
 
-def assert_serves(service: PrefillDecode, cluster: OnePrefillTwoDecode, key: str) -> None:
-    text = prompt(TOKENS, key)
-    answer = service.pd(text, key)
-    assert answer.ok, answer.error
-    assert answer.token_ids == service.alone(text).token_ids
-    cluster.traces.assert_plain(key)
-
-
 def is_said(engine: Engine, key: str, field: str) -> bool:
     """Whether the log names request and field; of many failures of a kind in a row it only says how many there were."""
     lines = engine.log().splitlines()
@@ -132,7 +124,7 @@ def test_parameters_that_vllm_itself_refuses(cluster: OnePrefillTwoDecode) -> No
     for value in (["do_remote_prefill"], "text", 7, {"do_remote_prefill": True, "remote_port": 10**30}):
         answer = cluster.fail.decode_client.complete("abc", kv_transfer_params=value)
         assert answer.status == 400
-    assert_serves(cluster.fail, cluster, "not-an-object-next")
+    cluster.assert_serves(cluster.fail, "not-an-object-next")
 
 
 def test_keys_that_nobody_knows_are_ignored(cluster: OnePrefillTwoDecode) -> None:
@@ -176,7 +168,7 @@ def test_parameters_that_are_not_true(cluster: OnePrefillTwoDecode, name: str) -
             assert answer.status == 500
         else:
             assert answer.token_ids == service.alone(text).token_ids
-    assert_serves(cluster.fail, cluster, f"{slug}-next")
+    cluster.assert_serves(cluster.fail, f"{slug}-next")
 
 
 def test_the_port_of_another_server(cluster: OnePrefillTwoDecode) -> None:
@@ -191,7 +183,7 @@ def test_the_port_of_another_server(cluster: OnePrefillTwoDecode) -> None:
     assert answer.seconds < HANDSHAKE_TIMEOUT_SECONDS
     record = cluster.traces.last_record(key)
     assert (record.to_state, record.reason) == ("failed", "HandshakeMalformed")
-    assert_serves(cluster.fail, cluster, "api-port-next")
+    cluster.assert_serves(cluster.fail, "api-port-next")
 
 
 def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None:
@@ -233,7 +225,7 @@ def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
     )
     assert again.status == 500
     assert cluster.traces.ended_request("twice-again").states[-1] in ("failed", "expired")
-    assert_serves(cluster.fail, cluster, "twice-next")
+    cluster.assert_serves(cluster.fail, "twice-next")
 
 
 # --- P's side channel -------------------------------------------------------------------------------------------------
@@ -350,4 +342,4 @@ def test_a_new_engine_can_shake_hands_after_all_this(cluster: OnePrefillTwoDecod
     assert answer.status != NO_ANSWER
     found = wait_for(lambda: cluster.traces.last_record(key).detail, "the failure in words")
     assert str(cluster.prefill.options.engine_id) in found
-    assert_serves(cluster.fail, cluster, "after-garbage-next")
+    cluster.assert_serves(cluster.fail, "after-garbage-next")

@@ -721,19 +721,21 @@ def test_a_kv_that_cannot_be_exchanged_is_said_to_everybody_for_longer() -> None
     assert drive.wait(46 * S) == [StartHandshake(address=ADDRESS)], "the releases are owed"
 
 
-def test_attempts_to_say_releases_hold_nobody_up() -> None:
-    """The engine that takes the place of a dead one must find no back-off that nobody needed."""
+@pytest.mark.parametrize("failure", [SILENT, UNLIKE])
+def test_attempts_to_say_releases_hold_nobody_up(failure: Failure) -> None:
+    """The engine that takes the place of a dead one must find no back-off that nobody needed; nor must the right engine
+    that comes back to where another was meanwhile."""
     drive = reading()
     drive.held(60 * S)
     assert done("a") in drive.end("a", 0)
     drive.feed(LinkLost(connection=1, detail="reset"))
     assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
     for _ in range(3):
-        assert drive.feed(ConnectFailed(failure=SILENT)) == [], "nobody waits, so nobody is told"
+        assert drive.feed(ConnectFailed(failure=failure)) == [], "nobody waits, so nobody is told"
         assert drive.state is peer.State.IDLE
         assert drive.wait(LIMITS.lease_ns // ATTEMPTS_PER_LEASE - 1) == []
         assert drive.wait(1) == [StartHandshake(address=ADDRESS)]
-    drive.feed(ConnectFailed(failure=SILENT))
+    drive.feed(ConnectFailed(failure=failure))
     assert drive.start("c", C) == [StartHandshake(address=ADDRESS)], "at once"
     told = only(drive.connect(2), SendRelease)
     assert [each.leases for each in told] == [(A,)], "while its lease may last"
