@@ -19,7 +19,6 @@ Which values live now is not read from here but from the cores (`connector/runti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
@@ -57,6 +56,8 @@ class Step(NamedTuple):
     peer: str | None
     """Engine id of the other side, where the core has one."""
     amounts: AmountsNow
+    entered_ns: int
+    """When the instance came into the state that this step leaves."""
 
 
 class FlightRecorder:
@@ -87,17 +88,8 @@ class FlightRecorder:
         return self._steps[0][0] if self._steps else None
 
 
-def render(
-    step: Step,
-    *,
-    number: int,
-    wall: float,
-    engine_id: str,
-    rank: int,
-    role: str,
-    entered_ns: int | None,
-) -> TransitionRecord:
-    """`entered_ns`: when the instance came into the state that this step leaves; None: not known."""
+def render(step: Step, *, number: int, wall: float, engine_id: str, rank: int, role: str) -> TransitionRecord:
+    """`wall`: the time of day of the step."""
     before, after = step.before, step.after
     failure: Failure | None = getattr(after, "failure", None)
     name, remote_request_id, lease_number = names(after)
@@ -129,9 +121,7 @@ def render(
         blocks=blocks,
         bytes=length_bytes,
         descriptors=descriptors,
-        seconds_in_from=(
-            (step.at_ns - entered_ns) / NS_PER_SECOND if before is not None and entered_ns is not None else None
-        ),
+        seconds_in_from=(step.at_ns - step.entered_ns) / NS_PER_SECOND if before is not None else None,
         age_seconds=None if age_ns is None else age_ns / NS_PER_SECOND,
         kept_until_ns=kept_until_ns,
     )
@@ -156,14 +146,3 @@ def is_about(value: Any, text: str) -> bool:
     if isinstance(value, hold.Hold):
         return text in value.lease.request_id
     return isinstance(value, lease.Lease) and text in value.name.request_id
-
-
-def key_of(value: Any, peer_id: str | None) -> Hashable:
-    """Names the instance among those of the process."""
-    if isinstance(value, request.Request):
-        return "request", peer_id, value.request_id
-    if isinstance(value, hold.Hold):
-        return "hold", peer_id, value.lease, value.rank
-    if isinstance(value, lease.Lease):
-        return "lease", value.name
-    return "peer", peer_id, value.engine_id

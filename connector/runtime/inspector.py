@@ -451,7 +451,7 @@ class Inspector:
         entered: Entered = {}
         steps = self._context.recorder.flight.oldest_first()
         for first in range(0, len(steps), LOOKED_AT_PER_SLICE):
-            for at_ns, _, _, after, peer_id, _ in steps[first : first + LOOKED_AT_PER_SLICE]:
+            for at_ns, _, _, after, peer_id, *_ in steps[first : first + LOOKED_AT_PER_SLICE]:
                 if after.__class__ is kind:
                     entered.setdefault((peer_id, rank(after)), {})[name(after)] = at_ns
             await trio.lowlevel.checkpoint()

@@ -18,7 +18,6 @@ from connector.observe.flight_recorder import (
     AmountsNow,
     FlightRecorder,
     Step,
-    key_of,
     render,
 )
 from connector.runtime.figures import Figures
@@ -60,31 +59,42 @@ class Recorder:
         self._sink = sink
         self._figures = figures
         self._seq = 0
-        # With a sink: when each living machine instance entered its state; dropped in the record of its end.
-        self._entered_ns: dict[Hashable, int] = {}
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
         """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
         peer or a lease comes to."""
         keep, keep_bad_end, now_ns = self.flight.keep, self.flight.keep_bad_end, self.clock.now_ns
         write = self._write if self._sink is not None else None
-        count = self._figures.observer() if self._figures is not None else None
+        figures = self._figures
+        # When each living instance of this core entered its state, by its state's class and its subject.
+        entered_ns: dict[tuple[type, Hashable], int] = {}
 
-        def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
-            if count is not None:
-                count(machine, subject, before, event, after)
-            state = after.state  # type: ignore[attr-defined]
-            is_same = before is not None and before.state is state  # type: ignore[attr-defined]
-            if is_same and (write is None or before is after):
+        def observe(machine: str, subject: Hashable, before: Any, event: Event | None, after: Any) -> None:
+            if before is after:
                 return
-            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
-            step = (now_ns(), before, event, after, peer_id, known)
-            if not is_same:
-                if log is not None and machine in _LOGGED:
-                    log(machine, subject, before, event, after)
-                keep(step)
-                if state in BAD_ENDS:
-                    keep_bad_end(step)
+            state, at_ns = after.state, now_ns()
+            key = (state.__class__, subject)
+            if before is not None and before.state is state:
+                if figures is not None:
+                    figures.count_within(before, event)
+                if write is not None:
+                    known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
+                    write((at_ns, before, event, after, peer_id, known, entered_ns.get(key, at_ns)))
+                return
+            since_ns = entered_ns.get(key, at_ns)
+            if state in _ENDS:
+                entered_ns.pop(key, None)
+            else:
+                entered_ns[key] = at_ns
+            if figures is not None:
+                figures.count(before, event, after, at_ns - since_ns)
+            if log is not None and machine in _LOGGED:
+                log(machine, subject, before, event, after)
+            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
+            step = (at_ns, before, event, after, peer_id, known, since_ns)
+            keep(step)
+            if state in BAD_ENDS:
+                keep_bad_end(step)
             if write is not None:
                 write(step)
 
@@ -101,27 +111,17 @@ class Recorder:
             engine_id=self.engine_id,
             rank=self.rank,
             role=self.role,
-            entered_ns=None,
         )
 
-    def _write(self, fields: tuple[int, object, Event | None, object, str | None, AmountsNow]) -> None:
+    def _write(self, fields: tuple[int, Any, Event | None, Any, str | None, AmountsNow, int]) -> None:
         assert self._sink is not None
-        step = Step._make(fields)
-        now_ns, before, after = step.at_ns, step.before, step.after
-        key = key_of(after, step.peer)
-        entered_ns = self._entered_ns.get(key, now_ns)
-        if after.state in _ENDS:
-            self._entered_ns.pop(key, None)
-        elif before is None or before.state is not after.state:
-            self._entered_ns[key] = now_ns
         record = render(
-            step,
+            Step._make(fields),
             number=self._seq,
             wall=self.clock.wall(),
             engine_id=self.engine_id,
             rank=self.rank,
             role=self.role,
-            entered_ns=entered_ns,
         )
         self._sink.write(record)
         self._seq += 1

@@ -91,7 +91,7 @@ class ConnectorWorker:
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
-        self._figures = Figures(self._clock)
+        self._figures = Figures()
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE

@@ -163,7 +163,7 @@ class Rank:
             shapes=shapes,
             compatibility_hash="another-model" if process.variant is Variant.OTHER_MODEL else "same-model",
         )
-        self.figures = Figures(clock)
+        self.figures = Figures()
         self.supervisor = Supervisor(
             options=around.options,
             local=self._local,

@@ -5,6 +5,7 @@ The steps are those of a production core; `Lending` has one machine for each lea
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -229,12 +230,15 @@ def test_an_impossible_event_is_not_recorded(lend: Callable[..., None], sink: Li
     assert (sink.records[-1].seq, sink.records[-1].to_state) == (2, "done")
 
 
-def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, lend: Callable[..., None]) -> None:
+def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, clock: HandClock) -> None:
+    """But for what is in the flight recorder, which is bounded."""
+    observe = recorder.observer(None)
+    core, kept = Lending(LIMITS, observe), inspect.getclosurevars(observe).nonlocals["entered_ns"]
     for event in (COMPUTING, GRANTED):
-        lend(event)
-    assert len(recorder._entered_ns) == 1
-    lend(READ)
-    assert recorder._entered_ns == {}
+        core.handle(event, clock.ns)
+    assert len(kept) == 1
+    core.handle(READ, clock.ns)
+    assert kept == {}
 
 
 def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -> None:
@@ -244,12 +248,11 @@ def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -
         clock.pass_seconds(1)
         core.handle(event, clock.ns)
     kept = [recorder.render(step, 0) for step in recorder.flight.newest_first()]
-    assert [(each.from_state, each.to_state) for each in kept] == [
-        ("held", "done"),
-        ("computing", "held"),
-        (None, "computing"),
+    assert [(each.from_state, each.to_state, each.seconds_in_from) for each in kept] == [
+        ("held", "done", 1.0),
+        ("computing", "held", 1.0),
+        (None, "computing", None),
     ]
-    assert recorder._entered_ns == {}
     assert core.open_leases == 0
 
 
