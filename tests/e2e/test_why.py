@@ -179,8 +179,8 @@ def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
             ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
             assert ps.status == 0
             decode, *known = json.loads(ps.text)["engines"]
-            problems = {each["address"]["port"]: each["problem_kind"] for each in known}
-            assert problems[cluster.prefill.options.side_channel_port] == "HandshakeTimeout"
+            problems = {each["address"]: each["problem_kind"] for each in known}
+            assert problems[f"{LOOPBACK}:{cluster.prefill.options.side_channel_port}"] == "HandshakeTimeout"
             (row,) = decode["ranks"][0]["requests"]
             assert key in row["request_id"]
             cluster.prefill.resume()
