@@ -88,12 +88,14 @@ class FlightRecorder:
         return self._steps[0][0] if self._steps else None
 
 
-def render(step: Step, *, number: int, wall: float, engine_id: str, rank: int, role: str) -> TransitionRecord:
-    """`wall`: the time of day of the step."""
-    before, after = step.before, step.after
+def render(
+    fields: tuple[Any, ...], *, number: int, wall: float, engine_id: str, rank: int, role: str
+) -> TransitionRecord:
+    """`fields`: of a `Step`; `wall`: the time of day of the step."""
+    at_ns, before, event, after, peer_id, amounts, entered_ns = fields
     failure: Failure | None = getattr(after, "failure", None)
     name, remote_request_id, lease_number = names(after)
-    blocks, length_bytes, descriptors = step.amounts
+    blocks, length_bytes, descriptors = amounts
     kept_until_ns: int | None = None
     if isinstance(after, lease.Lease):
         blocks = after.blocks or None  # not known before the grant
@@ -104,24 +106,24 @@ def render(step: Step, *, number: int, wall: float, engine_id: str, rank: int, r
     return TransitionRecord(
         seq=number,
         wall=wall,
-        mono_ns=step.at_ns,
+        mono_ns=at_ns,
         engine_id=engine_id,
         rank=rank,
         role=role,
         machine=_MACHINES[type(after)],
         subject=name,
         from_state=before.state.value if before is not None else None,
-        event=type(step.event).__name__ if step.event is not None else "Created",
+        event=type(event).__name__ if event is not None else "Created",
         to_state=after.state.value,
         reason=failure.kind if failure is not None else getattr(after, "why", None),
         detail=str(failure) if failure is not None else None,
-        peer=step.peer,
+        peer=peer_id,
         remote_request_id=remote_request_id,
         lease_number=lease_number,
         blocks=blocks,
         bytes=length_bytes,
         descriptors=descriptors,
-        seconds_in_from=(step.at_ns - step.entered_ns) / NS_PER_SECOND if before is not None else None,
+        seconds_in_from=(at_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
         age_seconds=None if age_ns is None else age_ns / NS_PER_SECOND,
         kept_until_ns=kept_until_ns,
     )

@@ -17,7 +17,6 @@ from connector.observe.flight_recorder import (
     NO_AMOUNTS,
     AmountsNow,
     FlightRecorder,
-    Step,
     render,
 )
 from connector.runtime.figures import Figures
@@ -102,10 +101,9 @@ class Recorder:
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
-        step = Step._make(fields)
-        passed_ns = self.clock.now_ns() - step.at_ns
+        passed_ns = self.clock.now_ns() - fields[0]
         return render(
-            step,
+            fields,
             number=number,
             wall=self.clock.wall() - passed_ns / 1e9,
             engine_id=self.engine_id,
@@ -116,7 +114,7 @@ class Recorder:
     def _write(self, fields: tuple[int, Any, Event | None, Any, str | None, AmountsNow, int]) -> None:
         assert self._sink is not None
         record = render(
-            Step._make(fields),
+            fields,
             number=self._seq,
             wall=self.clock.wall(),
             engine_id=self.engine_id,

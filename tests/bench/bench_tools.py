@@ -5,20 +5,22 @@ between two of them, and writes the traces as the engines would have. Then each 
 as an operator runs it, and the page is opened in a headless Chromium, if there is one.
 
 Figures, the best of ROUNDS and the median
-  summary, slow, failures, check   seconds from the start of the process to its end
-  export --html                    the same
+  summary, slow, failures, check   seconds from the start of the process to its end, and of processors: the latter is
+                                   what it takes on a quiet machine
+  export                           the same, of `export --html`
   page opens                       milliseconds from the navigation until everything is drawn
   filter                           milliseconds from a keystroke until what it leaves is drawn, the longest of several
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -56,16 +58,22 @@ def _apart(seed: int, trace: list[TransitionRecord]) -> Iterator[TransitionRecor
         yield msgspec.structs.replace(record, **named)
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def measure_command(name: str, *arguments: str) -> None:
+    called = [sys.executable, "-m", "connector", "trace", name, *arguments]
+    seconds, of_processors = [], []
+    for _ in range(ROUNDS):
+        started, used = time.perf_counter(), _children_seconds()
+        # `check` and `failures` may have something to say, and say it by their status.
+        subprocess.run(called, stdout=subprocess.DEVNULL, check=False)
+        seconds.append(time.perf_counter() - started)
+        of_processors.append(_children_seconds() - used)
+    show(name, seconds, "s")
+    show("", of_processors, "s of processors")
 
 
-def command(*arguments: str) -> Callable[[], object]:
-    called = [sys.executable, "-m", "connector", "trace", *arguments]
-    # `check` and `failures` may have something to say, and say it by their status.
-    return lambda: subprocess.run(called, stdout=subprocess.DEVNULL, check=False)
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def show(what: str, values: list[float], unit: str) -> None:
@@ -99,8 +107,8 @@ def main() -> None:
         print(f"{requests:,} requests, {records:,} records in {len(list(traces.iterdir()))} files; {ROUNDS} rounds")
         print(f"{'':16}{'best':>10}{'median':>10}")
         for name in ("summary", "slow", "failures", "check"):
-            show(name, [timed(command(name, str(traces))) for _ in range(ROUNDS)], "s")
-        show("export --html", [timed(command("export", str(traces), "--html", str(page))) for _ in range(ROUNDS)], "s")
+            measure_command(name, str(traces))
+        measure_command("export", str(traces), "--html", str(page))
         browser = find_browser()
         if browser is None:
             print("no browser: the page was not opened")
