@@ -21,6 +21,7 @@ from connector.observe.flight_recorder import (
     key_of,
     render,
 )
+from connector.observe.log import log_crash
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
@@ -38,8 +39,11 @@ _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
 class Recorder:
-    """See the module's docstring. Without `sink` no trace is written; without `figures` nothing is counted; without
-    `flight` the flight recorder has its usual size."""
+    """See the module's docstring. Its observers never raise.
+
+    Without `sink` no trace is written; without `figures` nothing is counted; without `flight` the flight recorder has
+    its usual size. `log_crash` writes a line with a traceback: what raised it, what it raised.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Recorder:
         sink: TraceSink | None,
         figures: Figures | None = None,
         flight: FlightRecorder | None = None,
+        log_crash: Callable[[str, BaseException], None] = log_crash,
     ) -> None:
         self.engine_id = engine_id
         self.rank = rank
@@ -59,6 +64,9 @@ class Recorder:
         self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
+        self._log_crash = log_crash
+        # How often something in here has raised.
+        self._crashes = 0
         self._seq = 0
         # With a sink: when each living machine instance entered its state; dropped in the record of its end.
         self._entered_ns: dict[Hashable, int] = {}
@@ -71,24 +79,37 @@ class Recorder:
         count = self._figures.observer() if self._figures is not None else None
 
         def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
+            # What is only looked at must not cost a request anything: a mistake ends here.
             if count is not None:
-                count(machine, subject, before, event, after)
+                try:
+                    count(machine, subject, before, event, after)
+                except Exception as error:
+                    self._note_crash("counting of transitions", error)
             state = after.state  # type: ignore[attr-defined]
             is_same = before is not None and before.state is state  # type: ignore[attr-defined]
             if is_same and (write is None or before is after):
                 return
-            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
-            step = (now_ns(), before, event, after, peer_id, known)
-            if not is_same:
-                if log is not None and machine in _LOGGED:
+            try:
+                known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
+                step = (now_ns(), before, event, after, peer_id, known)
+                if not is_same:
+                    keep(step)
+                    if state in BAD_ENDS:
+                        keep_bad_end(step)
+                if write is not None:
+                    write(step)
+                if log is not None and not is_same and machine in _LOGGED:
                     log(machine, subject, before, event, after)
-                keep(step)
-                if state in BAD_ENDS:
-                    keep_bad_end(step)
-            if write is not None:
-                write(step)
+            except Exception as error:
+                self._note_crash("recording of transitions", error)
 
         return observe
+
+    def _note_crash(self, what: str, error: Exception) -> None:
+        """Powers of two only: it may be so with every step."""
+        self._crashes += 1
+        if self._crashes & (self._crashes - 1) == 0:
+            self._log_crash(f"{what} (number {self._crashes})", error)
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
