@@ -83,6 +83,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     a READ that fails; the transport may be working on the others. Blocks are not used again before this has passed."""
     transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
     """How often a request whose READ failed is tried again while its lease is proven."""
+    quarantine_limit: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of the KV cache's blocks that may be in quarantine before nothing new is read; 1: no limit. What is left of
+    the pool serves requests that need no KV from elsewhere, and those whose prompt is computed here."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5

@@ -286,6 +286,19 @@ class Quarantined(Failure, frozen=True, kw_only=True):
         )
 
 
+class QuarantineFull(Failure, frozen=True, kw_only=True):
+    """So many blocks of this engine are in quarantine that nothing new is read, from whichever engine, for now."""
+
+    blocks: int
+    limit: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} KV blocks of this engine are kept aside because READs that have not ended may still write "
+            f"into them, and the option quarantine_limit allows {self.limit}; nothing is read until some come back"
+        )
+
+
 class ActorCrashed(Failure, frozen=True, kw_only=True):
     """A bug: an actor raised. Its requests fail, the actor is started again, the engine goes on."""
 

@@ -713,8 +713,14 @@ class RemoteEngine:
         try:
             after, effects = request.MACHINE.step(before, event)
         except ProtocolError as error:
-            # A mistake in this file costs the one request that it concerns.
-            self._end_request(before, ActorCrashed(actor="request machine", error=str(error)), now_ns)
+            if isinstance(event, request.ShellFailed):
+                raise  # every living state takes it
+            # A mistake in this file costs the one request that it concerns, which ends as after a crash: seen by all.
+            crash = ActorCrashed(actor="request machine", error=str(error))
+            self._step_request(request_id, request.ShellFailed(failure=crash), now_ns)
+            match event:
+                case request.ReadCompleted(read=read) | request.ReadFailed(read=read, is_quiescent=True):
+                    self._step_request(request_id, request.ReadQuiesced(read=read), now_ns)
             return
         self._requests[request_id] = after
         self._see("request", request_id, before, event, after)

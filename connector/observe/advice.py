@@ -32,6 +32,9 @@ WHAT_TO_DO: dict[str, str] = {
     "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
     "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
     "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
+    "QuarantineFull": (
+        "see `nixl-actor ps` for the engines whose READs do not end, and restart these; or restart this engine"
+    ),
     "AbortedByClient": "nothing: the client went away",
     "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
     "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",

@@ -401,6 +401,7 @@ class PeerActor:
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         if effect.is_quarantined:
             pull.quarantined_ns = self._context.clock.now_ns()
+            self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -416,6 +417,7 @@ class PeerActor:
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)
+        self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:

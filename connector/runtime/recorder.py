@@ -19,6 +19,7 @@ from connector.observe.flight_recorder import (
     FlightRecorder,
     render,
 )
+from connector.observe.log import log_crash
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
@@ -36,8 +37,11 @@ _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
 class Recorder:
-    """See the module's docstring. Without `sink` no trace is written; without `figures` nothing is counted; without
-    `flight` the flight recorder has its usual size."""
+    """See the module's docstring. Its observers never raise.
+
+    Without `sink` no trace is written; without `figures` nothing is counted; without `flight` the flight recorder has
+    its usual size. `log_crash` writes a line with a traceback: what raised it, what it raised.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Recorder:
         sink: TraceSink | None,
         figures: Figures | None = None,
         flight: FlightRecorder | None = None,
+        log_crash: Callable[[str, BaseException], None] = log_crash,
     ) -> None:
         self.engine_id = engine_id
         self.rank = rank
@@ -57,6 +62,9 @@ class Recorder:
         self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
+        self._log_crash = log_crash
+        # How often something in here has raised.
+        self._crashes = 0
         self._seq = 0
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
@@ -71,33 +79,46 @@ class Recorder:
         def observe(machine: str, subject: Hashable, before: Any, event: Event | None, after: Any) -> None:
             if before is after:
                 return
-            state, at_ns = after.state, now_ns()
-            key = (state.__class__, subject)
-            if before is not None and before.state is state:
-                if figures is not None:
-                    figures.count_within(before, event)
-                if write is not None:
-                    known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
-                    write((at_ns, before, event, after, peer_id, known, entered_ns.get(key, at_ns)))
-                return
+            # What only looks on must not cost a request anything: a mistake ends here.
+            state = after.state
+            is_same = before is not None and before.state is state
+            at_ns, key = now_ns(), (state.__class__, subject)
             since_ns = entered_ns.get(key, at_ns)
             if state in _ENDS:
                 entered_ns.pop(key, None)
-            else:
+            elif not is_same:
                 entered_ns[key] = at_ns
-            if figures is not None:
-                figures.count(before, event, after, at_ns - since_ns)
-            if log is not None and machine in _LOGGED:
-                log(machine, subject, before, event, after)
-            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
-            step = (at_ns, before, event, after, peer_id, known, since_ns)
-            keep(step)
-            if state in BAD_ENDS:
-                keep_bad_end(step)
-            if write is not None:
-                write(step)
+            try:
+                if figures is not None:
+                    if is_same:
+                        figures.count_within(before, event)
+                    else:
+                        figures.count(before, event, after, at_ns - since_ns)
+            except Exception as error:
+                self._note_crash("counting of transitions", error)
+            if is_same and write is None:
+                return
+            try:
+                known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
+                step = (at_ns, before, event, after, peer_id, known, since_ns)
+                if not is_same:
+                    keep(step)
+                    if state in BAD_ENDS:
+                        keep_bad_end(step)
+                if write is not None:
+                    write(step)
+                if log is not None and not is_same and machine in _LOGGED:
+                    log(machine, subject, before, event, after)
+            except Exception as error:
+                self._note_crash("recording of transitions", error)
 
         return observe
+
+    def _note_crash(self, what: str, error: Exception) -> None:
+        """Powers of two only: it may be so with every step."""
+        self._crashes += 1
+        if self._crashes & (self._crashes - 1) == 0:
+            self._log_crash(f"{what} (number {self._crashes})", error)
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""

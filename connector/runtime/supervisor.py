@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND, Clock, to_ns
@@ -54,6 +55,7 @@ from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
+from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Retire, Stop
 from statemachine.roster import PeerKey, Roster
 
@@ -137,7 +139,12 @@ class Supervisor:
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
         self._idle_ns = to_ns(options.engine_ttl or FOREVER_SECONDS)
-        self._roster = Roster(members_max=options.peer_limit, idle_ns=self._idle_ns, member=self._peers.__getitem__)
+        self._roster = Roster(
+            members_max=options.peer_limit,
+            idle_ns=self._idle_ns,
+            quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
+            member=self._peers.__getitem__,
+        )
         self._stopped: ConnectorStopped | None = None
         self._inspector = Inspector(
             facts=facts,
@@ -257,6 +264,11 @@ class Supervisor:
                     self._peers[key].tell(Retire())
                 case roster.Refuse():
                     self._refuse(effect)
+                case roster.LetGo(key=key, message=command):
+                    self._peers[key].put(msgspec.structs.replace(command, awaited=False))
+                case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
+                    if self._context.event_log is not None:
+                        self._context.event_log.quarantine(blocks, limit, is_full=is_full)
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None

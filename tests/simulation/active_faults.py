@@ -92,6 +92,7 @@ class ActiveFaults(NetworkRules, NixlRules):
         # A READ needs both directions.
         found = (
             self.hits(Kind.READ_STALL, initiator, target),
+            self.hits(Kind.FULL_QUARANTINE, initiator),
             self.find(Kind.PARTITION, initiator, target),
             self.find(Kind.PARTITION, target, initiator),
         )

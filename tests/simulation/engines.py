@@ -42,6 +42,7 @@ from connector.protocol import (
 )
 from statemachine.failures import BadParams, Failure
 from statemachine.lease import LeaseName
+from statemachine.quarantine import limit_of
 from tests.simulation.agenda import Signal
 from tests.simulation.faults import Kind
 from tests.simulation.model import (
@@ -525,9 +526,21 @@ class DecodeEngine(Engine):
         self.give(pull.blocks)
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        if isinstance(outcome, ReceiveEnded):
-            self.around.oracles.report(outcome.request_id, tp_rank, outcome.failure)
+        oracles = self.around.oracles
+        match outcome:
+            case ReceiveEnded():
+                oracles.report(outcome.request_id, tp_rank, outcome.failure)
+                if outcome.quarantined:
+                    self._keep_aside(tp_rank, len(outcome.local_block_ids))
+            case QuarantineLifted():
+                self._keep_aside(tp_rank, -len(outcome.local_block_ids))
+            case _:
+                pass
         super().hear(tp_rank, outcome)
+
+    def _keep_aside(self, tp_rank: int, blocks: int) -> None:
+        limit_blocks = limit_of(self.around.options_of(self.name).quarantine_limit, self.pool.blocks)
+        self.around.oracles.keep_aside(self.name, tp_rank, blocks, limit_blocks)
 
     def act_on(self, tp_rank: int, outcome: Outcome) -> None:
         match outcome:

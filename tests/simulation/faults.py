@@ -71,6 +71,7 @@ class Kind(enum.Enum):
 
     WRONG_SIZES = "wrong_sizes"
     WORKER_STOPS = "worker_stops"
+    FULL_QUARANTINE = "full_quarantine"
 
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
@@ -109,13 +110,14 @@ LEVEL2_ONLY = frozenset(
         Kind.PREPARE_REFUSED,
         Kind.WRONG_SIZES,
         Kind.WORKER_STOPS,
+        Kind.FULL_QUARANTINE,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
 LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
-NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE}
-"""Use that the clients of vLLM's schedulers make by themselves, and lives that those engines do not lead."""
+NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE}
+"""Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
@@ -157,7 +159,10 @@ DECODE_KINDS = (
     Kind.LONG_QUEUE,
     Kind.ROUTER_RETRY,
     Kind.WRONG_SIZES,
+    Kind.FULL_QUARANTINE,
 )
+"""FULL_QUARANTINE: some of its READs hang, whoever they are from, until requests end in quarantine, which a few blocks
+fill. If all hung at once nothing new would begin: all blocks were those of requests that hang."""
 
 PROCESS_KINDS = frozenset(
     {
@@ -179,6 +184,16 @@ LATENCY_SECONDS = 50e-6
 DEATH_NOTICED_SECONDS = 0.055
 """How long after the death of a process its connections break."""
 READ_SLOWDOWN = 50
+QUARANTINE_SHARE = 0.1
+"""Of the blocks of an engine whose quarantine is to be filled."""
+QUARANTINE_PROBABILITY = 0.1
+"""How many READs hang for that."""
+QUARANTINE_AFTER_SECONDS_MAX = 1.0
+"""When READs begin to hang for that: before the first request that hung by itself can have ended in quarantine."""
+QUARANTINE_SECONDS = 2.0
+"""How long they go on hanging when the first request has."""
+QUIESCE_SECONDS = 1.5
+"""How long a failed request waits for its READs."""
 ONE_RANK_SHARE = 0.5
 """How many of the faults that can hit one rank only do so, where there are several."""
 FAULTS_MAX = 16
@@ -381,9 +396,14 @@ def _draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
     at_seconds = chance.uniform(0.0, shape.safety_seconds * 0.8)
     if kind in MESSAGE_KINDS and chance.random() < 0.6:
         at_seconds = 0.0  # engines speak on the side channel when they meet, and rarely afterwards
+    if kind is Kind.FULL_QUARANTINE:
+        at_seconds = min(at_seconds, QUARANTINE_AFTER_SECONDS_MAX)
     longest = shape.safety_seconds - at_seconds
     duration_seconds = min(longest, chance.choice([0.05, 0.3, 1.0, 4.0, longest]))
     probability = chance.choice([0.1, 0.5, 1.0])
+    if kind is Kind.FULL_QUARANTINE:
+        duration_seconds = min(longest, shape.request_timeout_seconds + QUIESCE_SECONDS + QUARANTINE_SECONDS)
+        probability = QUARANTINE_PROBABILITY
     return Fault(
         kind=kind,
         target=_draw_target(kind, shape, chance),

@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND
@@ -33,6 +34,7 @@ from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
+from tests.simulation.faults import QUARANTINE_SHARE
 from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
@@ -64,6 +66,13 @@ class Surroundings:
     """Those that are not built the usual way."""
     moments: list[float] = field(default_factory=list)
     """When each record of `trace` was written, in seconds of virtual time."""
+    small_quarantines: frozenset[str] = frozenset()
+    """Engines whose quarantine few blocks fill."""
+
+    def options_of(self, engine: str) -> ConnectorOptions:
+        if engine not in self.small_quarantines:
+            return self.options
+        return msgspec.structs.replace(self.options, quarantine_limit=QUARANTINE_SHARE)
 
 
 class Machine:
@@ -165,7 +174,7 @@ class Rank:
         )
         self.figures = Figures()
         self.supervisor = Supervisor(
-            options=around.options,
+            options=around.options_of(engine.name),
             local=self._local,
             nixl_port=self.port,
             side_channel=side_channel,

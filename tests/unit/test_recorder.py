@@ -12,6 +12,7 @@ import pytest
 
 from connector.clock import NS_PER_SECOND
 from connector.protocol import PeerAddress
+from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
@@ -272,3 +273,52 @@ def test_how_long_the_engine_knew_it_is_in_the_record_that_makes_it(
         ("peer", "Wanted"): None,
         ("request", "Created"): 0.5,
     }
+
+
+class BrokenFigures(Figures):
+    """A hook for metrics that raises with every transition."""
+
+    def count(self, *step: object) -> None:
+        _raise(*step)
+
+    count_within = count
+
+
+class BrokenSink(ListSink):
+    """A trace that raises with every record, which sinks do not do."""
+
+    def write(self, record: TransitionRecord) -> None:
+        raise OSError("no space left on device")
+
+
+def _raise(*step: object) -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("broken", ["figures", "sink", "log", "amounts"])
+def test_what_only_looks_on_costs_a_core_nothing(clock: HandClock, broken: str) -> None:
+    """Each breaks alone: the flight recorder, or the trace, goes on where it can."""
+    crashes: list[str] = []
+    sink = BrokenSink() if broken == "sink" else ListSink()
+    recorder = Recorder(
+        engine_id="e",
+        rank=0,
+        role="worker",
+        clock=clock,
+        sink=sink,
+        figures=BrokenFigures() if broken == "figures" else None,
+        log_crash=lambda what, error: crashes.append(what),
+    )
+    observe = recorder.observer("p", _raise if broken == "amounts" else None, log=_raise if broken == "log" else None)
+    core = Lending(LIMITS, observe)
+    served = [effect for event in (COMPUTING, GRANTED, READ) for effect in core.handle(event, clock.ns)]
+    assert core.open_leases == 0
+    assert sum(isinstance(effect, lending.FreeBlocks) for effect in served) == 1
+    asked = RemoteEngine("p", "p:1", reading_core(recorder)._limits, observe=observe)
+    asked.handle(remote_engine.Started(request_id="d-1", lease=LEASE, address="p:1", age_ns=0), clock.ns)
+    assert asked.request_in_hand("d-1") is not None
+    assert crashes
+    assert len(crashes) < 5  # powers of two
+    assert len(recorder.flight.newest_first()) >= 3
+    if broken == "figures":
+        assert len(sink.records) > 3
