@@ -2,10 +2,10 @@
 them is counted. `python -m tests.actors.churn --peers 1000` prints the figures.
 
 The decode engine is this process: the production actors, a real NIXL agent, real ZMQ sockets. The prefill engines are
-the same, several to a process, since a process costs seconds and an agent costs milliseconds. How the engines of a
-process come and go is one of `Manner`; READs are under way when some of them die. Nobody tells the decode engine that
-one is gone, but for a place in its table that another one needs, and for the time to live of engines that are not
-connected any more.
+the same, several to a process, and the processes are forked from one that has imported NIXL, which takes seconds. How
+the engines of a process come and go is one of `Manner`; READs are under way when some of them die. Nobody tells the
+decode engine that one is gone, but for a place in its table that another one needs, and for the time to live of engines
+that are not connected any more.
 
 What is counted is what the kernel knows of this process: descriptors, which of them are sockets, threads, and resident
 memory; and what the port and the roster hold. Before it is counted nobody is open, and every peer has been forgotten.
@@ -19,15 +19,14 @@ import ctypes
 import enum
 import gc
 import itertools
-import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -38,12 +37,11 @@ from connector.ports.nixl import PortCounts
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
 
-ROOT = Path(__file__).parents[2]
-PEERS_PER_PROCESS = 10
-PLACES = 25
+PEERS_PER_PROCESS = 12
+PLACES = 30
 """In the table of the decode engine: those of two processes and a half."""
 TIME_TO_LIVE_SECONDS = 1.0
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 240.0
 OPTIONS = ConnectorOptions(
     peer_limit=PLACES,
     engine_ttl=TIME_TO_LIVE_SECONDS,
@@ -78,8 +76,7 @@ class Turn(enum.Enum):
     LAST = "last"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, kw_only=True):
     """What this process has, and what the decode engine knows."""
 
     descriptors: int
@@ -90,13 +87,19 @@ class Held:
     peers: int
 
 
-@dataclass(kw_only=True)
-class Figures:
-    """`ends`: how the requests ended, by kind of failure; `before`: after the first processes, which warm everything
-    up."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the peers after those that warm everything up.
 
-    peers: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
+    Attributes:
+        peers: how many were met.
+        forgotten: how many the decode engine has given up.
+        ends: how the requests ended, by kind of failure.
+        before, after: what it holds.
+    """
+
+    peers: int
+    forgotten: int
+    ends: dict[str, int]
     before: Held
     after: Held
 
@@ -111,34 +114,44 @@ class Introduced(msgspec.Struct, frozen=True):
 
 # --- the process of some prefill engines ----------------------------------------------------------------------------
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["nixl._api", "tests.actors.churn"])
 
-async def serve(engine_ids: list[str], ports: list[int]) -> None:
-    """Until standard input ends."""
+
+def run_engines(to_parent: Connection, engine_ids: list[str], ports: list[int]) -> None:
+    """Program of such a process: it serves until its parent closes the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # NIXL speaks there
+    trio.run(serve, to_parent, engine_ids, ports)
+
+
+async def serve(to_parent: Connection, engine_ids: list[str], ports: list[int]) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        said = []
+        introduced = []
         for number, (engine_id, port) in enumerate(zip(engine_ids, ports, strict=True)):
             p = await stack.enter_async_context(engine(engine_id, serves=True, port=port, options=OPTIONS))
             p.memory[:] = 1 + number
             for turn in Turn:
                 p.lend(f"{turn.value}-{engine_id}-{p.life}")
-            said.append(Introduced(engine_id, p.address.port, p.life))
-        sys.stdout.write("@" + msgspec.json.encode(said).decode() + "\n")
-        sys.stdout.flush()
-        async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as orders:
-            async for _ in orders:
-                pass
+            introduced.append(Introduced(engine_id, p.address.port, p.life))
+        to_parent.send_bytes(msgspec.json.encode(introduced))
+        await trio.lowlevel.wait_readable(to_parent.fileno())
 
 
 class Peers:
     """Some prefill engines in a process."""
 
-    def __init__(self, process: trio.Process, introduced: list[Introduced]) -> None:
-        self.process = process
-        self.introduced = introduced
+    def __init__(self, engine_ids: list[str], ports: list[int]) -> None:
+        self.engine_ids = engine_ids
+        self._pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=run_engines, args=(theirs, engine_ids, ports), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.introduced: list[Introduced] = []
 
-    @property
-    def engine_ids(self) -> list[str]:
-        return [each.engine_id for each in self.introduced]
+    async def introduce(self) -> None:
+        with trio.fail_after(WAIT_SECONDS):
+            await trio.lowlevel.wait_readable(self._pipe.fileno())
+        self.introduced = msgspec.json.decode(self._pipe.recv_bytes(), type=list[Introduced])
 
     @property
     def ports(self) -> list[int]:
@@ -146,54 +159,44 @@ class Peers:
 
     async def stop(self) -> None:
         """As a hang does; every thread of it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        while os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is None:
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{pid}/task")
+        while any(_state_of(thread) != "T" for thread in threads.iterdir()):
             await trio.sleep(0.001)
 
     async def end(self, *, kill: bool) -> None:
-        assert self.process.stdin is not None
         if kill:
             self.process.kill()
-        await self.process.stdin.aclose()
-        await self.process.wait()
-        assert self.process.stdout is not None
-        await self.process.stdout.aclose()
+        self._pipe.close()
+        await trio.lowlevel.wait_readable(self.process.sentinel)
+        self.process.join()
+        self.process.close()
 
 
-async def start(engine_ids: list[str], ports: list[int]) -> Peers:
-    process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "tests.actors.churn", "--serve", json.dumps([engine_ids, ports])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    said = b""
-    with trio.fail_after(WAIT_SECONDS):
-        while not (line := said.rpartition(b"@")[2]).endswith(b"\n") or b"@" not in said:
-            chunk = await process.stdout.receive_some()
-            assert chunk, "the process of the prefill engines ended"
-            said += chunk
-    return Peers(process, msgspec.json.decode(line, type=list[Introduced]))
+def _state_of(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.asynccontextmanager
 async def started(engine_ids: list[str], ports: list[int]) -> AsyncIterator[Peers]:
-    """They are gone at the end, whatever happens."""
-    peers = await start(engine_ids, ports)
+    """They are gone when the block has ended, in which they have to be ended."""
+    peers = Peers(engine_ids, ports)
     try:
+        await peers.introduce()
         yield peers
-    finally:
-        if peers.process.returncode is None:
-            with trio.CancelScope(shield=True):
-                await peers.end(kill=True)
+    except BaseException:
+        with trio.CancelScope(shield=True), contextlib.suppress(ValueError):  # closed already
+            await peers.end(kill=True)
+        raise
 
 
 # --- the decode engine ----------------------------------------------------------------------------------------------
 
 
-async def meet(d: Engine, peers: Peers, manner: Manner, ends: Counter[str]) -> None:
-    """One READ of each, all at once; then they go."""
+async def meet(d: Engine, peers: Peers, manner: Manner, ends: Counter[str]) -> int:
+    """One READ of each, all at once; then they go. Returns how many peers were given up meanwhile."""
     if manner is Manner.DIE_IN_THE_MIDDLE:
         await ask_all(d, peers, Turn.FIRST, ends)
         await peers.stop()
@@ -203,8 +206,15 @@ async def meet(d: Engine, peers: Peers, manner: Manner, ends: Counter[str]) -> N
         ended = await until(lambda request_id=request_id: d.received(request_id), WAIT_SECONDS)
         ends[ended.failure.kind if ended.failure is not None else "done"] += 1
     d.outcomes.clear()
-    d.trace.records.clear()
     d.failures.clear()
+    return _take_forgotten(d)
+
+
+def _take_forgotten(d: Engine) -> int:
+    """How many peers were given up since the last time."""
+    count = sum(each.machine == "peer" and each.to_state == "gone" for each in d.trace.records)
+    d.trace.records.clear()
+    return count
 
 
 async def ask_all(d: Engine, peers: Peers, turn: Turn, ends: Counter[str], *, waits: bool = True) -> list[str]:
@@ -250,7 +260,10 @@ def _is_socket(descriptor: str) -> bool:
 
 
 async def churn(
-    peers: int, *, warm_up_processes: int = len(Manner), say: Callable[[str], None] = lambda line: None
+    peers: int,
+    *,
+    warm_up_processes: int = len(Manner),
+    say: Callable[[str], None] = lambda line: None,
 ) -> Figures:
     """Meet so many, after those of the processes that warm everything up."""
     ends: Counter[str] = Counter()
@@ -258,11 +271,13 @@ async def churn(
     async with engine("d", options=OPTIONS) as d:
         last: Peers | None = None
         before: Held | None = None
-        met = 0
+        met = forgotten = 0
         for process, manner in enumerate(itertools.cycle(Manner)):
             if process == warm_up_processes:
                 before = await at_rest(d)
                 say(f"at first {before}")
+                _take_forgotten(d)
+                forgotten = 0
                 ends.clear()
             if before is not None and met >= peers:
                 break
@@ -271,13 +286,15 @@ async def churn(
             ports = last.ports if last is not None and manner.keeps_addresses else [0] * PEERS_PER_PROCESS
             ids = last.engine_ids if last is not None and manner is Manner.RESTART else new_ids
             async with started(ids, ports) as last:
-                await meet(d, last, manner, ends)
+                forgotten += await meet(d, last, manner, ends)
             if before is not None:
                 met += PEERS_PER_PROCESS
                 if met % (PEERS_PER_PROCESS * 2 * len(Manner)) == 0:
                     say(f"{met:6} {await at_rest(d)}")
         assert before is not None
-        return Figures(peers=met, ends=ends, before=before, after=await at_rest(d))
+        after = await at_rest(d)
+        forgotten += _take_forgotten(d)
+        return Figures(peers=met, forgotten=forgotten, ends=ends, before=before, after=after)
 
 
 def main() -> None:
@@ -285,18 +302,19 @@ def main() -> None:
         prog="python -m tests.actors.churn", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--peers", type=int, default=1000)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print nothing but the figures, as JSON")
     arguments = parser.parse_args()
-    if arguments.serve is not None:
-        trio.run(serve, *json.loads(arguments.serve))
-        os._exit(0)
 
     def say(line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
+    if arguments.json:
+        figures = trio.run(lambda: churn(arguments.peers, warm_up_processes=1))
+        say("@" + msgspec.json.encode(figures).decode())
+        return
     figures = trio.run(lambda: churn(arguments.peers, say=say))
-    say(f"{figures.peers} peers, {dict(figures.ends)}")
+    say(f"{figures.peers} peers, {figures.forgotten} given up, {figures.ends}")
     say(f"before {figures.before}")
     say(f"after  {figures.after}")
     say(f"memory {(figures.after.resident_bytes - figures.before.resident_bytes) / figures.peers:+.0f} bytes a peer")
