@@ -13,8 +13,12 @@ Contract (each line is a test of the suite)
 * `ReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
 * `ReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
   failed, while the transport may still be working on the others. `quiescent` says whether that is excluded: only if
-  the READ had a single descriptor and NIXL released its handle. If it is false, bytes may land at any later time.
-  Nothing else proves a READ's end: NIXL cannot stop one, and releasing its handle does not (docs/nixl.md fact 1).
+  the READ had a single descriptor, NIXL knows its error, and released its handle. If it is false, bytes may land at any
+  later time. Nothing else proves a READ's end: NIXL cannot stop one, and releasing its handle does not (docs/nixl.md
+  fact 1).
+* NIXL may forget an agent that nobody removed. Then READs from it end with an error as soon as that is noticed, with
+  `transport_lost` and not quiescent, new ones are refused with `transport_lost`, and so are notifications. Removing the
+  agent and adding it again heals it.
 * The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
   agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,

@@ -12,10 +12,12 @@ Rules
   while its data keeps landing, and then nobody could say when the memory is free. The removal waits; new lists and
   READs for the agent are refused at once.
 * NIXL (1.5, UCX) makes a request of every descriptor and keeps only the last one, followed by a flush; nobody looks at
-  the status of the others. Two rules follow:
+  the status of the others. Three rules follow:
   - A READ of several descriptors that ended with an error may have requests in flight as long as its connection exists.
     There is nothing to wait for, so the removal of the agent, which takes the connection down, does not wait. The
     READ's handle is released after that.
+  - A READ whose agent NIXL has forgotten by itself is forgotten, too: nobody can tell any more whether it writes. So it
+    has ended with an error and may be in flight, however many descriptors it has (docs/nixl.md fact 28).
   - A READ of several descriptors that NIXL calls done may lack some. (Over CMA it did: one descriptor in the middle
     could not be read, and the state was "DONE".) UCX does mark the connection as failed then, at its next progress, and
     NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
@@ -362,10 +364,13 @@ class AgentCore:
         local_prepared, remote_prepared = local_list.prepared, remote_list.prepared
         assert local_prepared is not None
         assert remote_prepared is not None
-        transfer = self._make_read(local_prepared.whole, local_ids, remote_prepared.whole, remote_ids)
         probe = None
-        if len(local_ids) > 1:
-            probe = self._make_read(local_prepared.probe, local_ids[-1:], remote_prepared.probe, remote_ids[-1:])
+        try:
+            transfer = self._make_read(local_prepared.whole, local_ids, remote_prepared.whole, remote_ids)
+            if len(local_ids) > 1:
+                probe = self._make_read(local_prepared.probe, local_ids[-1:], remote_prepared.probe, remote_ids[-1:])
+        except self._nixl.nixlBind.nixlNotFoundError as error:
+            raise CallRefused(f"NIXL has forgotten agent {remote_list.agent}: {error}", transport_lost=True) from None
         length_bytes = local_list.length_bytes(local_ids)
         read = self.reads[handle] = _Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
         try:
@@ -391,7 +396,10 @@ class AgentCore:
         return prepared
 
     def send_notification(self, agent: AgentName, message: bytes) -> None:
-        self._agent.send_notif(agent, message)
+        try:
+            self._agent.send_notif(agent, message)
+        except self._nixl.nixlBind.nixlNotFoundError as error:
+            raise CallRefused(f"NIXL does not know agent {agent}: {error}", transport_lost=True) from None
 
     def poll_reads(self) -> list[NixlEvent]:
         """Ask for the state of every READ in flight; this also makes them progress and sends their notifications."""
@@ -402,6 +410,10 @@ class AgentCore:
         """The end of a READ, if it has one by now."""
         try:
             state = self._agent.check_xfer_state(read.probe if read.is_probing else read.transfer)
+        except self._nixl.nixlBind.nixlNotFoundError as error:
+            # NIXL has forgotten the peer, and the READ with it, which may go on all the same (docs/nixl.md fact 28).
+            text = f"NIXL has forgotten agent {read.agent}: {error}"
+            return self._end(handle, read, read.post_error or (text, True), is_forgotten=True)
         except Exception as error:
             return self._end(handle, read, read.post_error or self.describe(error))
         return self._take_state(handle, read, state)
@@ -423,15 +435,17 @@ class AgentCore:
         # Of a READ whose post raised, some descriptors may never have been handed over: then "DONE" means less.
         return self._end(handle, read, read.post_error)
 
-    def _end(self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None) -> ReadEnded:
-        """Take a READ out of flight."""
+    def _end(
+        self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None, *, is_forgotten: bool = False
+    ) -> ReadEnded:
+        """Take a READ out of flight. `is_forgotten`: NIXL knows nothing of it any more, also not whether it is over."""
         ended_ns = CLOCK.now_ns()
         quiescent = failure is None
         del self.reads[handle]
         if failure is None:
             self._done.append((handle, read))
         else:
-            if read.descriptors == 1 and self._release(read):
+            if read.descriptors == 1 and not is_forgotten and self._release(read):
                 quiescent = True  # its only request is the one that failed
             else:
                 self.errored[handle] = read

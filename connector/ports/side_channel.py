@@ -9,7 +9,8 @@ Contract
   no way to send again: after a timeout or a cancellation the requester is closed and a fresh one is made, because the
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
 * `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
-  way to the host. A host that does not answer at all is a matter of the caller's timeout.
+  way to the host; and when the process that listened there ends before it has greeted. A host that does not answer at
+  all is a matter of the caller's timeout.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.

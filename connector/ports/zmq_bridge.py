@@ -12,7 +12,8 @@ Design
   descriptor, and one task can wait for it without others. A failed attempt to connect is the event CLOSED, the end of a
   connection is DISCONNECTED; neither says why.
 * A server of something else mostly ends the connection when it sees ZMQ's greeting: DISCONNECTED comes before
-  HANDSHAKE_SUCCEEDED. Others wait for the end of a line, which the greeting has not, or say something themselves that
+  HANDSHAKE_SUCCEEDED. So it does when a process ends that the kernel has accepted a connection for, but then nobody
+  listens any more. Others wait for the end of a line, which the greeting has not, or say something themselves that
   libzmq takes for the beginning of a message; this looks like a process that hangs. So when no greeting has come for a
   while, a second connection is made, which sends a line, and looks at what comes back.
 * A link's socket would try to connect again after the end of its connection. It is set to do so after a long time, and
@@ -157,6 +158,8 @@ class ZmqRequester:
             if monitor.connection_failed:
                 raise ConnectionRefused(self._host, self._port, REFUSED)
             if monitor.disconnected and not monitor.greeted:
+                if not await self._is_anybody_there(address):
+                    raise ConnectionRefused(self._host, self._port, REFUSED)  # it died before it came to the question
                 raise self._something_else("it closes the connection instead of greeting as ZMQ does")
             is_ungreeted = monitor.connected and not monitor.greeted
             with trio.move_on_after(GREETING_SECONDS if is_ungreeted and not has_looked else math.inf) as patience:
@@ -170,6 +173,16 @@ class ZmqRequester:
         if not reply.is_delimited:
             raise self._something_else("what came back is not a delimited reply within bounds")
         return reply.frames[1:]
+
+    async def _is_anybody_there(self, address: str) -> bool:
+        """Whether a connection is still accepted. A process whose turn to greet has not come when it ends resets those
+        that the kernel has accepted for it."""
+        try:
+            with trio.move_on_after(GREETING_SECONDS):
+                await (await trio.open_tcp_stream(address, self._port)).aclose()
+        except OSError:
+            return False
+        return True
 
     async def _look_who_listens(self, address: str) -> None:
         """Raises NotASideChannel when it shows itself to be something else. A process that hangs shows nothing."""

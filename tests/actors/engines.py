@@ -41,6 +41,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.runtime.listener import HandshakeListener
+from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
@@ -299,6 +300,7 @@ async def parallel_engine(
     layout_name: str = "LBHNC",
     permute: Permute = Permute.NEVER,
     clock: Clock | None = None,
+    descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
@@ -318,6 +320,7 @@ async def parallel_engine(
             layout_name,
             permute=permute,
             clock=clock or BootClock(),
+            descriptors_ahead_max=descriptors_ahead_max,
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
@@ -364,6 +367,7 @@ def _rank(
     *,
     permute: Permute,
     clock: Clock,
+    descriptors_ahead_max: int,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -403,6 +407,7 @@ def _rank(
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
+        descriptors_ahead_max=descriptors_ahead_max,
     )
     return Engine(
         engine_id, options, local, memory, supervisor, port, control, clock, trace, outcomes, failures, crashes

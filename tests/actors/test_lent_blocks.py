@@ -120,3 +120,31 @@ def test_what_is_released_already_is_not_counted_as_late() -> None:
             assert (len(late), p.failures) == (0, [])
 
     run(test)
+
+
+def test_what_an_engine_holds_is_not_freed_by_the_word_of_a_stranger() -> None:
+    """Scenario 19: anybody who has P's metadata can name any request, once or often, for as many as he likes. What he
+    can do is have it lent until its time is over."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=2.0)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            loan = lend_by_all([p], "remote-a")
+            p.memory[:, 1] = 7
+            d.wait_for("a", loan, p.address)
+            await until(lambda: d.trace.path("hold", "remote-a/0")[-1:] == ["held"])
+            with stranger() as liar:
+                agent = liar.meet(p.port.agent_metadata)
+                for word in (b"remote-a:1", b"remote-a:1", b"remote-a:2", b"HB:remote-a"):
+                    liar.notify(agent, word)
+                with trio.move_on_after(1.0):
+                    while True:
+                        liar.progress()
+                        await trio.sleep(0.01)
+            assert p.sent("remote-a") is None, "freed while D waits for it"
+            d.borrow("a", loan, p.address, [2], [1])
+            assert (await until(lambda: d.received("a"))).failure is None
+            assert (d.blocks([2]) == 7).all()
+            await until(lambda: p.sent("remote-a"))
+
+    run(test)

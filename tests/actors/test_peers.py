@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
 from connector.ports.nixl import PortBroken
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
 from statemachine.failures import BadParams, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
-from tests.actors.engines import HOST, Engine, engine, lease_of, until
+from tests.actors.engines import HOST, Engine, engine, lease_of, lend_by_all, parallel_engine, until
 from tests.actors.test_pull import run
 from tests.rig.network import OTHER_SERVERS, BlackHole, free_port
 
@@ -204,6 +207,38 @@ def test_engine_replaced_at_its_address_is_given_up() -> None:
                 await reads(d, new, "after")
                 await until(lambda: d.trace.path("peer", "p1")[-1] == "gone")
                 await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+async def forget(d: Engine, p: Engine) -> None:
+    """D's NIXL drops what it has loaded of P, behind the port's back."""
+    await d.port._call("forget", lambda core: core._agent.remove_remote_agent(p.port.agent_name))
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_metadata_that_nixl_dropped_costs_a_new_connection_and_at_most_the_first_request(retries: int) -> None:
+    async def test() -> None:
+        options = ConnectorOptions(transfer_retries=retries)
+        async with engine("p", serves=True) as p, engine("d", options=options) as d:
+            await reads(d, p, "before")
+            for turn in range(3):
+                await forget(d, p)
+                p.lend(f"remote-{turn}")
+                d.pull(f"{turn}", p, [1, 2], [1, 2])
+                ended = await until(lambda turn=turn: d.received(f"{turn}"))
+                if retries:
+                    assert ended.failure is None, ended.failure
+                else:
+                    assert ended.failure is not None
+                    assert ended.failure.kind == "TransferError"
+                    assert "forgotten" in str(ended.failure)
+                await reads(d, p, f"after-{turn}")
+            assert d.counts().remote_agents == 1
+            assert d.counts().reads == 0
+            assert d.crashes == []
+            # One connection for each time that its metadata were dropped.
+            assert d.trace.path("peer", "p").count("ready") == 1 + 3
 
     run(test)
 
@@ -555,5 +590,107 @@ def test_one_place_in_a_full_table_is_given_away_once() -> None:
                 assert (await failure_of(d, "other")).kind == "TooManyPeers"
                 assert (await until(lambda: d.received("new"))).failure is None
                 assert (await until(lambda: d.received("old"))).failure is None
+
+    run(test)
+
+
+def test_the_engine_that_was_used_longest_ago_makes_room() -> None:
+    """Scenario 50: the number of connections does not grow with that of the engines."""
+
+    async def test() -> None:
+        options = ConnectorOptions(peer_limit=2)
+        async with (
+            engine("d", options=options) as d,
+            engine("a", serves=True) as a,
+            engine("b", serves=True) as b,
+            engine("c", serves=True) as c,
+        ):
+            for turn, each in enumerate((a, b, a, c)):
+                await reads(d, each, f"first-{turn}")
+            assert d.trace.path("peer", "b")[-1] == "gone"
+            assert d.trace.path("peer", "a") == ["idle", "handshaking", "ready"]
+            for turn, each in enumerate((b, c, a, b, c, a)):
+                await reads(d, each, f"then-{turn}")
+                assert d.counts().remote_agents <= 2
+            await until(lambda: len(d.supervisor._peers) == 2)
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_an_engine_that_comes_back_is_served_while_others_are_asked_for_in_vain() -> None:
+    """Scenario 40: some engine is always being tried in vain, and that keeps nothing from being put right."""
+
+    async def test() -> None:
+        options = ConnectorOptions(
+            handshake_timeout_seconds=0.3, backoff_initial_seconds=0.02, backoff_max_seconds=0.05
+        )
+        with BlackHole() as silent:
+            async with engine("d", options=options) as d, trio.open_nursery() as nursery:
+
+                async def ask_in_vain(name: str) -> None:
+                    for number in itertools.count():
+                        d.pull(f"{name}-{number}", nobody(name, silent.port), [20], [1])
+                        await failure_of(d, f"{name}-{number}")
+                        await trio.sleep(0.02)
+
+                for name in ("x", "y", "z"):
+                    nursery.start_soon(ask_in_vain, name)
+                async with engine("p", serves=True) as old:
+                    await reads(d, old, "before")
+                    port = old.address.port
+                for turn in range(3):
+                    async with engine("p", serves=True, port=port) as new:
+                        await rested(d, "p")
+                        await reads(d, new, f"after-{turn}")
+                        await until(lambda: d.counts().remote_agents == 1)
+                        for name in ("x", "y", "z"):
+                            tried = d.trace.path("peer", name).count("handshaking")
+                            await until(
+                                lambda name=name, tried=tried: d.trace.path("peer", name).count("handshaking") > tried
+                            )
+                nursery.cancel_scope.cancel()
+
+    run(test)
+
+
+def test_half_a_handshake_leaves_nothing() -> None:
+    """Scenario 51: the agents of both ranks are loaded when the control socket of the second turns out to be dead."""
+
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=0.5, backoff_initial_seconds=0.01)
+        async with parallel_engine("p", 2, serves=True) as ps, engine("d", options=options) as d:
+            ps[1].control.close()
+            local_lists = set()
+            for attempt in range(5):
+                lend_by_all(ps, f"remote-{attempt}")
+                await rested(d, "p")
+                d.pull(f"{attempt}", ps[0], [1], [1])
+                assert (await failure_of(d, f"{attempt}")).kind == "ControlLinkLost"
+                await until(lambda: d.counts().remote_agents == 0)
+                local_lists.add(d.counts().descriptor_lists)
+            assert len(local_lists) == 1, "lists pile up"
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_a_peer_that_dies_during_the_handshake_fails_its_requests_and_leaves_nothing() -> None:
+    """Scenario 43: it has heard the question, and is gone before it answers."""
+
+    async def test() -> None:
+        async with engine("d", options=BRIEF_BACKOFF) as d, engine("p", serves=True) as p:
+            mute = ZmqSideChannel()
+            listener = mute.listen(HOST, 0)
+            for number in range(3):
+                d.pull(f"{number}", nobody("dies", listener.port), [number], [1])
+            await listener.receive()
+            assert d.received("0") is None
+            mute.close()
+            for number in range(3):
+                assert (await failure_of(d, f"{number}")).kind == "ConnectionRefused"
+            assert (d.counts().remote_agents, d.counts().reads) == (0, 0)
+            await reads(d, p, "after")
+            assert d.crashes == []
 
     run(test)

@@ -95,6 +95,10 @@ class NixlWorld(ABC):
         """Have the next READ of several descriptors reported as failed soon, while its requests stay in flight."""
 
     @abstractmethod
+    async def forget_agent(self, port: NixlPort, name: AgentName) -> None:
+        """Have what is behind the port drop what it knows of an agent, which nobody asked for."""
+
+    @abstractmethod
     async def break_port(self, port: NixlPort) -> None:
         """Make what is behind the port fail in a way that nobody foresaw."""
 
@@ -675,6 +679,50 @@ class NixlPortSuite(ABC):
             await reader.port.release_descriptor_list(old)
             await reader.recorder.done(await reader.post([0], [4]))
             assert reader.holds([0], [4])
+
+        self.run(scenario)
+
+    def test_a_peer_that_was_forgotten_is_lost_until_it_is_added_again(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=False)
+            await reader.recorder.done(await reader.post([1, 2], [1, 2]))
+            await world.forget_agent(reader.port, reader.peer_name)
+            for blocks in ([3], [3, 5]):
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.post(blocks, blocks)
+                assert failed.value.transport_lost
+            with pytest.raises(NixlCallFailed) as failed:
+                await reader.port.send_notification(reader.peer_name, b"hello")
+            assert failed.value.transport_lost
+            assert reader.untouched([3, 5])
+            await reader.port.remove_remote_agent(reader.peer_name)
+            await reader.connect(peer.metadata, peer.run)
+            await reader.recorder.done(await reader.post([3, 5], [3, 5]))
+            assert reader.holds([1, 2, 3, 5], [1, 2, 3, 5])
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+
+    def test_a_read_whose_peer_was_forgotten_may_go_on_writing(self) -> None:
+        """Also one of a single descriptor: nobody can say any more whether it has ended."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer, [4])
+            await world.forget_agent(reader.port, reader.peer_name)
+            end = await reader.recorder.failed(handle, quiescent=False)
+            assert end.transport_lost
+            assert reader.untouched(range(BLOCKS))
+            assert reader.port.counts().errored_reads == 1
+            await peer.resume()
+            while not reader.holds([4], [4]):
+                await trio.sleep(0.01)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts().errored_reads == 0
+            await reader.connect(peer.metadata, peer.run)
+            await reader.recorder.done(await reader.post([1], [2]))
+            assert reader.holds([1], [2])
 
         self.run(scenario)
 

@@ -114,6 +114,11 @@ class FakeWorld(NixlWorld):
         peer.metadata, peer.run = peer.port.agent_metadata, run
         return peer
 
+    async def forget_agent(self, port: NixlPort, name: AgentName) -> None:
+        await trio.lowlevel.checkpoint()
+        assert isinstance(port, FakeNixlPort)
+        port.forget_agent(name)
+
     async def fail_next_read_early(self, port: NixlPort) -> None:
         await trio.lowlevel.checkpoint()
         self.rules.erring.add(port.agent_name)

@@ -152,6 +152,10 @@ class RealWorld(NixlWorld):
         await peer.introduce()
         return peer
 
+    async def forget_agent(self, port: NixlPort, name: AgentName) -> None:
+        assert isinstance(port, RealNixlPort)
+        await port._call("forget_agent", lambda core: core._agent.remove_remote_agent(name))
+
     async def fail_next_read_early(self, port: NixlPort) -> None:
         fail_one_check(port)
 

@@ -34,7 +34,7 @@ from connector.ports.zmq_bridge import (
     ZmqSideChannel,
 )
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
-from tests.rig.network import OTHER_SERVERS
+from tests.rig.network import OTHER_SERVERS, BlackHole
 
 ROOT = Path(__file__).parents[2]
 
@@ -300,6 +300,25 @@ class TestZmqSideChannel(SideChannelSuite):
                     with trio.fail_after(SOON_SECONDS), pytest.raises(NotASideChannel) as found:
                         await channel.connect(HOST, port).ask([b"get"])
                     assert (found.value.host, found.value.port) == (HOST, port)
+
+        self.run(scenario)
+
+    def test_a_process_that_ends_before_it_greets_is_nobody_else(self) -> None:
+        """The kernel has accepted the connection for it, and resets it."""
+
+        async def scenario(channel: SideChannel) -> None:
+            with BlackHole() as hole:
+                requester = channel.connect(HOST, hole.port)
+
+                async def die() -> None:
+                    while requester.reached is not Reached.PORT:
+                        await trio.sleep(0.001)
+                    hole.close()
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(die)
+                    with trio.fail_after(SOON_SECONDS), pytest.raises(ConnectionRefused):
+                        await requester.ask([b"get"])
 
         self.run(scenario)
 

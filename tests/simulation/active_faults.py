@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import trio
@@ -21,10 +21,15 @@ class ActiveFaults(NetworkRules, NixlRules):
 
     def __init__(self, plan: Plan) -> None:
         self._faults: dict[tuple[Kind, str], list[Fault]] = {}
-        for fault in plan.faults:
-            self._faults.setdefault((fault.kind, _place(*fault.target.split(">"))), []).append(fault)
+        self.expect(plan.faults)
         self._chance = generator(plan.seed, "transport")
         self.fired: Counter[Kind] = Counter()
+
+    def expect(self, faults: Iterable[Fault]) -> None:
+        """From now on these, and no others."""
+        self._faults.clear()
+        for fault in faults:
+            self._faults.setdefault((fault.kind, _place(*fault.target.split(">"))), []).append(fault)
 
     def find(self, kind: Kind, *names: str) -> Fault | None:
         """The fault that is on, whatever its probability. `names`: an engine or one of its processes, or two in a link.

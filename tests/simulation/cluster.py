@@ -83,7 +83,7 @@ SLEW_SECONDS_MAX = 0.6
 STOP_TOLD_SECONDS = 0.01
 """How soon a worker says that it can serve no more."""
 RESET_SECONDS_MAX = 0.4
-"""How often links are reset while that fault lasts."""
+"""How often links are reset, or metadata dropped, while that fault lasts."""
 BURST_MEAN = 3
 """Prompts that arrive together, on average."""
 GARBAGE_SECONDS = 0.02
@@ -189,12 +189,12 @@ class Cluster:
     def __init__(self, plan: Plan, agenda: Agenda) -> None:
         self._plan = plan
         self._agenda = agenda
-        self._shape = draw_shape(plan.seed)
+        self._shape = self._draw_shape()
         self._trace: list[TransitionRecord] = []
         self._chance = generator(plan.seed, "clients")
         self._faults = ActiveFaults(plan)
         self._oracles = Oracles(
-            options=options_of(self._shape),
+            options=self._options(),
             faults=plan.faults,
             isolates=self._shape.peer_limit >= self._engine_ids(),
         )
@@ -205,6 +205,12 @@ class Cluster:
         self._decodes: list[DecodeEngine] = []
         self._nursery: trio.Nursery
 
+    def _draw_shape(self) -> Shape:
+        return draw_shape(self._plan.seed)
+
+    def _options(self) -> ConnectorOptions:
+        return options_of(self._shape)
+
     def _engine_ids(self) -> int:
         """How many prefill engines a decode engine gets to know."""
         new_ids = (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP, Kind.WORKER_STOPS)
@@ -214,27 +220,16 @@ class Cluster:
         return engines * (len(WRONG_TP_SIZES) if misdirects else 1)
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
-        pulls = self._oracles.pulls.values()
         # What stands in the trace must be what the machines allow, as for a trace of real engines.
         not_allowed = [
             Violation(oracle="trace", detail=str(finding), at_seconds=self._seconds)
             for finding in check_records(self._trace).findings
         ]
-        outcomes = Counter(
-            "not awaited"
-            if not pull.awaited
-            else "lost"
-            if pull.is_lost
-            else "done"
-            if pull.failure is None
-            else pull.failure.kind
-            for pull in pulls
-        )
         return Result(
             plan=self._plan,
             violations=self._oracles.violations + not_allowed,
-            requests=len(pulls),
-            outcomes=outcomes,
+            requests=len(self._oracles.pulls),
+            outcomes=self._oracles.outcomes(),
             faults_fired=self._faults.fired,
             virtual_seconds=self._seconds,
             real_seconds=real_seconds,
@@ -269,12 +264,17 @@ class Cluster:
             for engine in self._engines:
                 nursery.start_soon(engine.run)
             await trio.sleep(0.01)
-            await self._safety_phase()
-            await self._liveness_phase()
+            await self._live()
             await self._shut_down()
             self._check_attempts()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
+
+    async def _live(self) -> None:
+        """Everything from the start of the engines to their shutdown."""
+        await self._safety_phase()
+        await self._come_to_rest()
+        await self._probe_all()
 
     def _make_engines(self, around: Surroundings) -> None:
         self._prefills = [PrefillEngine(around, name, self._engine_chance(name)) for name in self._shape.prefill_names]
@@ -300,11 +300,15 @@ class Cluster:
     # --- safety -----------------------------------------------------------------------------------------------------
 
     async def _safety_phase(self) -> None:
+        await self._endure(self._plan.faults, self._arrivals(), self._shape.safety_seconds)
+
+    async def _endure(self, faults: Iterable[Fault], arrivals: Coroutine[Any, Any, None], end_seconds: float) -> None:
+        """Clients that arrive, and these faults, until that moment."""
         async with trio.open_nursery() as nursery:
-            for fault in self._plan.faults:
+            for fault in faults:
                 nursery.start_soon(self._inflict, fault)
-            self._agenda.start(self._arrivals())
-            await trio.sleep_until(self._shape.safety_seconds)
+            self._agenda.start(arrivals)
+            await trio.sleep_until(end_seconds)
 
     async def _arrivals(self) -> None:
         """Prompts at random, now and then several at once."""
@@ -428,6 +432,8 @@ class Cluster:
                 await self._slew_clocks(fault)
             case Kind.LINK_RESET:
                 await self._reset_links(fault)
+            case Kind.METADATA_DROPPED:
+                await self._drop_metadata(fault)
             case Kind.WORKER_STOPS:
                 await self._break_ports(self._engine(fault.target), fault)
             case Kind.GARBAGE:
@@ -533,6 +539,18 @@ class Cluster:
                 self._strike(fault)
             await trio.sleep(chance.uniform(0.0, RESET_SECONDS_MAX))
 
+    async def _drop_metadata(self, fault: Fault) -> None:
+        """NIXL forgets what was loaded of a prefill engine, again and again."""
+        chance = generator(self._plan.seed, f"metadata dropped at {fault.at_seconds}")
+        decode, prefill = map(engine_of, fault.target.split(">"))
+        while trio.current_time() < fault.end_seconds:
+            for rank in self._engine(decode).process.ranks:
+                for agent in rank.port.agents_of(prefill):
+                    if fault.hits((rank.port.agent_name, agent)) and chance.random() < fault.probability:
+                        rank.port.forget_agent(agent)
+                        self._strike(fault)
+            await trio.sleep(chance.uniform(0.0, RESET_SECONDS_MAX))
+
     async def _break_ports(self, engine: Engine, fault: Fault) -> None:
         """A worker can serve no more; its engine goes on until somebody restarts it. One that is shutting down does not
         say so."""
@@ -598,7 +616,7 @@ class Cluster:
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
-    async def _liveness_phase(self) -> None:
+    async def _come_to_rest(self) -> None:
         with trio.move_on_after(LIVENESS_SECONDS):
             while self._open_requests:
                 await trio.sleep(0.1)
@@ -606,17 +624,22 @@ class Cluster:
         await trio.sleep(2 * RESTART_DELAY_SECONDS_MAX + self._oracles.options.kv_lease_duration + 1.0)
         self._oracles.check_all_ended()
         await self._check_at_rest("after the liveness phase")
+
+    async def _probe_all(self) -> None:
         for prefill in self._prefills:
             for decode in self._decodes:
-                request_id = f"{decode.name}-probe-of-{prefill.name}"
-                await trio.sleep(PROBE_INTERVAL_SECONDS)
-                with trio.move_on_after(PROBE_SECONDS) as patience:
-                    await self._run(self._probe(request_id, prefill, decode))
-                pull = self._oracles.pulls.get(request_id)
-                if patience.cancelled_caught or pull is None:
-                    self._oracles.complain("recovery", f"{request_id} did not end")
-                elif pull.failure is not None and not pull.is_aborted:
-                    self._oracles.complain("recovery", f"{request_id}: {pull.failure}")
+                await self._probe_pair(prefill, decode)
+
+    async def _probe_pair(self, prefill: PrefillEngine, decode: DecodeEngine) -> None:
+        request_id = f"{decode.name}-probe-of-{prefill.name}"
+        await trio.sleep(PROBE_INTERVAL_SECONDS)
+        with trio.move_on_after(PROBE_SECONDS) as patience:
+            await self._run(self._probe(request_id, prefill, decode))
+        pull = self._oracles.pulls.get(request_id)
+        if patience.cancelled_caught or pull is None:
+            self._oracles.complain("recovery", f"{request_id} did not end")
+        elif pull.failure is not None and not pull.is_aborted:
+            self._oracles.complain("recovery", f"{request_id}: {pull.failure}")
 
     async def _probe(self, request_id: str, prefill: PrefillEngine, decode: DecodeEngine) -> None:
         """A request of this pair; the oracles judge it like any other, except that it must succeed."""

@@ -249,6 +249,7 @@ class FakeRequester:
         self._is_dead = False
         self._news = trio.Event()
         self._is_closed = False
+        self.on_close: Callable[[], object] = lambda: None
 
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -292,6 +293,7 @@ class FakeRequester:
     def close(self) -> None:
         self._is_closed = True
         self._news.set()
+        self.on_close()
         if self._identity is not None:
             self._network.dismiss(self._identity)
 
@@ -317,6 +319,7 @@ class FakeLink:
         self._is_dead = False
         self._is_receiving = False
         self._news = trio.Event()
+        self.on_close: Callable[[], object] = lambda: None
         self.identity = network.open_link(self)
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -381,6 +384,7 @@ class FakeLink:
         self._is_closed = True
         self._network.forget_link(self)
         self._news.set()
+        self.on_close()
 
 
 class FakeListener:
@@ -477,7 +481,8 @@ class FakeSideChannel:
     def __init__(self, network: FakeNetwork, host: str = LOOPBACK) -> None:
         self._network = network
         self._host = host
-        self._open: list[FakeRequester | FakeListener | FakeLink] = []
+        # In the order in which they were opened.
+        self._open: dict[FakeRequester | FakeListener | FakeLink, None] = {}
         self._is_closed = False
 
     @property
@@ -497,13 +502,13 @@ class FakeSideChannel:
         if not self._network.rules.resolves(host):
             raise NameNotResolved(host, port, "Name or service not known")
         link = FakeLink(self._network, self._host, host, port)
-        self._open.append(link)
+        self._keep(link)
         return link
 
     def connect(self, host: str, port: int) -> FakeRequester:
         self._check(host, port)
         requester = FakeRequester(self._network, self._host, host, port)
-        self._open.append(requester)
+        self._keep(requester)
         return requester
 
     def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> FakeListener:
@@ -512,10 +517,15 @@ class FakeSideChannel:
         if host != self._host:
             raise SideChannelError(host, port, "Cannot assign requested address")
         listener = FakeListener(self._network, host, port or self._network.new_port(), frames_max, frame_bytes_max)
-        self._open.append(listener)
+        self._open[listener] = None
         return listener
+
+    def _keep(self, opened: FakeRequester | FakeLink) -> None:
+        """Until it is closed."""
+        self._open[opened] = None
+        opened.on_close = lambda: self._open.pop(opened, None)
 
     def close(self) -> None:
         self._is_closed = True
         while self._open:
-            self._open.pop().close()
+            self._open.popitem()[0].close()

@@ -19,6 +19,7 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a hung peer: READs that need its help stay in flight for as long as it hangs;
 * a READ of memory that is gone breaks the connection although the peer lives;
 * a list that was prepared before its agent was removed is of no use after the agent was added again;
+* an agent that NIXL forgets by itself: what was posted to it goes on, what is asked of it raises;
 * adding the same agent with other metadata is refused, adding it again is not;
 * notifications of one sender keep their order.
 
@@ -58,7 +59,7 @@ from connector.ports.nixl import (
     ReadPosted,
 )
 from tests.simulation.agenda import Agenda
-from tests.simulation.faults import DEATH_NOTICED_SECONDS
+from tests.simulation.faults import DEATH_NOTICED_SECONDS, engine_of
 
 CALL_SECONDS = 20e-6
 """How long the agent's thread takes for a call."""
@@ -129,13 +130,15 @@ _METADATA_MARK = "fake-nixl"
 
 @dataclass(eq=False)
 class _Connection:
-    """One `add_remote_agent`: useless once it is broken or removed."""
+    """One `add_remote_agent`: useless once it is broken, removed or forgotten."""
 
     owner: FakeNixlPort
     target: FakeNixlPort
     metadata: bytes
     is_broken: bool = False
     is_removed: bool = False
+    is_forgotten: bool = False
+    """NIXL has dropped it by itself."""
 
 
 @dataclass(eq=False)
@@ -194,7 +197,8 @@ class FakeNixlWorld:
         self.rules = rules or NixlRules()
         self.note_misuse = note_misuse
         """Told in words of what a real agent would not forgive."""
-        self._ports: list[FakeNixlPort] = []
+        self._ports: dict[int, FakeNixlPort] = {}
+        self._opened = 0
         self._reads: dict[FlyingRead, None] = {}
         self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
 
@@ -207,8 +211,9 @@ class FakeNixlWorld:
         reads_inline: bool = False,
     ) -> FakeNixlPort:
         """Make an agent and register `ranges`, whose memory must outlive the world. `now_ns`: its process's clock."""
-        port = FakeNixlPort(self, agent_name, ranges, now_ns, len(self._ports), reads_inline=reads_inline)
-        self._ports.append(port)
+        self._opened += 1
+        port = FakeNixlPort(self, agent_name, ranges, now_ns, self._opened, reads_inline=reads_inline)
+        self._ports[self._opened] = port
         return port
 
     def reads_in_flight(self) -> Iterable[FlyingRead]:
@@ -216,7 +221,12 @@ class FakeNixlWorld:
         return self._reads.keys()
 
     def instance(self, number: int) -> FakeNixlPort | None:
-        return self._ports[number] if 0 <= number < len(self._ports) else None
+        return self._ports.get(number)
+
+    def forget_the_dead(self) -> None:
+        """In a run that goes on, when nothing is under way: nobody meets them any more."""
+        self._ports = {number: port for number, port in self._ports.items() if not port.is_gone}
+        self._arrivals.clear()
 
     # --- reads --------------------------------------------------------------------------------------------------
 
@@ -289,6 +299,13 @@ class FakeNixlWorld:
     def _end_strays(self, which: Callable[[FlyingRead], bool]) -> None:
         for read in [read for read in self._reads if read.is_stray and which(read)]:
             self._forget(read)
+
+    def forget_connection(self, connection: _Connection) -> None:
+        """Nobody can say any more when its READs are over."""
+        for read in [each for each in self._reads if each.connection is connection]:
+            if not (read.is_inline or read.is_stray):
+                self._go_astray(read)
+                read.initiator.see_end(read, NOT_FOUND)
 
     def _forget(self, read: FlyingRead) -> None:
         read.has_ended = True
@@ -363,7 +380,7 @@ class FakeNixlWorld:
         self.agenda.after(DEATH_NOTICED_SECONDS, lambda: self._lose(port))
 
     def _lose(self, dead: FakeNixlPort) -> None:
-        for port in self._ports:
+        for port in self._ports.values():
             for connection in port.connections_to(dead):
                 self._break(connection)
         for read in [read for read in self._reads if read.connection.target is dead]:
@@ -469,6 +486,17 @@ class FakeNixlPort:
 
     def connections_to(self, target: FakeNixlPort) -> list[_Connection]:
         return [each for each in self._connections if each.target is target]
+
+    def forget_agent(self, name: AgentName) -> None:
+        """Drop what was loaded of an agent. Its READs, but for those that a call of NIXL is making, go on unseen."""
+        connection = self._agents.get(name)
+        if connection is not None and not connection.is_forgotten:
+            connection.is_forgotten = True
+            self._world.forget_connection(connection)
+
+    def agents_of(self, engine: str) -> list[AgentName]:
+        """Agents that are loaded and whose process is one of this engine."""
+        return [name for name in self._agents if engine_of(name) == engine]
 
     def agents_of_the_dead(self) -> list[AgentName]:
         """Agents that are loaded, and whose process is gone."""
@@ -609,7 +637,7 @@ class FakeNixlPort:
         here, there = self._lists.get(local), self._lists.get(remote)
         if here is None or there is None or here.connection is not None or there.connection is None:
             raise NixlCallFailed("post_read", INVALID)
-        if there.connection.is_removed:
+        if there.connection.is_removed or there.connection.is_forgotten:
             raise NixlCallFailed("post_read", NOT_FOUND, transport_lost=True)
         if local_ids.shape != remote_ids.shape or not (_fits(local_ids, here) and _fits(remote_ids, there)):
             raise NixlCallFailed("post_read", INVALID)
@@ -635,8 +663,8 @@ class FakeNixlPort:
     async def send_notification(self, agent: AgentName, message: bytes) -> None:
         await self._turn()
         connection = self._agents.get(agent)
-        if connection is None:
-            raise NixlCallFailed("send_notification", NOT_FOUND)
+        if connection is None or connection.is_forgotten:
+            raise NixlCallFailed("send_notification", NOT_FOUND, transport_lost=True)
         if connection.is_broken:
             raise NixlCallFailed("send_notification", DISCONNECTED, transport_lost=True)
         self._world.send(self._agent_name, connection.target, message)
@@ -708,7 +736,7 @@ class FakeNixlPort:
         if self.is_dead or self._is_closed:
             return
         del self._reads[read.handle]
-        quiescent = error is None or len(read.pieces) == 1
+        quiescent = error is None or (len(read.pieces) == 1 and error != NOT_FOUND)
         if not quiescent and not read.connection.is_removed:
             self._errored[read.handle] = read.connection
         self._events.append(
@@ -716,7 +744,7 @@ class FakeNixlPort:
                 handle=read.handle,
                 ended_ns=self._now_ns(),
                 error=error,
-                transport_lost=error == DISCONNECTED,
+                transport_lost=error in (DISCONNECTED, NOT_FOUND),
                 quiescent=quiescent,
                 bytes=read.length_bytes,
                 descriptors=len(read.pieces),

@@ -73,6 +73,8 @@ class Kind(enum.Enum):
     WORKER_STOPS = "worker_stops"
     FULL_QUARANTINE = "full_quarantine"
 
+    METADATA_DROPPED = "metadata_dropped"
+
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
@@ -111,6 +113,7 @@ LEVEL2_ONLY = frozenset(
         Kind.WRONG_SIZES,
         Kind.WORKER_STOPS,
         Kind.FULL_QUARANTINE,
+        Kind.METADATA_DROPPED,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
@@ -139,8 +142,9 @@ DECODE_LINK_KINDS = (
     Kind.READ_LATE,
     Kind.READ_ERRS_EARLY,
     Kind.LINK_RESET,
+    Kind.METADATA_DROPPED,
 )
-"""Links from a decode engine to a prefill engine."""
+"""METADATA_DROPPED: NIXL forgets agents that were loaded. Links from a decode engine to a prefill engine."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
     Kind.CRASH_SAME_ID,
@@ -206,6 +210,9 @@ SHORT_LIMIT_SHARE = 0.15
 BLOCK_SIZES = (BLOCK_TOKENS // 2, BLOCK_TOKENS, BLOCK_TOKENS_MAX)
 STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED})
+"""Kinds that are drawn by a generator of their own, so that the plans of all other seeds stay what they were."""
+METADATA_DROPPED_SHARE = 0.1
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -277,7 +284,7 @@ def generator(seed: int, concern: str) -> random.Random:
 def draw_shape(seed: int) -> Shape:
     chance = generator(seed, "shape")
     of_leases = generator(seed, "leases")
-    model, engines = _draw_model_and_engines(generator(seed, "ranks"))
+    model, engines = draw_model_and_engines(generator(seed, "ranks"))
     shape = Shape(
         model=model,
         engines=engines,
@@ -298,9 +305,11 @@ def draw_shape(seed: int) -> Shape:
     return shape
 
 
-def _draw_model_and_engines(chance: random.Random) -> tuple[Model, dict[str, EngineShape]]:
+def draw_model_and_engines(
+    chance: random.Random, engines_max: int = ENGINES_MAX
+) -> tuple[Model, dict[str, EngineShape]]:
     """One seed in three is plain: one rank, one cache group, blocks of one size. Engines that there are not, too."""
-    names = [f"{role}{number}" for role in "pd" for number in range(ENGINES_MAX)]
+    names = [f"{role}{number}" for role in "pd" for number in range(engines_max)]
     if chance.random() < PLAIN_SHARE:
         return Model(), dict.fromkeys(names, EngineShape())
     second = chance.choice([SecondGroup.NONE, SecondGroup.NONE, SecondGroup.WINDOW, SecondGroup.STATE])
@@ -319,13 +328,14 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     shape = draw_shape(seed)
     if chance.random() < 0.1:
         return Plan(seed=seed, faults=[])
-    allowed = [kind for kind in kinds if chance.random() < 0.3] or [chance.choice(kinds)]
+    swarm = [kind for kind in kinds if kind not in DRAWN_APART]
+    allowed = [kind for kind in swarm if chance.random() < 0.3] or [chance.choice(swarm)]
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
-    faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
+    faults = [draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
     if LEVEL1_ONLY.isdisjoint(kinds):
         of_ranks = generator(seed, "faults of ranks")
-        faults = [_perhaps_of_one_rank(fault, shape, of_ranks) for fault in faults]
+        faults = [perhaps_of_one_rank(fault, shape, of_ranks) for fault in faults]
     if Kind.STOP in kinds and chance.random() < STOP_WHILE_DRAINING_SHARE:
         faults += _stop_while_draining(shape, chance)
     if Kind.LONG_QUEUE in kinds and chance.random() < ABORT_WHILE_DRAINING_SHARE:
@@ -334,6 +344,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         skewed = generator(seed, "skewed clocks")
         if skewed.random() < SKEWED_SHARE:
             faults += _read_across_the_end_of_leases(shape, skewed)
+    if Kind.METADATA_DROPPED in kinds:
+        dropped = generator(seed, "dropped metadata")
+        if dropped.random() < METADATA_DROPPED_SHARE:
+            faults.append(draw_fault(Kind.METADATA_DROPPED, shape, dropped))
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 
@@ -392,7 +406,7 @@ def _read_across_the_end_of_leases(shape: Shape, chance: random.Random) -> list[
     ]
 
 
-def _draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
+def draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
     at_seconds = chance.uniform(0.0, shape.safety_seconds * 0.8)
     if kind in MESSAGE_KINDS and chance.random() < 0.6:
         at_seconds = 0.0  # engines speak on the side channel when they meet, and rarely afterwards
@@ -426,7 +440,7 @@ def _draw_target(kind: Kind, shape: Shape, chance: random.Random) -> str:
     return chance.choice([decode, prefill])
 
 
-def _perhaps_of_one_rank(fault: Fault, shape: Shape, chance: random.Random) -> Fault:
+def perhaps_of_one_rank(fault: Fault, shape: Shape, chance: random.Random) -> Fault:
     """A fault of an engine or a link, narrowed to one rank where there are two: for links, perhaps to one at each end.
 
     The side channel of a prefill engine is not a rank's, so messages are narrowed on the decode engine's side only.

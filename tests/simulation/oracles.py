@@ -33,7 +33,7 @@ the engines that have asked for it, and it has been read when each of them has r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -593,6 +593,28 @@ class Oracles:
         for lent in (lent for lents in self.leases.values() for lent in lents):
             if lent.is_granted and lent.ends == 0:
                 self.complain("free once", f"rank {lent.tp_rank} of {lent.owner} never freed {lent.request_id}")
+
+    def outcomes(self) -> Counter[str]:
+        """How the requests ended, as far as they are remembered."""
+        return Counter(
+            "not awaited"
+            if not pull.awaited
+            else "lost"
+            if pull.is_lost
+            else "done"
+            if pull.failure is None
+            else pull.failure.kind
+            for pull in self.pulls.values()
+        )
+
+    def forget_the_past(self, owners: Container[str]) -> None:
+        """When everything has ended, in a run that goes on: nothing of it can be judged any more. `owners`: those who
+        lend and live."""
+        self.pulls.clear()
+        self.leases.clear()
+        self._crashes.clear()
+        self._pull_of_block.clear()
+        self._acquainted = {who: since for who, since in self._acquainted.items() if who[2] in owners}
 
 
 def _overlap(rank: int, ranks: int, other: int, others: int) -> bool:
