@@ -99,6 +99,12 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
     on_actor_death: Literal["degrade", "exit"] = "degrade"
     """What an engine does whose actors have died: go on without KV transfer, or end, so that it is started again."""
+    params_keys_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """File of the secrets that `kv_transfer_params` are signed with (`connector/wire/signatures.py`). Unset: they are
+    neither signed nor checked."""
+    allow_insecure_peers: bool = False
+    """Also deal with engines that have no keys, such as built-in ones: what params_keys_file and curve_directory ask of
+    peers is given up where a peer does not offer it."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""

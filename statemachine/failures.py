@@ -9,6 +9,8 @@ Every failure answers: what happened, where (which peer, which field), what was 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -212,6 +214,22 @@ class BadParams(Failure, frozen=True, kw_only=True):
             f"kv_transfer_params.{self.field}: expected {self.expected}, found {self.found}; forward the "
             "kv_transfer_params of the prefill response unchanged"
         )
+
+
+class ParamsForged(Failure, frozen=True, kw_only=True):
+    """`kv_transfer_params` does not carry a signature of this fleet. `why` says what is wrong with it."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"no engine of this fleet has given these kv_transfer_params out ({self.why}); they were made or changed "
+            "on the way, or the engine that lends has other keys (params_keys_file)"
+        )
+
+
+ParamsFailure: TypeAlias = BadParams | ParamsForged
+"""Why nothing is read for a request, whatever its engine would say."""
 
 
 class LeaseOver(PeerFailure, frozen=True, kw_only=True):

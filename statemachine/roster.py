@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 from statemachine import request
 from statemachine.deadlines import Deadlines
-from statemachine.failures import BadParams, Failure, TooManyPeers
+from statemachine.failures import Failure, ParamsFailure, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 
@@ -94,7 +94,7 @@ class Rejected(Event, frozen=True, kw_only=True):
     """A report is awaited, but the request's parameters do not say of which engine anything is wanted."""
 
     request_id: str
-    failure: BadParams
+    failure: ParamsFailure
     message: Any
     age_ns: int = 0
 

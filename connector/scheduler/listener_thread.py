@@ -23,6 +23,7 @@ class ListenerThread:
 
     Args:
         on_death: called in its thread, with the reason, when that ends without being asked to.
+        look_again: see `HandshakeListener`.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class ListenerThread:
         ranks: Mapping[tuple[int, int], HandshakeMetadata],
         life: str,
         on_death: Callable[[str], None],
+        look_again: Callable[[], None] | None = None,
     ) -> None:
         self._on_death = on_death
+        self._look_again = look_again
         self._host = host
         self._port = port
         self._payloads = {
@@ -65,6 +68,7 @@ class ListenerThread:
             perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
             log_crash=log_actor_crash,
+            look_again=self._look_again,
         )
 
     def _log_bad_frame(self, detail: str) -> None:

@@ -31,6 +31,7 @@ EXAMPLES: list[Failure] = [
     failures.TooManyPeers(**_PEER, limit=1024),
     failures.TransferError(**_PEER, operation="READ", error="REMOTE_DISCONNECT", transport_lost=True),
     failures.BadParams(field="remote_port", expected="int in 1..65535", found="'x'"),
+    failures.ParamsForged(why="it is not signed"),
     failures.LeaseOver(**_PEER, remote_request_id="cmpl-3", why="expired"),
     failures.LeaseNotProven(**_PEER, remote_request_id="cmpl-3", waited_seconds=1.25),
     failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
