@@ -111,6 +111,15 @@ class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
         return f"handshake with prefill engine {self.peer} at {self.address} was refused: {self.detail}"
 
 
+class NotAllowed(PeerFailure, frozen=True, kw_only=True):
+    """One of the two engines does not let the other one in: an address range or a key. `detail` says which."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"prefill engine {self.peer} at {self.address} and this one may not speak to each other: {self.detail}"
+
+
 class WrongEngine(PeerFailure, frozen=True, kw_only=True):
     """Another engine answers at the address that the request names."""
 

@@ -15,6 +15,10 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
     "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "NotAllowed": (
+        "compare allowed_peers and curve_directory of both engines; does each have the other's public key? (README, "
+        "Security)"
+    ),
     "WrongEngine": (
         "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
         "prefill again"

@@ -68,7 +68,7 @@ from connector.actor_death import act_on
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
-from connector.key_files import params_key_file
+from connector.key_files import listener_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.log import FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
@@ -148,7 +148,7 @@ class ConnectorScheduler:
         clock: of this process.
         life: a fresh random name for this run of the engine: 32 hex digits, as of a version 4 UUID.
 
-    Raises OptionError for a file of keys that cannot be used.
+    Raises OptionError for keys that cannot be used.
     """
 
     def __init__(
@@ -164,6 +164,7 @@ class ConnectorScheduler:
         self._options = options
         # What parameters are signed with; None: they are not.
         self._key_file = params_key_file(options)
+        self._listener_access = listener_access(options)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
@@ -210,6 +211,7 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
+        warn_of_insecurity(options, f"{self._host}:{self._port}")
         self._figures = EngineFigures()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
@@ -361,7 +363,13 @@ class ConnectorScheduler:
         if self._listener is None:
             look_again = self._key_file.look_again if self._key_file is not None else None
             self._listener = ListenerThread(
-                self._host, self._port, ranks, self._life, self._note_listener_death, look_again
+                self._host,
+                self._port,
+                ranks,
+                self._life,
+                self._note_listener_death,
+                look_again=look_again,
+                access=self._listener_access,
             )
             self._listener.start()
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.config import ConnectorOptions, OptionError
-from connector.key_files import ParamsKeyFile, params_key_file
+from connector.key_files import ParamsKeyFile, params_key_file, warn_of_insecurity
 from connector.protocol import RejectPull, StartPull, TrackLease
 from connector.wire.params import (
     ParamsError,
@@ -262,6 +262,38 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, caplog: pytest.Lo
     assert file.keys == ParamsKeys((NEW, OLD)), "the keys of before stay in use"
     assert [record.levelname for record in caplog.records] == ["INFO", "ERROR", "ERROR"]
     assert not any(key.secret.hex() in caplog.text for key in (OLD, NEW))
+
+
+# --- what is said at start ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["no security: whoever reaches the side channel at h:1 can"]),
+        ({"allow_insecure_peers": True}, ["no security"]),
+        ({"allowed_peers": ("10.0.0.0/8",)}, []),
+        ({"params_keys_file": "f"}, []),
+        ({"curve_directory": "d"}, []),
+        ({"curve_directory": "d", "params_keys_file": "f", "allowed_peers": ("10.0.0.0/8",)}, []),
+        (
+            {"curve_directory": "d", "allow_insecure_peers": True},
+            ["allow_insecure_peers: the side channel at h:1 is open to peers without a key (README"],
+        ),
+        (
+            {"curve_directory": "d", "params_keys_file": "f", "allow_insecure_peers": True},
+            ["open to peers without a key; kv_transfer_params without a signature are believed"],
+        ),
+    ],
+)
+def test_one_warning_at_start_says_what_is_open(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], expected: list[str]
+) -> None:
+    warn_of_insecurity(ConnectorOptions(**options), "h:1")
+    assert len(caplog.records) == len(expected)
+    for record, text in zip(caplog.records, expected, strict=True):
+        assert text in record.getMessage()
+        assert record.levelname == "WARNING"
 
 
 # --- the scheduler side ---------------------------------------------------------------------------------------------
