@@ -14,6 +14,7 @@ Options that contradict each other are refused as well: a value that is fine alo
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -29,6 +30,7 @@ TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+_OF_KEYS = ("curve_directory", "params_keys_file")
 
 _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_timeout_seconds")
 
@@ -102,6 +104,17 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
     on_actor_death: Literal["degrade", "exit"] = "degrade"
     """What an engine does whose actors have died: go on without KV transfer, or end, so that it is started again."""
+    params_keys_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """File of the secrets that `kv_transfer_params` are signed with (`connector/wire/signatures.py`). Unset: they are
+    neither signed nor checked."""
+    curve_directory: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """Directory of the keys with which the side channel and the control sockets are encrypted, and peers authenticated
+    (`connector/ports/curve_keys.py`). Unset: they are not."""
+    allowed_peers: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] = ()
+    """Address ranges of the engines and tools that may connect to this engine, and that it connects to. Empty: all."""
+    allow_insecure_peers: bool = False
+    """Also deal with engines that have no keys, such as built-in ones: what params_keys_file and curve_directory ask of
+    peers is given up where a peer does not offer it."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
@@ -145,6 +158,11 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
     _check_together(options, extra_config)
+    for text in options.allowed_peers:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise OptionError("allowed_peers", f"option allowed_peers has {render_untrusted(text)}: {error}") from None
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
@@ -156,6 +174,8 @@ def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOpti
     for name in _OF_READ_BACK:
         if name in extra_config and not options.bidirectional_kv_xfer:
             _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
+    if options.allow_insecure_peers and all(getattr(options, name) is None for name in _OF_KEYS):
+        _log.warning("Option allow_insecure_peers has no effect without %s", " or ".join(_OF_KEYS))
 
 
 def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) -> None:

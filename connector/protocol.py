@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from statemachine.failures import BadParams, Failure
+from statemachine.failures import Failure, ParamsFailure
 from statemachine.lease import LeaseName
 
 
@@ -75,11 +75,14 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request waits for KV, but its parameters do not say where that lies. `age_seconds` is as in StartPull."""
+    """The request waits for KV, but its parameters do not say where that lies, or nobody of this fleet has made them.
+
+    `age_seconds` is as in StartPull.
+    """
 
     request_id: str
     local_block_ids: list[int]
-    failure: BadParams
+    failure: ParamsFailure
     age_seconds: float = 0.0
 
 

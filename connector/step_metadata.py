@@ -46,6 +46,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     pp_rank: int
     control_host: str
     control_port: int
+    control_key: str | None = None
 
     def extension(self, life: str) -> ActorExtension:
         """What peers are told of this rank; `life` names this run of the scheduler process."""
@@ -58,6 +59,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             pp_rank=self.pp_rank,
             control_host=self.control_host,
             control_port=self.control_port,
+            control_key=self.control_key,
             inspection=INSPECTION_VERSION,
         )
 

@@ -9,6 +9,8 @@ Every failure answers: what happened, where (which peer, which field), what was 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -107,6 +109,15 @@ class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"handshake with prefill engine {self.peer} at {self.address} was refused: {self.detail}"
+
+
+class NotAllowed(PeerFailure, frozen=True, kw_only=True):
+    """One of the two engines does not let the other one in: an address range or a key. `detail` says which."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"prefill engine {self.peer} at {self.address} and this one may not speak to each other: {self.detail}"
 
 
 class WrongEngine(PeerFailure, frozen=True, kw_only=True):
@@ -212,6 +223,22 @@ class BadParams(Failure, frozen=True, kw_only=True):
             f"kv_transfer_params.{self.field}: expected {self.expected}, found {self.found}; forward the "
             "kv_transfer_params of the prefill response unchanged"
         )
+
+
+class ParamsForged(Failure, frozen=True, kw_only=True):
+    """`kv_transfer_params` does not carry a signature of this fleet. `why` says what is wrong with it."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"no engine of this fleet has given these kv_transfer_params out ({self.why}); they were made or changed "
+            "on the way, or the engine that lends has other keys (params_keys_file)"
+        )
+
+
+ParamsFailure: TypeAlias = BadParams | ParamsForged
+"""Why nothing is read for a request, whatever its engine would say."""
 
 
 class LeaseOver(PeerFailure, frozen=True, kw_only=True):

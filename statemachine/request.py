@@ -34,11 +34,11 @@ import msgspec
 
 from statemachine.failures import (
     AbortedByClient,
-    BadParams,
     DeadlineExceeded,
     Failure,
     LeaseNotProven,
     LeaseOver,
+    ParamsFailure,
     Quarantined,
     TransferError,
 )
@@ -100,9 +100,9 @@ class PeerFailed(Event, frozen=True, kw_only=True):
 
 
 class ParamsRejected(Event, frozen=True, kw_only=True):
-    """kv_transfer_params names blocks that the peer does not have."""
+    """kv_transfer_params names blocks that the peer does not have, or makes no sense, or nobody has given it out."""
 
-    failure: BadParams
+    failure: ParamsFailure
 
 
 class ReadCompleted(Event, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol
 
 from statemachine import request
 from statemachine.deadlines import Deadlines
-from statemachine.failures import BadParams, Failure, QuarantineFull, TooManyPeers
+from statemachine.failures import Failure, ParamsFailure, QuarantineFull, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import Quarantine
@@ -98,7 +98,7 @@ class Rejected(Event, frozen=True, kw_only=True):
     """A report is awaited, but the request's parameters do not say of which engine anything is wanted."""
 
     request_id: str
-    failure: BadParams
+    failure: ParamsFailure
     message: Any
     age_ns: int = 0
 

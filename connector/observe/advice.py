@@ -15,6 +15,10 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
     "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "NotAllowed": (
+        "compare allowed_peers and curve_directory of both engines; does each have the other's public key? (README, "
+        "Security)"
+    ),
     "WrongEngine": (
         "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
         "prefill again"
@@ -26,6 +30,10 @@ WHAT_TO_DO: dict[str, str] = {
     "TooManyPeers": "raise the option peer_limit on D",
     "Incompatible": "start both engines with the same model and settings; the line has both values",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
+    "ParamsForged": (
+        "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "
+        "(params_keys_file); else somebody forges them"
+    ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",

@@ -148,6 +148,21 @@ class _Window:
         self._left_out.clear()
 
 
+class RefusalLog:
+    """Whom a listener has not let in: a line for each power of two, so that a port scanner does not fill the log."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._count = 0
+
+    def __call__(self, why: str) -> None:
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            get_logger().warning(
+                "%s: refused a connection (number %d): %s", self._where, self._count, shorten(why, 500)
+            )
+
+
 class FailureLog:
     """One warning per failure: kind, subject, sentence. For use by one thread; called with a subject and why it failed.
 

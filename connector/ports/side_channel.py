@@ -11,12 +11,17 @@ Contract
 * `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
   way to the host; and when the process that listened there ends before it has greeted. A host that does not answer at
   all is a matter of the caller's timeout.
+* A side channel may have keys, and be restricted to address ranges. `ask` raises `NotAllowed`, before it connects, for
+  an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key that is
+  accepted here. Whoever is not let in by a listener has nothing handed out of what it sends, and is answered nothing.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
 * A `Link` is one connection to a listener, for any number of messages in both directions. It never reconnects: a new
   connection may lead to another process. `open_link` resolves the host name and begins to connect; frames sent before
   the connection stands wait for it. Messages arrive in the order in which they were sent.
+* A link to a listener with keys needs to be told which one is expected (`server_key`); it has to be accepted here.
+  `open_link` and `Link.receive` raise `NotAllowed` as `ask` does; `receive` does so for ever.
 * `Link.receive` raises `LinkLost` as soon as the connection was refused, reset or closed by the peer (also when the
   peer's process died), after it has returned what arrived before. So it does when the peer sends what is not a
   delimited message within the implementation's bounds. From then on `send` returns False and every `receive` raises
@@ -76,6 +81,10 @@ class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
 
 
+class NotAllowed(SideChannelError):
+    """One of the two ends does not let the other one in, or does not connect to it. `error` says which, and why."""
+
+
 class NotASideChannel(SideChannelError):
     """Something accepts connections on this port and is no listener of ours. `error` says what shows it."""
 
@@ -123,7 +132,7 @@ class Link(Protocol):
     async def receive(self) -> tuple[bytes, ...]:
         """The next message from the peer (frames after the delimiter). One task at a time.
 
-        Raises LinkLost, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
+        Raises LinkLost, NotAllowed, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
         """
         ...
 
@@ -146,14 +155,20 @@ class Listener(Protocol):
 
 
 class SideChannel(Protocol):
+    @property
+    def public_key(self) -> str | None:
+        """What those have to expect who open a link to a listener of this channel; None: no key."""
+        ...
+
     def connect(self, host: str, port: int) -> Requester:
         """Raises SideChannelError for a host name or port that cannot be used."""
         ...
 
-    async def open_link(self, host: str, port: int) -> Link:
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> Link:
         """Resolve the host and begin to connect; does not wait for the connection.
 
-        Raises SideChannelError for an address that cannot be used or a name that does not resolve.
+        `server_key`: the `public_key` of the listener's channel, as the other end says. Raises SideChannelError for an
+        address that cannot be used or a name that does not resolve, and NotAllowed.
         """
         ...
 

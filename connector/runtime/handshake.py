@@ -34,6 +34,7 @@ from connector.ports.side_channel import (
     ConnectionRefused,
     Link,
     NameNotResolved,
+    NotAllowed,
     NotASideChannel,
     Reached,
     SideChannelError,
@@ -169,6 +170,8 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
         raise HandshakeError(failures.ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
     except NameNotResolved as error:
         raise HandshakeError(_not_resolved(peer, error.error)) from error
+    except NotAllowed as error:
+        raise _not_allowed(peer, error) from error
     except NotASideChannel as error:
         malformed = HandshakeMalformed(peer=peer.engine_id, address=str(peer), field="greeting", detail=error.error)
         raise HandshakeError(malformed) from error
@@ -329,13 +332,15 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
     probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
     try:
         with trio.fail_after(timeout_seconds):
-            link = await context.side_channel.open_link(host, port)
+            link = await context.side_channel.open_link(host, port, facts.control_key)
             link.send(encode_request(probe))
             if not isinstance(decode_answer(await link.receive()), HoldAnswer):
                 raise BadFrame("not the answer to a hold")
     except BaseException as error:
         if link is not None:
             link.close()
+        if isinstance(error, NotAllowed):
+            raise _not_allowed(peer, error) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
             detail = f"its control socket at {host}:{port} did not answer: {error or 'timeout'}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
@@ -369,6 +374,13 @@ def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError
             advice=mismatch.advice,
         )
     )
+
+
+def _not_allowed(peer: PeerAddress, error: NotAllowed) -> HandshakeError:
+    detail = error.error
+    if (error.host, error.port) != (peer.host, peer.port):
+        detail = f"its control socket at {error.host}:{error.port}: {detail}"
+    return HandshakeError(failures.NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
 
 
 def _refused(peer: PeerAddress, detail: str) -> HandshakeError:

@@ -6,11 +6,15 @@ is logged, and the task goes on.
 
 Once the engine's workers cannot serve any more, every request is answered with the reason, so that decode engines give
 up at once.
+
+Files of keys that the scheduler process uses are looked at again from here, every few seconds: its other thread must
+not wait for a file system.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import trio
 
@@ -21,6 +25,7 @@ from connector.wire.handshake import encode_error, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
+LOOK_AGAIN_SECONDS = 2.0
 
 
 class HandshakeListener:
@@ -30,6 +35,7 @@ class HandshakeListener:
         perf_counter: seconds, for the replies; see `encode_reply`.
         log_bad_frame: told why a request was refused.
         log_crash: writes a line with a traceback: which task, what it raised.
+        look_again: called every LOOK_AGAIN_SECONDS, in a thread that may wait; None: there is nothing to look at.
     """
 
     def __init__(
@@ -42,7 +48,9 @@ class HandshakeListener:
         perf_counter: Callable[[], float],
         log_bad_frame: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],
+        look_again: Callable[[], None] | None = None,
     ) -> None:
+        self._look_again = look_again
         self._side_channel = side_channel
         self._listener: Listener = side_channel.listen(
             host, port, frames_max=REQUEST_FRAMES_MAX, frame_bytes_max=REQUEST_FRAME_BYTES_MAX
@@ -63,6 +71,9 @@ class HandshakeListener:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "handshake listener", self._serve, self._log_crash)
+                if self._look_again is not None:
+                    look = partial(self._look_at_files, self._look_again)
+                    nursery.start_soon(keep_running, "look at files of keys", look, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 nursery.cancel_scope.cancel()
@@ -79,6 +90,11 @@ class HandshakeListener:
     def deliver(self, reason: str) -> None:
         """The one command that comes from the scheduler's thread: `stop_serving`."""
         self.stop_serving(reason)
+
+    async def _look_at_files(self, look_again: Callable[[], None]) -> None:
+        while True:
+            await trio.sleep(LOOK_AGAIN_SECONDS)
+            await trio.to_thread.run_sync(look_again, abandon_on_cancel=True)
 
     async def _serve(self) -> None:
         while True:

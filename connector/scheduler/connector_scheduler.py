@@ -15,9 +15,10 @@ looked at any more, not even those that have all they need, and with nothing run
 So the first time that such a request asks, it is told to come again: vLLM then puts it at the head of the ordinary
 queue, which is served after those that hold blocks (`_failed`).
 
-kv_transfer_params comes from outside. A request whose parameters cannot be decoded is parked like any other, and the
-worker fails it: only on that path the client gets an error under the policy `fail`, and a recomputation under
-`recompute`.
+kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
+fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
+gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
+that they name.
 
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
@@ -67,6 +68,7 @@ from connector.actor_death import act_on
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
+from connector.key_files import listener_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.log import FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
@@ -101,8 +103,9 @@ from connector.wire.params import (
     classify,
     names_source,
     parse_remote_prefill,
+    require_genuine,
 )
-from statemachine.failures import BadParams
+from statemachine.failures import BadParams, ParamsFailure
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -126,13 +129,13 @@ class WaitingPull:
     """A request of the decode side that is not scheduled yet.
 
     Attributes:
-        remote: what its kv_transfer_params say, or why they make no sense.
+        remote: what its kv_transfer_params say, or why nothing is done about them.
         tokens: to be loaded, counted from the start of the request, prefix hits included.
         at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
     """
 
-    remote: RemotePrefill | BadParams
+    remote: RemotePrefill | ParamsFailure
     tokens: int
     at_least: int
     heard_ns: int
@@ -144,6 +147,8 @@ class ConnectorScheduler:
     Args:
         clock: of this process.
         life: a fresh random name for this run of the engine: 32 hex digits, as of a version 4 UUID.
+
+    Raises OptionError for keys that cannot be used.
     """
 
     def __init__(
@@ -157,6 +162,9 @@ class ConnectorScheduler:
     ) -> None:
         parallel = vllm_config.parallel_config
         self._options = options
+        # What parameters are signed with; None: they are not.
+        self._key_file = params_key_file(options)
+        self._listener_access = listener_access(options)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
@@ -203,6 +211,7 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
+        warn_of_insecurity(options, f"{self._host}:{self._port}")
         self._figures = EngineFigures()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
@@ -352,7 +361,16 @@ class ConnectorScheduler:
                 raise TypeError(f"rank {rank} sent {type(payload).__name__}, expected HandshakeMetadata")
             ranks[rank] = payload
         if self._listener is None:
-            self._listener = ListenerThread(self._host, self._port, ranks, self._life, self._note_listener_death)
+            look_again = self._key_file.look_again if self._key_file is not None else None
+            self._listener = ListenerThread(
+                self._host,
+                self._port,
+                ranks,
+                self._life,
+                self._note_listener_death,
+                look_again=look_again,
+                access=self._listener_access,
+            )
             self._listener.start()
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
             _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
@@ -431,6 +449,7 @@ class ConnectorScheduler:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
             remote = parse_remote_prefill(params_untrusted)
+            self._require_genuine(remote, lends_back=False)
             self._check_fit(remote, request)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
@@ -447,6 +466,7 @@ class ConnectorScheduler:
             return None
         try:
             remote = parse_remote_prefill(params_untrusted)
+            self._require_genuine(remote, lends_back=True)
         except ParamsError as error:
             self._log_failure(f"request {request.request_id}, which is computed whole", error.failure)
             return None
@@ -465,6 +485,12 @@ class ConnectorScheduler:
         tokens = max(equal, default=0)
         # A clipped table or a state is that of all of their tokens.
         return tokens if self._keeps_everything or ours > tokens == theirs else 0
+
+    def _require_genuine(self, remote: RemotePrefill, *, lends_back: bool) -> None:
+        """Raise ParamsError for parameters that no engine of this fleet has given out."""
+        if self._key_file is not None:
+            allows_unsigned = self._options.allow_insecure_peers
+            require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""
@@ -507,13 +533,13 @@ class ConnectorScheduler:
     def _load(self, request: Request, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
         request_id, remote, tokens = request.request_id, pull.remote, pull.tokens
         tables: Sequence[Sequence[int]] = (
-            [()] * len(self._groups) if isinstance(remote, BadParams) else remote.block_ids
+            remote.block_ids if isinstance(remote, RemotePrefill) else [()] * len(self._groups)
         )
         groups = tuple(
             group.pull(blocks.blocks[group.group_id], table, tokens)
             for group, table in zip(self._groups, tables, strict=True)
         )
-        if isinstance(remote, BadParams):
+        if not isinstance(remote, RemotePrefill):
             local = [block_id for group in groups for block_id in group.local_block_ids]
             age_seconds = self._age_seconds(pull)
             return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
@@ -592,6 +618,7 @@ class ConnectorScheduler:
             lease_number=lease.number,
             expires_seconds=expires_seconds,
             prefix_digests=digests,
+            keys=self._key_file.keys if self._key_file is not None else None,
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:

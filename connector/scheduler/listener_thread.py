@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from connector.observe.log import get_logger, root_cause
+from connector.observe.log import RefusalLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
+from connector.ports.gate import ANYBODY, Access
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
@@ -23,6 +24,8 @@ class ListenerThread:
 
     Args:
         on_death: called in its thread, with the reason, when that ends without being asked to.
+        look_again: see `HandshakeListener`.
+        access: who is let in.
     """
 
     def __init__(
@@ -32,8 +35,12 @@ class ListenerThread:
         ranks: Mapping[tuple[int, int], HandshakeMetadata],
         life: str,
         on_death: Callable[[str], None],
+        look_again: Callable[[], None] | None = None,
+        access: Access = ANYBODY,
     ) -> None:
+        self._access = access
         self._on_death = on_death
+        self._look_again = look_again
         self._host = host
         self._port = port
         self._payloads = {
@@ -58,13 +65,14 @@ class ListenerThread:
 
     async def _make(self) -> HandshakeListener:
         return HandshakeListener(
-            side_channel=ZmqSideChannel(),
+            side_channel=ZmqSideChannel(self._access, RefusalLog("side channel")),
             host=self._host,
             port=self._port,
             payloads=self._payloads,
             perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
             log_crash=log_actor_crash,
+            look_again=self._look_again,
         )
 
     def _log_bad_frame(self, detail: str) -> None:

@@ -38,6 +38,8 @@ from statemachine.failures import Failure, HandshakeMalformed, HandshakeRefused,
 
 GET_METADATA = b"get_meta_msg"
 REQUEST_BYTES_MAX = 64
+PUBLIC_KEY_PATTERN = r"\A[!-~]{40}\Z"
+"""A key of CURVE in its text form (Z85)."""
 LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
 EXTENSION_VERSION = 2
 RANK_MAX = 1023
@@ -81,6 +83,8 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     control_host: Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
     control_port: Annotated[int, Meta(ge=1, le=65535)]
     """Where this rank's worker takes the messages of `connector.wire.control`."""
+    control_key: Annotated[str, Meta(pattern=PUBLIC_KEY_PATTERN)] | None = None
+    """The public key of that socket; None: it has none, and speaks without encryption."""
     inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
 

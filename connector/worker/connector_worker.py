@@ -21,8 +21,17 @@ from vllm.utils.network_utils import get_ip
 from connector.actor_death import act_on
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
+from connector.key_files import channel_access
 from connector.observe import catalogue
-from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash, root_cause
+from connector.observe.log import (
+    EventLog,
+    FailureLog,
+    RefusalLog,
+    distribution_version,
+    get_logger,
+    log_crash,
+    root_cause,
+)
 from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
@@ -70,12 +79,16 @@ _log = get_logger()
 
 
 class ConnectorWorker:
-    """See the module's docstring. Every method is called from the engine thread."""
+    """See the module's docstring. Every method is called from the engine thread.
+
+    Raises OptionError for keys that cannot be used.
+    """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
+        self._access = channel_access(options)
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._rank_number = 0
@@ -211,7 +224,7 @@ class ConnectorWorker:
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
-        side_channel = ZmqSideChannel()
+        side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
         control_host, control = _open_control_socket(side_channel)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
@@ -223,6 +236,7 @@ class ConnectorWorker:
             pp_rank=layout.pp_rank,
             control_host=control_host,
             control_port=control.port,
+            control_key=side_channel.public_key,
         )
         return Supervisor(
             options=self._options,

@@ -20,6 +20,7 @@ import trio
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions
+from connector.key_files import channel_access, listener_access
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
@@ -158,6 +159,9 @@ class Engine:
     outcomes: Outcomes
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
+    refused: list[str]
+    """Why its sockets have not let somebody in."""
+    control_key: str | None = None
     stages: int = 1
     """Of the engine."""
     life: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -190,6 +194,7 @@ class Engine:
             life=self.life,
             control_host=HOST,
             control_port=self.control.port,
+            control_key=self.control_key,
             stages=self.stages,
         )
 
@@ -333,7 +338,7 @@ async def parallel_engine(
                 await nursery.start(each.supervisor.run)
             if serves:
                 ranks[0].listener = HandshakeListener(
-                    side_channel=ZmqSideChannel(),
+                    side_channel=ZmqSideChannel(listener_access(ranks[0].options), ranks[0].refused.append),
                     host=HOST,
                     port=port,
                     payloads={each.local.layout.rank: each.payload() for each in ranks},
@@ -387,7 +392,8 @@ def _rank(
     port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert isinstance(port, HeardPort)
     port.clock = clock
-    side_channel = ZmqSideChannel()
+    refused: list[str] = []
+    side_channel = ZmqSideChannel(channel_access(options), refused.append)
     control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
     trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
@@ -410,7 +416,20 @@ def _rank(
         descriptors_ahead_max=descriptors_ahead_max,
     )
     return Engine(
-        engine_id, options, local, memory, supervisor, port, control, clock, trace, outcomes, failures, crashes
+        engine_id,
+        options,
+        local,
+        memory,
+        supervisor,
+        port,
+        control,
+        clock,
+        trace,
+        outcomes,
+        failures,
+        crashes,
+        refused,
+        control_key=side_channel.public_key,
     )
 
 

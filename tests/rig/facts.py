@@ -19,6 +19,7 @@ def facts(
     pp_rank: int = 0,
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
+    control_key: str | None = None,
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -30,6 +31,7 @@ def facts(
         pp_rank=pp_rank,
         control_host=control_host,
         control_port=control_port,
+        control_key=control_key,
         inspection=INSPECTION_VERSION,
     )
 
@@ -43,6 +45,7 @@ def payload_of(
     control_host: str,
     control_port: int,
     stages: int = 1,
+    control_key: str | None = None,
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -54,5 +57,6 @@ def payload_of(
         pp_rank=layout.pp_rank,
         control_host=control_host,
         control_port=control_port,
+        control_key=control_key,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

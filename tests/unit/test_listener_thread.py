@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.runtime import listener as runtime_listener
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ThreadStartError
 from connector.scheduler import listener_thread
@@ -104,6 +105,29 @@ def test_a_listener_that_crashed_serves_on_and_the_crash_is_logged(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("handshake listener crashed")
     assert "RuntimeError: injected" in line
+
+
+def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(runtime_listener, "LOOK_AGAIN_SECONDS", 0.01)
+    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=DEATHS.append, look_again=look)
+    listener.start()
+    deadline = time.monotonic() + 10
+    while looks < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ask(port, encode_request(0, 0)) is not None
+    listener.stop()
+    assert looks >= 4
+    assert "RuntimeError: injected" in caplog.text
 
 
 def test_an_engine_that_has_stopped_says_so_to_everybody(served: ListenerThread, port: int) -> None:
