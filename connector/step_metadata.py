@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from connector.observe.spans import PullTimes
 from connector.protocol import Command
 from connector.wire.handshake import ActorExtension
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 
 
@@ -46,6 +47,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     pp_rank: int
     control_host: str
     control_port: int
+    identity: KvIdentity | None = None
 
     def extension(self, life: str) -> ActorExtension:
         """What peers are told of this rank; `life` names this run of the scheduler process."""
@@ -59,6 +61,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             control_host=self.control_host,
             control_port=self.control_port,
             inspection=INSPECTION_VERSION,
+            identity=self.identity,
         )
 
 

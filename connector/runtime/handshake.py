@@ -150,7 +150,13 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
     """One question about one rank. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
     frames_untrusted = await _ask(context, peer, rank)
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
-    reply = decode_reply(frames_untrusted, peer=peer.engine_id, address=str(peer), expected_hash=expected_hash)
+    reply = decode_reply(
+        frames_untrusted,
+        peer=peer.engine_id,
+        address=str(peer),
+        expected_hash=expected_hash,
+        identity=context.local.identity,
+    )
     if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:
         found = f"it answered about rank {(reply.actor.pp_rank, reply.actor.tp_rank)} when asked about {tuple(rank)}"
         raise _refused(peer, found)

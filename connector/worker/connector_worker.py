@@ -223,6 +223,7 @@ class ConnectorWorker:
             pp_rank=layout.pp_rank,
             control_host=control_host,
             control_port=control.port,
+            identity=registration.identity,
         )
         return Supervisor(
             options=self._options,

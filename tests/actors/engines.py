@@ -44,6 +44,7 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
@@ -186,6 +187,7 @@ class Engine:
             self.local.layout,
             self.port.agent_metadata,
             compatibility_hash=self.local.compatibility_hash,
+            identity=self.local.identity,
             life=self.life,
             control_host=HOST,
             control_port=self.control.port,
@@ -293,6 +295,7 @@ async def parallel_engine(
     port: int = 0,
     life: str | None = None,
     compatibility_hash: str = HASH,
+    identity: KvIdentity | None = None,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
@@ -316,6 +319,7 @@ async def parallel_engine(
             compatibility_hash,
             tokens,
             layout_name,
+            identity=identity,
             permute=permute,
             clock=clock or BootClock(),
         )
@@ -362,6 +366,7 @@ def _rank(
     tokens: int,
     layout_name: str,
     *,
+    identity: KvIdentity | None,
     permute: Permute,
     clock: Clock,
 ) -> Engine:
@@ -379,7 +384,9 @@ def _rank(
         tp_size=tp_size,
         layout_name=layout_name,
     )
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, permute=permute)
+    local = LocalRank(
+        layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, identity=identity, permute=permute
+    )
     port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert isinstance(port, HeardPort)
     port.clock = clock

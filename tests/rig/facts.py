@@ -5,6 +5,7 @@ from __future__ import annotations
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
 from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 
@@ -19,6 +20,7 @@ def facts(
     pp_rank: int = 0,
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
+    identity: KvIdentity | None = None,
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -31,6 +33,7 @@ def facts(
         control_host=control_host,
         control_port=control_port,
         inspection=INSPECTION_VERSION,
+        identity=identity,
     )
 
 
@@ -43,6 +46,7 @@ def payload_of(
     control_host: str,
     control_port: int,
     stages: int = 1,
+    identity: KvIdentity | None = None,
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -54,5 +58,6 @@ def payload_of(
         pp_rank=layout.pp_rank,
         control_host=control_host,
         control_port=control_port,
+        identity=identity,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)
