@@ -48,6 +48,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     control_host: str
     control_port: int
     identity: KvIdentity | None = None
+    verify: str = "off"
 
     def extension(self, life: str) -> ActorExtension:
         """What peers are told of this rank; `life` names this run of the scheduler process."""
@@ -62,6 +63,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             control_port=self.control_port,
             inspection=INSPECTION_VERSION,
             identity=self.identity,
+            verify=self.verify,
         )
 
 

@@ -87,6 +87,8 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     """Where this rank's worker takes the messages of `connector.wire.control`."""
     inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
+    verify: Annotated[str, Meta(max_length=16)] = "off"
+    """Of which blocks it has checksums: the value of its option `verify`."""
     identity: KvIdentity | None = None
     """None: an older engine of ours, of which the hash says all."""
 
