@@ -102,6 +102,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0001
     """While transfers are open, how long the engine thread may keep the Python interpreter from the connector's threads
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
+    verify: Literal["off", "sampled", "all"] = "off"
+    """Checksums of lent blocks, which D compares with what it has read: of none, of some of each request, or of all. P
+    has to make as many as D compares."""
     on_actor_death: Literal["degrade", "exit"] = "degrade"
     """What an engine does whose actors have died: go on without KV transfer, or end, so that it is started again."""
     params_keys_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None

@@ -122,6 +122,10 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_seconds: float
     blocks: int
     is_renewable: bool = True
+    block_ids: tuple[list[int], ...] | None = None
+    """By cache group, those that are lent, where they are to have checksums."""
+    sums: bytes | None = None
+    """These (`wire.control.encode_sums`), which the worker has made on the way."""
 
 
 class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -155,8 +159,24 @@ class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     named: tuple[LocalPrefill, ...]
 
 
+class SumsFound(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """From the engine thread: the answer to SumsWanted. `error`: why there is none."""
+
+    ticket: int
+    sums: npt.NDArray[np.int64]
+    error: str | None = None
+
+
 Command: TypeAlias = (
-    StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn | LocalPrefillsSeen
+    StartPull
+    | RejectPull
+    | AbortPull
+    | TrackLease
+    | LeaseComputing
+    | LeaseGranted
+    | LeaseWithdrawn
+    | LocalPrefillsSeen
+    | SumsFound
 )
 
 PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
@@ -240,6 +260,24 @@ class StrayReleaseNoted(msgspec.Struct, frozen=True, kw_only=True):
     """A consumer says that it has read blocks of which this engine knows nothing, or which it has not lent."""
 
 
+class Stretch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Blocks of local memory: `count` of `length_bytes`, one every `stride_bytes` from `address`; `blocks`, shape [n],
+    are those that are meant."""
+
+    address: int
+    stride_bytes: int
+    length_bytes: int
+    count: int
+    blocks: npt.NDArray[np.int64]
+
+
+class SumsWanted(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Sum the blocks of these stretches as they are now; SumsFound with this ticket is the answer."""
+
+    ticket: int
+    stretches: tuple[Stretch, ...]
+
+
 class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     """This worker can neither read nor lend KV any more; what is open has ended, or ends at its deadline."""
 
@@ -256,5 +294,6 @@ Outcome: TypeAlias = (
     | NotificationFailureNoted
     | LateNotificationNoted
     | StrayReleaseNoted
+    | SumsWanted
     | WorkerStopped
 )

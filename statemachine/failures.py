@@ -267,6 +267,27 @@ class LeaseNotProven(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class Corrupt(PeerFailure, frozen=True, kw_only=True):
+    """With the option verify: a block has arrived that is not the one that P has lent. The first one that differs.
+
+    `block` is the number of a kernel block on P, `region` the name of its KV cache region, `differing` of `compared`
+    checksums of the READ differ.
+    """
+
+    remote_request_id: str
+    region: str
+    block: int
+    differing: int
+    compared: int
+
+    def __str__(self) -> str:
+        return (
+            f"block {self.block} of {self.region} of {self.remote_request_id} has arrived from prefill engine "
+            f"{self.peer} with other content than was lent ({self.differing} of {self.compared} checksums differ): a "
+            "network card, its driver or memory is faulty on one of the two machines; take them out of service"
+        )
+
+
 class LeaseExpired(Failure, frozen=True, kw_only=True):
     """On P: a lease has ended, and not because its readers were done. Its blocks are freed."""
 

@@ -182,7 +182,8 @@ class BlocksRejected(Event, frozen=True, kw_only=True):
 
 
 class ReadEnded(Event, frozen=True, kw_only=True):
-    """One READ has ended. Without a failure all its bytes are here, if it was wanted. May be told again.
+    """One READ has ended. Without a failure all its bytes are here, if it was wanted, and where that is verified they
+    are those that P has lent. May be told again.
 
     `is_quiescent` false: it failed, and parts of it may still be in flight. `was_wanted` false: it was given up before
     its turn came, and never posted.
@@ -192,7 +193,7 @@ class ReadEnded(Event, frozen=True, kw_only=True):
     read: int
     connection: int
     ended_ns: int
-    failure: TransferError | None = None
+    failure: Failure | None = None
     is_quiescent: bool = True
     was_wanted: bool = True
 
@@ -268,7 +269,7 @@ class StartHandshake(Effect, frozen=True, kw_only=True):
 
 
 class ResolveBlocks(Effect, frozen=True, kw_only=True):
-    """Look up the request's blocks on this connection; feed BlocksResolved or BlocksRejected at once."""
+    """Look up the request's blocks on this connection; feed BlocksResolved or BlocksRejected, at once or later."""
 
     request_id: str
     connection: int
@@ -794,7 +795,8 @@ class RemoteEngine:
     def _take_read_end(self, connection: _Connection, event: ReadEnded, now_ns: int) -> None:
         failure = event.failure
         # The peer first: a request that may try again must find it draining, not ready on a broken connection.
-        if failure is not None and (failure.transport_lost or not event.is_quiescent):
+        transport_lost = isinstance(failure, TransferError) and failure.transport_lost
+        if failure is not None and (transport_lost or not event.is_quiescent):
             self._suspect(event.connection, failure, now_ns)
         if not event.is_quiescent:
             connection.unsettled[event.request_id, event.read] = None

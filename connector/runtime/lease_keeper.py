@@ -47,7 +47,7 @@ from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
-from statemachine.lease import Lease
+from statemachine.lease import Lease, LeaseName
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
 from statemachine.trace import Observer
 
@@ -114,6 +114,8 @@ class LeaseKeeper:
         self.notifications_dropped = 0
         # Releases of what is not lent (any more), by readers that were not the ones who ended it.
         self.late_releases = 0
+        # Checksums of what is lent now.
+        self._sums: dict[LeaseName, bytes] = {}
 
     @property
     def open_leases(self) -> int:
@@ -127,6 +129,8 @@ class LeaseKeeper:
 
     def deliver(self, command: LeaseCommand) -> None:
         """Take a command of the engine's scheduler. Never refused."""
+        if isinstance(command, LeaseGranted) and command.sums is not None:
+            self._sums[command.lease] = command.sums
         self._inbox.put(_command_event(command))
 
     def notify(self, sender: str, message_untrusted: bytes) -> None:
@@ -164,6 +168,8 @@ class LeaseKeeper:
                 continue
             if isinstance(message, Inspect):
                 self._inspect(message, asked.reply_address)
+            elif isinstance(message, wire.AskSums):
+                self._answer_sums(message, asked.reply_address)
             else:
                 self._inbox.put(_control_event(message, asked.reply_address))
 
@@ -213,6 +219,7 @@ class LeaseKeeper:
             case lending.AnswerRelease(reply_to=reply_to, leases=leases):
                 self._answer(reply_to, wire.Released(leases=leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
+                self._sums.pop(lease, None)
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
@@ -222,6 +229,12 @@ class LeaseKeeper:
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
+
+    def _answer_sums(self, asked: wire.AskSums, reply_to: ReplyAddress) -> None:
+        encoded = self._sums.get(asked.lease)
+        answer = wire.sums_answer(asked, encoded) if encoded is not None else None
+        if answer is not None:
+            self._answer(reply_to, answer)
 
     def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer) -> None:
         assert self._control is not None

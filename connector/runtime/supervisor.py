@@ -40,6 +40,7 @@ from connector.protocol import (
     ReceiveEnded,
     RejectPull,
     StartPull,
+    SumsFound,
     TrackLease,
     WorkerStopped,
 )
@@ -51,6 +52,7 @@ from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
+from connector.runtime.verification import SumDesk
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ConnectorStopped, Failure
@@ -135,6 +137,7 @@ class Supervisor:
             log_failure=log_failure,
             log_crash=log_crash,
             event_log=event_log,
+            sums=SumDesk(emit),
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
@@ -230,6 +233,8 @@ class Supervisor:
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():
                 self._inspector.note_local_prefills(command)
+            case SumsFound():
+                self._context.sums.deliver(command)
 
     def _route_notification(self, event: NotificationReceived) -> None:
         self._lease_keeper.notify(event.sender, event.message_untrusted)

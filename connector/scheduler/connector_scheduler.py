@@ -602,7 +602,13 @@ class ConnectorScheduler:
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
         blocks = sum(map(len, lent))
         self._commands.append(
-            LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=blocks, is_renewable=is_for_decode)
+            LeaseGranted(
+                lease=lease,
+                lease_seconds=lease_seconds,
+                blocks=blocks,
+                is_renewable=is_for_decode,
+                block_ids=tuple(lent) if self._options.verify != "off" else None,
+            )
         )
         self._figures.grant(request.request_id, blocks, tokens)
         return build_remote_prefill(

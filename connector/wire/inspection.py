@@ -84,7 +84,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         versions: of this package, vLLM, NIXL, Python.
         options: those in force, as JSON values.
         environment: variables of UCX, NIXL and vLLM's side channel that are set in this process.
-        factors: what the compatibility hash is made of.
+        factors: those of `identity.KvIdentity`, without the model's configuration.
         devices: RDMA devices of this machine, as Linux lists them.
         addresses: IP addresses of this machine.
     """

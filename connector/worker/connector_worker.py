@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
@@ -22,6 +24,8 @@ from connector.actor_death import act_on
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.key_files import channel_access
+from connector.layout.geometry import RankLayout
+from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
 from connector.observe.log import (
     EventLog,
@@ -39,15 +43,17 @@ from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
+from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import MESSAGE_BYTES_MAX, encode_sums
 from connector.wire.metadata import encode_agent_metadata
+from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -101,6 +107,9 @@ class ConnectorWorker:
         self._pull_timer = PullTimer() if makes_spans(vllm_config) else None
         self._staging: HostStaging | None = None
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
+        # With the option verify.
+        self._block_sums: BlockSums | None = None
+        self._layout: RankLayout | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
@@ -138,6 +147,8 @@ class ConnectorWorker:
             and current_platform.is_rocm()
             and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
         )
+        if self._options.verify != "off":
+            self._block_sums, self._layout = BlockSums(registered.values()), layout
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -237,6 +248,8 @@ class ConnectorWorker:
             control_host=control_host,
             control_port=control.port,
             control_key=side_channel.public_key,
+            identity=registration.identity,
+            verify=self._options.verify,
         )
         return Supervisor(
             options=self._options,
@@ -306,8 +319,32 @@ class ConnectorWorker:
             if thread.is_dead:
                 self.ledger.refuse(command)
             else:
-                thread.post(command)
+                thread.post(self._with_sums(command))
         self._switch_interval.shorten(self.ledger.is_open)
+        thread.flush()
+
+    def _with_sums(self, command: Command) -> Command:
+        """A grant with the checksums of what is lent: nobody can read it before. Without them nobody verifies it."""
+        if not isinstance(command, LeaseGranted) or command.block_ids is None or self._block_sums is None:
+            return command
+        assert self._layout is not None
+        blocks = lent_blocks(self._layout, command.block_ids, sampled=self._options.verify == "sampled")
+        try:
+            sums = lease_sums(blocks, self._block_sums.of(stretches(lent_runs(self._layout, blocks))))
+        except RuntimeError as error:
+            log_crash("checksums", error)
+            return command
+        return msgspec.structs.replace(command, block_ids=None, sums=encode_sums(sums))
+
+    def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command]) -> None:
+        """Of what READs have left, for the actors that compare."""
+        assert self._block_sums is not None
+        for each in wanted:
+            try:
+                found = SumsFound(ticket=each.ticket, sums=self._block_sums.of(each.stretches))
+            except RuntimeError as error:
+                found = SumsFound(ticket=each.ticket, sums=np.empty(0, np.int64), error=repr(error))
+            thread.post(found)
         thread.flush()
 
     def _end_sends(self, commands: Sequence[Command]) -> None:
@@ -328,6 +365,8 @@ class ConnectorWorker:
             self.ledger.fail_closed(self._thread.death)
             self._figures.clear()
         results = self.ledger.take_results()
+        if (wanted := self.ledger.take_sums_wanted()) and self._thread is not None:
+            self._find_sums(wanted, self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
         if self._pull_timer is not None:

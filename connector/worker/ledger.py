@@ -33,6 +33,7 @@ from connector.protocol import (
     RejectPull,
     SendEnded,
     StartPull,
+    SumsWanted,
     TrackLease,
     WorkerStopped,
 )
@@ -63,6 +64,7 @@ class TransferLedger:
         self._has_figures = False
         self._has_news = False
         self._loaded: list[Loaded] = []
+        self._sums_wanted: list[SumsWanted] = []
         # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
@@ -132,6 +134,9 @@ class TransferLedger:
             outcome = self._outcomes.popleft()
             if self._is_repeated(outcome):
                 continue
+            if isinstance(outcome, SumsWanted):
+                self._sums_wanted.append(outcome)
+                continue
             self._stats.add(outcome)
             self._has_figures = True
             match outcome:
@@ -153,6 +158,11 @@ class TransferLedger:
         """Those whose READs have ended, as `take_results` found. Each is told to vLLM when it has been finished."""
         loaded, self._loaded = self._loaded, []
         return loaded
+
+    def take_sums_wanted(self) -> list[SumsWanted]:
+        """What is to be summed, as `take_results` found."""
+        wanted, self._sums_wanted = self._sums_wanted, []
+        return wanted
 
     def note_pull(self, times: PullTimes) -> None:
         """For the spans that the scheduler process makes."""

@@ -46,6 +46,7 @@ from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
@@ -191,6 +192,7 @@ class Engine:
             self.local.layout,
             self.port.agent_metadata,
             compatibility_hash=self.local.compatibility_hash,
+            identity=self.local.identity,
             life=self.life,
             control_host=HOST,
             control_port=self.control.port,
@@ -299,6 +301,7 @@ async def parallel_engine(
     port: int = 0,
     life: str | None = None,
     compatibility_hash: str = HASH,
+    identity: KvIdentity | None = None,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
@@ -323,6 +326,7 @@ async def parallel_engine(
             compatibility_hash,
             tokens,
             layout_name,
+            identity=identity,
             permute=permute,
             clock=clock or BootClock(),
             descriptors_ahead_max=descriptors_ahead_max,
@@ -370,6 +374,7 @@ def _rank(
     tokens: int,
     layout_name: str,
     *,
+    identity: KvIdentity | None,
     permute: Permute,
     clock: Clock,
     descriptors_ahead_max: int,
@@ -388,7 +393,9 @@ def _rank(
         tp_size=tp_size,
         layout_name=layout_name,
     )
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, permute=permute)
+    local = LocalRank(
+        layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, identity=identity, permute=permute
+    )
     port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert isinstance(port, HeardPort)
     port.clock = clock

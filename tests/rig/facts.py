@@ -5,6 +5,7 @@ from __future__ import annotations
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
 from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 
@@ -20,6 +21,7 @@ def facts(
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
     control_key: str | None = None,
+    identity: KvIdentity | None = None,
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -33,6 +35,7 @@ def facts(
         control_port=control_port,
         control_key=control_key,
         inspection=INSPECTION_VERSION,
+        identity=identity,
     )
 
 
@@ -46,6 +49,7 @@ def payload_of(
     control_port: int,
     stages: int = 1,
     control_key: str | None = None,
+    identity: KvIdentity | None = None,
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -58,5 +62,6 @@ def payload_of(
         control_host=control_host,
         control_port=control_port,
         control_key=control_key,
+        identity=identity,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -488,7 +488,9 @@ class Cluster:
         engine.crash()
         await trio.sleep(RESTART_SECONDS_MIN)
         chance = generator(self._plan.seed, f"variant at {fault.at_seconds}")
-        wrong = self._restart(engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS]))
+        wrong = self._restart(
+            engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS, Variant.OTHER_WEIGHTS])
+        )
         await trio.sleep_until(max(fault.end_seconds, trio.current_time()))
         if engine.process is wrong and not wrong.has_died():
             engine.crash()

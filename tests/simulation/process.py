@@ -26,6 +26,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
 from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import Inspect
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
@@ -122,7 +123,16 @@ class Variant(enum.Enum):
 
     SAME = "same"
     OTHER_MODEL = "another model"
+    OTHER_WEIGHTS = "other weights under the same name"
     OTHER_BLOCKS = "blocks of another length"
+
+
+def _identity(variant: Variant) -> KvIdentity | None:
+    """The other model is served by an older engine, of which there is nothing but the hash."""
+    if variant is Variant.OTHER_MODEL:
+        return None
+    weights = "others" if variant is Variant.OTHER_WEIGHTS else "the same"
+    return KvIdentity(factors={"model": "model", "weights": weights}, layers={})
 
 
 class Owner(Protocol):
@@ -171,6 +181,7 @@ class Rank:
             layout=memory.layout(process.engine_id, shapes),
             shapes=shapes,
             compatibility_hash="another-model" if process.variant is Variant.OTHER_MODEL else "same-model",
+            identity=_identity(process.variant),
         )
         self.figures = Figures()
         self.supervisor = Supervisor(
@@ -201,6 +212,7 @@ class Rank:
             self._local.layout,
             self.port.agent_metadata,
             compatibility_hash=self._local.compatibility_hash,
+            identity=self._local.identity,
             life=life,
             control_host=self.host,
             control_port=self.control.port,
