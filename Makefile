@@ -8,6 +8,8 @@
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
+# make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
+#                strangers call: no wrong answer, nothing left; BUILTIN=1 runs the same plan with the built-in connector
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
 # make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
@@ -19,11 +21,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
-         tests/e2e/test_deepseek_v4.py
+         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py
 SEEDS ?= 100
+MINUTES ?= 5
+SEED ?= 1
 
 .PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        test-gpu prometheus bench diagrams clean
+        test-gpu prometheus bench chaos diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -79,6 +83,9 @@ test-gpu:
 
 prometheus:
 	@$(PYTHON) .ci/fetch_prometheus.py
+
+chaos: setup
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(if $(BUILTIN),--builtin)
 
 bench: setup
 	@$(BIN)/python -m tests.bench
