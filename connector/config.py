@@ -83,6 +83,10 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     a READ that fails; the transport may be working on the others. Blocks are not used again before this has passed."""
     transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
     """How often a request whose READ failed is tried again while its lease is proven."""
+    drain_grace_seconds: _Seconds = 60.0
+    """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
+    where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
+    drain is granted until kv_lease_duration before its end."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5
@@ -141,6 +145,9 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         # A long lease may come from a configuration of the built-in connector, which has no such option.
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
+    if "drain_grace_seconds" not in extra_config:
+        grace_seconds = max(options.drain_grace_seconds, options.kv_lease_duration)
+        options = msgspec.structs.replace(options, drain_grace_seconds=grace_seconds)
     _check_together(options, extra_config)
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
@@ -178,6 +185,13 @@ def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) 
         "less than",
         "kv_lease_duration",
         "blocks would be given up before their first lease has ended",
+    )
+    require(
+        options.drain_grace_seconds >= lease_seconds,
+        "drain_grace_seconds",
+        "less than",
+        "kv_lease_duration",
+        "an engine that is to end has to keep what it has lent for as long as it has promised",
     )
     require(
         2 * options.lease_margin_seconds <= lease_seconds,

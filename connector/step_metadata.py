@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector.observe.spans import PullTimes
 from connector.protocol import Command
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
 from connector.wire.inspection import INSPECTION_VERSION
 
@@ -59,6 +60,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             control_host=self.control_host,
             control_port=self.control_port,
             inspection=INSPECTION_VERSION,
+            administration=ADMINISTRATION_VERSION,
         )
 
 

@@ -206,6 +206,10 @@ class EventLog:
         """A request has waited for a while; `what` says for what, and until when."""
         self.write("waiting", f"{subject} still waits: {what}")
 
+    def leaves(self, engine: str, grace_seconds: float) -> None:
+        """An engine is to end."""
+        self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")
+
     def write(self, cause: str, text: str) -> None:
         """One line, unless there were too many with this cause."""
         if self._window.admits(cause):

@@ -42,6 +42,7 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
+from connector.wire.administration import Leave, LeaveTaken
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
@@ -118,6 +119,11 @@ class LeaseKeeper:
     @property
     def open_leases(self) -> int:
         return self._core.open_leases
+
+    @property
+    def leaves_ns(self) -> int | None:
+        """When the grace period of this engine, which is to end, is over; None: it is not to end."""
+        return self._core.leaves_ns
 
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
@@ -212,6 +218,10 @@ class LeaseKeeper:
                 self._answer(reply_to, wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone))
             case lending.AnswerRelease(reply_to=reply_to, leases=leases):
                 self._answer(reply_to, wire.Released(leases=leases))
+            case lending.TellLeaving(reply_to=reply_to, grace_ns=grace_ns):
+                self._answer(reply_to, wire.Leaving(grace_ns=grace_ns))
+            case lending.AnswerLeave(reply_to=reply_to, leases=open_leases):
+                self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
             case lending.WatchNotifications(is_expected=is_expected):
@@ -223,7 +233,7 @@ class LeaseKeeper:
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
-    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer) -> None:
+    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken) -> None:
         assert self._control is not None
         assert isinstance(reply_to, bytes)
         self._control.reply(reply_to, wire.encode_answer(answer))
@@ -242,8 +252,10 @@ def _command_event(command: LeaseCommand) -> Event:
             return lending.Withdrawn(lease=lease)
 
 
-def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
+def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -> Event:
     match message:
+        case Leave(grace_ns=grace_ns):
+            return lending.Leave(reply_to=reply_to, grace_ns=grace_ns)
         case wire.Hold():
             return lending.HoldAsked(
                 reply_to=reply_to,
@@ -252,6 +264,7 @@ def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
                 ranks=message.ranks,
                 sent_ns=message.sent_ns,
                 leases=message.leases,
+                hears_leaving=message.hears_leaving,
             )
         case wire.Release():
             return lending.ReleaseAsked(

@@ -125,6 +125,7 @@ class PeerActor:
             core.Report: self._report,
             core.LiftQuarantine: self._lift_quarantine,
             core.NoteHandshakeFailure: self._note_handshake_failure,
+            core.NoteLeaving: self._note_leaving,
         }
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -420,6 +421,10 @@ class PeerActor:
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.emit(HandshakeFailureNoted())
+
+    def _note_leaving(self, effect: core.NoteLeaving) -> None:
+        if self._context.event_log is not None:
+            self._context.event_log.leaves(self._describe(), effect.grace_ns / NS_PER_SECOND)
 
     # --- for people ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ nothing of ours compares the clocks of two processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -83,6 +83,10 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     """Where this rank's worker takes the messages of `connector.wire.control`."""
     inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
+    administration: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Version of `connector.wire.administration` that it understands; 0: it is never sent any of that."""
+    draining: Literal["", "draining", "drained"] = ""
+    """Whether P is to end, and how far it has come (`statemachine.draining`); for tools."""
 
     def __post_init__(self) -> None:
         # Holds where we make one, and msgspec turns it into a failed decode where a peer did.

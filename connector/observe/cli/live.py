@@ -280,6 +280,7 @@ def _as_data(found: Survey) -> dict[str, Any]:
                         "pp_rank": rank.rank[0],
                         "tp_rank": rank.rank[1],
                         "problem": rank.problem,
+                        "draining": rank.draining,
                         **{
                             what: [
                                 msgspec.to_builtins(row) for row in rank.rows if _KIND_OF[type(row).__name__] == what
@@ -347,14 +348,15 @@ def _tables(found: Survey) -> list[Any]:
     tables: list[Any] = []
     table(
         "Engines",
-        "engine, address, role, up, peers, requests, leases, lent blocks, READs, quarantined blocks, local prefills, "
-        "problem",
+        "engine, address, role, up, drain, peers, requests, leases, lent blocks, READs, quarantined blocks, "
+        "local prefills, problem",
         [
             (
                 f"{row.engine_id}/{number}",
                 engine.address,
                 row.facts.role,
                 _age(row.uptime_seconds),
+                rank.draining,
                 *(
                     row.counts.get(name, 0)
                     for name in (
@@ -374,7 +376,7 @@ def _tables(found: Survey) -> list[Any]:
             for row in rank.of(EngineRow)
         ]
         + [
-            (engine.engine_id, engine.address, *[None] * 9, engine.problem or _first_problem(engine))
+            (engine.engine_id, engine.address, *[None] * 10, engine.problem or _first_problem(engine))
             for engine in found.engines
             if not engine.answers
         ],
@@ -387,7 +389,7 @@ def _tables(found: Survey) -> list[Any]:
                 on,
                 row.engine_id,
                 row.address,
-                row.state,
+                row.state if row.leaving_seconds is None else f"{row.state}, leaves",
                 _age(row.since_seconds),
                 row.failure,
                 _age(row.backoff_seconds) if row.backoff_seconds is not None else None,

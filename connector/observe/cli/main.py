@@ -1,4 +1,4 @@
-"""`nixl-actor`, and `python -m connector`: what operators ask of running engines and of traces.
+"""`nixl-actor`, and `python -m connector`: what operators ask of running engines and of traces, and tell engines to do.
 
 Starting has to be quick, so nothing here or in the modules of the commands imports vLLM, torch or NIXL, and what only
 one command needs is imported by it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from connector.observe.cli import trace
+from connector.observe.cli.administer import drain
 from connector.observe.cli.live import doctor, ps, why
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(why)
 app.command()(ps)
 app.command()(doctor)
+app.command()(drain)
 app.add_typer(trace.app, name="trace")
 
 

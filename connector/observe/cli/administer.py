@@ -1,0 +1,64 @@
+"""Commands that change what engines do: `drain`.
+
+Exit status, for scripts:
+  drain    0 it has drained, or with --no-wait has begun; 1 it has not in time, or its grace period ended with something
+           lent; 2 it could not be asked
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from connector.observe.cli.live import BAD, SERVED, UNASKED
+
+if TYPE_CHECKING:
+    from connector.wire.administration import DrainReport
+
+
+def drain(
+    engine: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Side channel of the prefill engine.")],
+    wait: Annotated[bool, typer.Option(help="Until nothing is lent any more, or its grace period is over.")] = True,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait; otherwise as long as the engine does.", min=0.05)
+    ] = None,
+) -> None:
+    """CHANGES the engine: it lends no new prefill, tells its decode engines that it leaves, and may be ended after it.
+
+    There is no way back but a restart. What it has lent is served until it is read, for drain_grace_seconds at most.
+    """
+    from connector.observe.administration import AdministrationError
+    from connector.observe.administration import drain as drain_engine
+    from connector.observe.live import AddressError, parse_address
+
+    shown: list[DrainReport] = []
+
+    def show(report: DrainReport) -> None:
+        if not shown or (report.state, report.lent) != (shown[-1].state, shown[-1].lent):
+            typer.echo(_line(report))
+        shown.append(report)
+
+    try:
+        report = drain_engine(parse_address(engine), waits=wait, timeout_seconds=timeout, show=show)
+    except AddressError as error:
+        raise typer.BadParameter(str(error)) from None
+    except AdministrationError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(UNASKED if not shown else BAD) from None
+    has_drained = report.state == "drained" and not report.lent
+    raise typer.Exit(SERVED if has_drained or not wait else BAD)
+
+
+def _line(report: DrainReport) -> str:
+    later = f"{report.not_lent} came since and are not lent"
+    if report.state == "drained":
+        left = (
+            f"{report.lent} prefill(s) are still lent, and the grace period is over"
+            if report.lent
+            else "nothing is lent"
+        )
+        return f"drained after {report.seconds:.1f} s: {left}; {later}; the engine may be ended"
+    return (
+        f"draining for {report.seconds:.1f} s: {report.lent} prefill(s) lent; {later}; {report.seconds_left:.0f} s left"
+    )
