@@ -1434,5 +1434,5 @@ class RemoteEngine:
         return self._timers.get(("deadline", request_id))
 
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE)
+MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)
 """What is composed here."""
