@@ -23,7 +23,8 @@ from msgspec import Meta
 
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT
-from connector.wire.bounded import render_untrusted
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted
+from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
@@ -35,6 +36,7 @@ _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_time
 _log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_Place = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -87,6 +89,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
     where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
     drain is granted until kv_lease_duration before its end."""
+    known_peers: Annotated[tuple[_Place, ...], Meta(max_length=PLACES_MAX)] = ()
+    """Prefill engines that a decode engine connects before their first request, and again when they are back: host:port
+    of their side channels. One that does not answer is tried again."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5

@@ -101,6 +101,12 @@ class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     age_seconds: float
 
 
+class MeetPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Connect this engine, which no request needs yet. It says its sizes itself. Not sent by the scheduler side."""
+
+    peer: PeerAddress
+
+
 # --- commands: prefill side -----------------------------------------------------------------------------------------
 
 
@@ -153,10 +159,18 @@ class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Command: TypeAlias = (
-    StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn | LocalPrefillsSeen
+    StartPull
+    | RejectPull
+    | AbortPull
+    | TrackLease
+    | MeetPeer
+    | LeaseComputing
+    | LeaseGranted
+    | LeaseWithdrawn
+    | LocalPrefillsSeen
 )
 
-PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
 
 
 # --- outcomes -------------------------------------------------------------------------------------------------------

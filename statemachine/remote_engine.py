@@ -146,6 +146,12 @@ class Settled(Event, frozen=True, kw_only=True):
     address: Address
 
 
+class MeetAsked(Event, frozen=True, kw_only=True):
+    """Connect the engine, although no request needs it yet."""
+
+    address: Address
+
+
 class AbortAsked(Event, frozen=True, kw_only=True):
     """The engine gave a request up; it may have ended already."""
 
@@ -589,6 +595,10 @@ class RemoteEngine:
                 self._take_release_answer(event)
             case Settled():
                 self._settle_without_reading(event, now_ns)
+            case MeetAsked(address=address):
+                self._address_from(address)
+                if self._peer.state is peer.State.IDLE:
+                    self._step_peer(peer.Wanted(), now_ns)
             case AbortAsked(request_id=request_id):
                 self._step_request(request_id, request.Aborted(), now_ns)
             case Connected():

@@ -1,6 +1,7 @@
 """What tools change in running engines (`connector.wire.administration`); the rest of this package only looks.
 
     drain    side channel of an engine: begin to drain, and see how far it has come, until it has drained
+    meet     control socket of each rank of a decode engine: connect prefill engines, and see until they are
 
 An engine is first asked what it is. One that does not say that it understands these messages (it runs the built-in
 connector, or an older version of this one) is sent none, and is an `AdministrationError`.
@@ -8,7 +9,8 @@ connector, or an older version of this one) is sent none, and is an `Administrat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import trio
@@ -16,13 +18,23 @@ import trio
 from connector.observe.live import Address
 from connector.ports.side_channel import ConnectionRefused, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.wire.administration import DrainReport, decode_report, encode_drain
+from connector.wire.administration import (
+    DrainReport,
+    Meet,
+    MeetReport,
+    decode_meet_report,
+    decode_report,
+    encode_drain,
+    encode_meet,
+)
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.handshake import ActorExtension, decode_advertisement, encode_request
 
 ASK_SECONDS = 5.0
 """For one answer."""
 POLL_SECONDS = 0.2
+FINAL_STATES = ("met", "own", "unknown")
+"""Of a place, for who waits: nothing more will come."""
 
 
 class AdministrationError(Exception):
@@ -67,6 +79,25 @@ def drain(
     return trio.run(run)
 
 
+def meet(address: Address, places: Sequence[str], *, timeout_seconds: float) -> dict[tuple[int, int], MeetReport]:
+    """Have every rank of a decode engine connect the engines at these places; what each rank said last, by pipeline
+    and tensor rank. Raises AdministrationError."""
+
+    async def run() -> dict[tuple[int, int], MeetReport]:
+        side_channel = ZmqSideChannel()
+        try:
+            actor = await require_administration(side_channel, address)
+            reports: dict[tuple[int, int], MeetReport] = {}
+            deadline = trio.current_time() + timeout_seconds
+            for rank in itertools.product(range(actor.pp_size), range(actor.tp_size)):
+                reports[rank] = await _meet_on(side_channel, address, rank, places, deadline)
+            return reports
+        finally:
+            side_channel.close()
+
+    return trio.run(run)
+
+
 async def require_administration(side_channel: SideChannel, address: Address) -> ActorExtension:
     """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
     frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0))
@@ -100,3 +131,27 @@ async def _exchange(side_channel: SideChannel, address: Address, frame: bytes) -
         raise AdministrationError(f"nothing listens at {address}: the engine has ended, or it is another") from error
     except SideChannelError as error:
         raise AdministrationError(str(error)) from error
+
+
+async def _meet_on(
+    side_channel: SideChannel, address: Address, rank: tuple[int, int], places: Sequence[str], deadline: float
+) -> MeetReport:
+    """Until one rank has met all of them, or the time is up."""
+    frames_untrusted = await _exchange(side_channel, address, encode_request(*rank))
+    try:
+        actor = decode_advertisement(frames_untrusted).actor
+        if actor is None:
+            raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
+        with closing(await side_channel.open_link(actor.control_host, actor.control_port)) as link:
+            while True:
+                link.send(encode_meet(Meet(places=tuple(places))))
+                with trio.fail_after(ASK_SECONDS):
+                    report = decode_meet_report(await link.receive())
+                is_over = all(row.state in FINAL_STATES for row in report.rows)
+                if is_over or trio.current_time() + POLL_SECONDS > deadline:
+                    return report
+                await trio.sleep(POLL_SECONDS)
+    except trio.TooSlowError as error:
+        raise AdministrationError(f"rank {rank} of the engine at {address} did not answer") from error
+    except (SideChannelError, BadFrame, DecodeFailed) as error:
+        raise AdministrationError(f"rank {rank} of the engine at {address}: {error}") from error

@@ -42,7 +42,7 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
-from connector.wire.administration import Leave, LeaveTaken
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
@@ -84,6 +84,7 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
+        meet: told which engines a tool wants to be met; says how far each has come.
     """
 
     def __init__(
@@ -99,9 +100,11 @@ class LeaseKeeper:
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
+        meet: Callable[[Meet], MeetReport] = lambda message: MeetReport(rows=()),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
+        self._meet = meet
         self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
@@ -170,6 +173,8 @@ class LeaseKeeper:
                 continue
             if isinstance(message, Inspect):
                 self._inspect(message, asked.reply_address)
+            elif isinstance(message, Meet):
+                self._answer(asked.reply_address, self._meet(message))
             else:
                 self._inbox.put(_control_event(message, asked.reply_address))
 
@@ -233,7 +238,7 @@ class LeaseKeeper:
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
-    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken) -> None:
+    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken | MeetReport) -> None:
         assert self._control is not None
         assert isinstance(reply_to, bytes)
         self._control.reply(reply_to, wire.encode_answer(answer))

@@ -32,6 +32,7 @@ from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
     HandshakeFailureNoted,
+    MeetPeer,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
@@ -297,6 +298,8 @@ class PeerActor:
         match command:
             case AbortPull(request_id=request_id):
                 return core.AbortAsked(request_id=request_id)
+            case MeetPeer(peer=address):
+                return core.MeetAsked(address=address)
             case StartPull(awaited=False):
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():

@@ -2,12 +2,14 @@
 
     tool -> side channel     b"drain_engine"         -> DrainReport   begin to drain; what has become of it
     own engine -> worker     Leave                   -> LeaveTaken    tell your decode engines that we leave
+    tool -> worker           Meet                    -> MeetReport    connect these engines before a request needs them
 
 The first is asked of the engine as a whole, on its side channel: one frame, and two in return as for every question
 there, the second of which (the listener's clock) is not looked at. It may be repeated: draining begins once, and each
 answer says how far it has come. The second is what the scheduler process then tells each of its workers on their
-control sockets (`connector/scheduler/draining.py`); one msgpack map in one frame each. Only an engine whose handshake
-says `administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
+control sockets (`connector/scheduler/draining.py`). The third goes to the control socket of each rank of a decode
+engine, and may be repeated as well. One msgpack map in one frame each. Only an engine whose handshake says
+`administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
 
 Whoever reaches the sockets of an engine can send them, as whoever reaches them can read KV.
 """
@@ -20,13 +22,17 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import BadFrame, DecodeFailed, decode_msgpack, shorten
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, BadFrame, DecodeFailed, decode_msgpack, shorten
 
 ADMINISTRATION_VERSION = 1
 
 _DRAIN_ENGINE = b"drain_engine"
 REPORT_BYTES_MAX = 1 << 16
 
+MEET_PLACES_MAX = 64
+"""Of one message."""
+
+_Place: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -40,6 +46,33 @@ class LeaveTaken(msgspec.Struct, frozen=True, kw_only=True, tag="leave_taken"):
     """They are told. `leases` of this worker have not ended."""
 
     leases: _Count
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
+    """Connect the prefill engines at these places, host:port of their side channels, and keep them connected."""
+
+    places: Annotated[tuple[_Place, ...], Meta(max_length=MEET_PLACES_MAX)]
+
+
+class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one has come.
+
+    Attributes:
+        state: that of `statemachine.introduction`, met when it is connected; unknown: it was not taken.
+        engine_id: of the engine that has answered there.
+        problem: why the last attempt failed.
+    """
+
+    place: str
+    state: str
+    engine_id: str
+    problem: str
+
+
+class MeetReport(msgspec.Struct, frozen=True, kw_only=True, tag="meet_report"):
+    """A row for each place of the question, as this rank sees it."""
+
+    rows: Annotated[tuple[PlaceRow, ...], Meta(max_length=MEET_PLACES_MAX)]
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +104,7 @@ _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(tuple[bytes])
 _reply_decoder = msgspec.msgpack.Decoder(_Reply)
 _taken_decoder = msgspec.msgpack.Decoder(LeaveTaken)
+_met_decoder = msgspec.msgpack.Decoder(MeetReport)
 
 
 def encode_drain() -> bytes:
@@ -113,3 +147,15 @@ def decode_leave_taken(frames_untrusted: Sequence[bytes]) -> LeaveTaken:
     if len(frames_untrusted) != 1:
         raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
     return decode_msgpack(_taken_decoder, frames_untrusted[0], bytes_max=1024)
+
+
+def encode_meet(message: Meet) -> tuple[bytes]:
+    """The frames of the message to a worker."""
+    return (_encoder.encode(message),)
+
+
+def decode_meet_report(frames_untrusted: Sequence[bytes]) -> MeetReport:
+    """Read a worker's answer. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    if len(frames_untrusted) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
+    return decode_msgpack(_met_decoder, frames_untrusted[0], bytes_max=REPORT_BYTES_MAX)

@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.administration import Leave, LeaveTaken
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
 from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
@@ -129,7 +129,7 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
 
 
 LeaseRequest: TypeAlias = Hold | Release
-ControlRequest: TypeAlias = LeaseRequest | Inspect | Leave
+ControlRequest: TypeAlias = LeaseRequest | Inspect | Leave | Meet
 ControlAnswer: TypeAlias = HoldAnswer | Released | Leaving
 
 _encoder = msgspec.msgpack.Encoder()
@@ -142,7 +142,7 @@ def encode_request(message: ControlRequest) -> tuple[bytes]:
     return (_encoder.encode(message),)
 
 
-def encode_answer(message: ControlAnswer | LeaveTaken) -> tuple[bytes]:
+def encode_answer(message: ControlAnswer | LeaveTaken | MeetReport) -> tuple[bytes]:
     """The frames of a message from a worker."""
     return (_encoder.encode(message),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension, encode_payload
 from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
@@ -31,6 +32,7 @@ def facts(
         control_host=control_host,
         control_port=control_port,
         inspection=INSPECTION_VERSION,
+        administration=ADMINISTRATION_VERSION,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from connector.observe.cli import trace
-from connector.observe.cli.administer import drain
+from connector.observe.cli.administer import drain, meet
 from connector.observe.cli.live import doctor, ps, why
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(why)
 app.command()(ps)
 app.command()(doctor)
 app.command()(drain)
+app.command()(meet)
 app.add_typer(trace.app, name="trace")
 
 
