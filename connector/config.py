@@ -24,7 +24,8 @@ from msgspec import Meta
 
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT
-from connector.wire.bounded import render_untrusted
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted
+from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
@@ -37,6 +38,7 @@ _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_time
 _log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_Place = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -88,6 +90,13 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_limit: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of the KV cache's blocks that may be in quarantine before nothing new is read; 1: no limit. What is left of
     the pool serves requests that need no KV from elsewhere, and those whose prompt is computed here."""
+    drain_grace_seconds: _Seconds = 60.0
+    """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
+    where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
+    drain is granted until kv_lease_duration before its end."""
+    known_peers: Annotated[tuple[_Place, ...], Meta(max_length=PLACES_MAX)] = ()
+    """Prefill engines that a decode engine connects before their first request, and again when they are back: host:port
+    of their side channels. One that does not answer is tried again."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5
@@ -160,6 +169,9 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         # A long lease may come from a configuration of the built-in connector, which has no such option.
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
+    if "drain_grace_seconds" not in extra_config:
+        grace_seconds = max(options.drain_grace_seconds, options.kv_lease_duration)
+        options = msgspec.structs.replace(options, drain_grace_seconds=grace_seconds)
     _check_together(options, extra_config)
     for text in options.allowed_peers:
         try:
@@ -204,6 +216,13 @@ def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) 
         "less than",
         "kv_lease_duration",
         "blocks would be given up before their first lease has ended",
+    )
+    require(
+        options.drain_grace_seconds >= lease_seconds,
+        "drain_grace_seconds",
+        "less than",
+        "kv_lease_duration",
+        "an engine that is to end has to keep what it has lent for as long as it has promised",
     )
     require(
         2 * options.lease_margin_seconds <= lease_seconds,

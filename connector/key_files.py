@@ -86,6 +86,11 @@ def listener_access(options: ConnectorOptions) -> Access:
     return msgspec.structs.replace(access, keys=None) if options.allow_insecure_peers else access
 
 
+def own_workers_access(options: ConnectorOptions) -> Access:
+    """To the control sockets of an engine's own workers, wherever they are. Raises OptionError."""
+    return msgspec.structs.replace(channel_access(options), networks=())
+
+
 def check_key_files(options: ConnectorOptions) -> None:
     """Raises OptionError when an engine with these options could not start."""
     params_key_file(options)

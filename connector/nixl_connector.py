@@ -151,6 +151,10 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.update_connector_output(connector_output)
 
+    def has_pending_push_work(self) -> bool:
+        """Nothing is pushed; but what is lent keeps an engine going that is to end, and this is vLLM's question."""
+        return self._scheduler is not None and self._scheduler.keeps_stepping
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_side.request_finished(request, (block_ids,))
 

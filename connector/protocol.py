@@ -104,6 +104,12 @@ class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     age_seconds: float
 
 
+class MeetPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Connect this engine, which no request needs yet. It says its sizes itself. Not sent by the scheduler side."""
+
+    peer: PeerAddress
+
+
 # --- commands: prefill side -----------------------------------------------------------------------------------------
 
 
@@ -172,6 +178,7 @@ Command: TypeAlias = (
     | RejectPull
     | AbortPull
     | TrackLease
+    | MeetPeer
     | LeaseComputing
     | LeaseGranted
     | LeaseWithdrawn
@@ -179,7 +186,7 @@ Command: TypeAlias = (
     | SumsFound
 )
 
-PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
 
 
 # --- outcomes -------------------------------------------------------------------------------------------------------

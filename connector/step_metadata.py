@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector.observe.spans import PullTimes
 from connector.protocol import Command
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
 from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
@@ -66,6 +67,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             inspection=INSPECTION_VERSION,
             identity=self.identity,
             verify=self.verify,
+            administration=ADMINISTRATION_VERSION,
         )
 
 

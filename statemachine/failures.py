@@ -170,6 +170,20 @@ class PeerRetired(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class PeerLeaving(PeerFailure, frozen=True, kw_only=True):
+    """The peer had said that it would end, and its connection has ended since. `detail` is the kind of what showed
+    it."""
+
+    detail: str = ""
+
+    def __str__(self) -> str:
+        shown = f" ({self.detail})" if self.detail else ""
+        return (
+            f"prefill engine {self.peer} at {self.address} was taken away, as it had said that it would be{shown}; the "
+            "request must be prefilled again"
+        )
+
+
 class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):
     """An earlier request of this engine has read these blocks and told the peer that it may free them."""
 

@@ -27,6 +27,10 @@ WHAT_TO_DO: dict[str, str] = {
     "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
     "PeerBackoff": "correct what made P fail; it is tried again by itself",
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
+    "PeerLeaving": (
+        "prefill again; end P only when it says that it has drained (nixl-actor drain), and raise drain_grace_seconds "
+        "on it if that comes too late"
+    ),
     "TooManyPeers": "raise the option peer_limit on D",
     "Incompatible": "start both engines with the same model and settings; the line has both values",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",

@@ -114,6 +114,12 @@ class RankReport:
     def engine(self) -> EngineRow | None:
         return next(iter(self.of(EngineRow)), None)
 
+    @property
+    def draining(self) -> str:
+        """Whether its engine is to end: "draining", "drained", or nothing."""
+        actor = self.advertisement.actor if self.advertisement is not None else None
+        return actor.draining if actor is not None else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:

@@ -240,6 +240,10 @@ class EventLog:
         """A request has waited for a while; `what` says for what, and until when."""
         self.write("waiting", f"{subject} still waits: {what}")
 
+    def leaves(self, engine: str, grace_seconds: float) -> None:
+        """An engine is to end."""
+        self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")
+
     def quarantine(self, blocks: int, limit_blocks: int, *, is_full: bool) -> None:
         """The limit of quarantined blocks was reached, or there are fewer again. `blocks`: how many there are."""
         if is_full:

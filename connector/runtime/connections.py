@@ -90,7 +90,7 @@ class Connections:
 
     def hold(self, number: int, rank: int, sent_ns: int, leases: tuple[LeaseName, ...]) -> None:
         """Ask a rank to keep these leases; HoldAnswered may follow."""
-        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases)
+        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases, hears_leaving=True)
         self._link(number, rank).send(control.encode_request(message))
 
     def release(self, number: int, rank: int, leases: tuple[LeaseName, ...]) -> None:
@@ -209,7 +209,9 @@ class Connections:
             self._on_disconnected()
 
 
-def _event_of(answer: control.Released | control.HoldAnswer, connection: int, rank: int) -> Event:
+def _event_of(answer: control.Released | control.HoldAnswer | control.Leaving, connection: int, rank: int) -> Event:
+    if isinstance(answer, control.Leaving):
+        return core.LeavingSaid(connection=connection, grace_ns=answer.grace_ns)
     if isinstance(answer, control.Released):
         return core.ReleaseAnswered(connection=connection, rank=rank, leases=answer.leases)
     return core.HoldAnswered(

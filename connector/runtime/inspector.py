@@ -285,6 +285,7 @@ class Inspector:
             quarantined_requests=view.quarantined,
             quarantined_blocks=actor.quarantined_blocks(),
             unasked_seconds=self._passed(member.asked_ns),
+            leaving_seconds=self._left(view.leaves_ns),
         )
 
     def _request_row(

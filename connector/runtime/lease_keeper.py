@@ -42,6 +42,7 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
@@ -83,6 +84,7 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
+        meet: told which engines a tool wants to be met; says how far each has come.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class LeaseKeeper:
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
+        meet: Callable[[Meet], MeetReport] = lambda message: MeetReport(rows=()),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
+        self._meet = meet
         self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
@@ -120,6 +124,11 @@ class LeaseKeeper:
     @property
     def open_leases(self) -> int:
         return self._core.open_leases
+
+    @property
+    def leaves_ns(self) -> int | None:
+        """When the grace period of this engine, which is to end, is over; None: it is not to end."""
+        return self._core.leaves_ns
 
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
@@ -170,6 +179,8 @@ class LeaseKeeper:
                 self._inspect(message, asked.reply_address)
             elif isinstance(message, wire.AskSums):
                 self._answer_sums(message, asked.reply_address)
+            elif isinstance(message, Meet):
+                self._answer(asked.reply_address, self._meet(message))
             else:
                 self._inbox.put(_control_event(message, asked.reply_address))
 
@@ -218,6 +229,10 @@ class LeaseKeeper:
                 self._answer(reply_to, wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone))
             case lending.AnswerRelease(reply_to=reply_to, leases=leases):
                 self._answer(reply_to, wire.Released(leases=leases))
+            case lending.TellLeaving(reply_to=reply_to, grace_ns=grace_ns):
+                self._answer(reply_to, wire.Leaving(grace_ns=grace_ns))
+            case lending.AnswerLeave(reply_to=reply_to, leases=open_leases):
+                self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
                 self._sums.pop(lease, None)
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
@@ -236,7 +251,7 @@ class LeaseKeeper:
         if answer is not None:
             self._answer(reply_to, answer)
 
-    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer) -> None:
+    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken | MeetReport) -> None:
         assert self._control is not None
         assert isinstance(reply_to, bytes)
         self._control.reply(reply_to, wire.encode_answer(answer))
@@ -255,8 +270,10 @@ def _command_event(command: LeaseCommand) -> Event:
             return lending.Withdrawn(lease=lease)
 
 
-def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
+def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -> Event:
     match message:
+        case Leave(grace_ns=grace_ns):
+            return lending.Leave(reply_to=reply_to, grace_ns=grace_ns)
         case wire.Hold():
             return lending.HoldAsked(
                 reply_to=reply_to,
@@ -265,6 +282,7 @@ def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
                 ranks=message.ranks,
                 sent_ns=message.sent_ns,
                 leases=message.leases,
+                hears_leaving=message.hears_leaving,
             )
         case wire.Release():
             return lending.ReleaseAsked(

@@ -5,7 +5,8 @@ that does not exist, costs its sender an error reply and nothing else. A bug cos
 is logged, and the task goes on.
 
 Once the engine's workers cannot serve any more, every request is answered with the reason, so that decode engines give
-up at once.
+up at once. An engine that is to end is told so here, and goes on answering: what it lends can still be read
+(`connector/runtime/draining.py`).
 
 Files of keys that the scheduler process uses are looked at again from here, every few seconds: its other thread must
 not wait for a file system.
@@ -19,13 +20,18 @@ from functools import partial
 import trio
 
 from connector.ports.side_channel import Listener, SideChannel
+from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
+from connector.wire.administration import encode_report, is_drain
 from connector.wire.bounded import BadFrame
 from connector.wire.handshake import encode_error, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
 LOOK_AGAIN_SECONDS = 2.0
+
+ASKED_BY_A_TOOL = "nixl-actor drain"
+"""Why an engine drains that was asked to on its side channel."""
 
 
 class HandshakeListener:
@@ -36,6 +42,7 @@ class HandshakeListener:
         log_bad_frame: told why a request was refused.
         log_crash: writes a line with a traceback: which task, what it raised.
         look_again: called every LOOK_AGAIN_SECONDS, in a thread that may wait; None: there is nothing to look at.
+        draining: begins when a tool asks for it. None: this engine cannot be asked to.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class HandshakeListener:
         log_bad_frame: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],
         look_again: Callable[[], None] | None = None,
+        draining: EngineDraining | None = None,
     ) -> None:
         self._look_again = look_again
         self._side_channel = side_channel
@@ -60,6 +68,7 @@ class HandshakeListener:
         self._perf_counter = perf_counter
         self._log_bad_frame = log_bad_frame
         self._log_crash = log_crash
+        self._draining = draining
         self._stop_requested = trio.Event()
 
     @property
@@ -74,10 +83,14 @@ class HandshakeListener:
                 if self._look_again is not None:
                     look = partial(self._look_at_files, self._look_again)
                     nursery.start_soon(keep_running, "look at files of keys", look, self._log_crash)
+                if self._draining is not None:
+                    nursery.start_soon(keep_running, "draining", self._draining.run, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            if self._draining is not None:
+                self._draining.close()
             self._side_channel.close()
 
     def stop(self) -> None:
@@ -87,9 +100,18 @@ class HandshakeListener:
         """From now on answer every request with an error that says why."""
         self._refusal = encode_error(reason)
 
-    def deliver(self, reason: str) -> None:
-        """The one command that comes from the scheduler's thread: `stop_serving`."""
-        self.stop_serving(reason)
+    def answer_with(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        """From now on say this of the ranks."""
+        self._payloads = dict(payloads)
+
+    def deliver(self, command: Callable[[HandshakeListener], None]) -> None:
+        """What the scheduler's thread wants done."""
+        command(self)
+
+    def drain(self, cause: str, grace_ns: int) -> None:
+        """Begin to drain, unless that has begun."""
+        assert self._draining is not None
+        self._draining.ask(cause, grace_ns)
 
     async def _look_at_files(self, look_again: Callable[[], None]) -> None:
         while True:
@@ -103,6 +125,9 @@ class HandshakeListener:
             self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
 
     def _answer(self, frames_untrusted: tuple[bytes, ...]) -> bytes:
+        if self._draining is not None and is_drain(frames_untrusted):
+            self._draining.ask(ASKED_BY_A_TOOL)
+            return encode_report(self._draining.report())
         try:
             wanted = parse_request(frames_untrusted)
         except BadFrame as error:

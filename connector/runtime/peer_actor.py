@@ -33,6 +33,7 @@ from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
     HandshakeFailureNoted,
+    MeetPeer,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
@@ -135,6 +136,7 @@ class PeerActor:
             core.Report: self._report,
             core.LiftQuarantine: self._lift_quarantine,
             core.NoteHandshakeFailure: self._note_handshake_failure,
+            core.NoteLeaving: self._note_leaving,
         }
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -308,6 +310,8 @@ class PeerActor:
         match command:
             case AbortPull(request_id=request_id):
                 return core.AbortAsked(request_id=request_id)
+            case MeetPeer(peer=address):
+                return core.MeetAsked(address=address)
             case StartPull(awaited=False):
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
@@ -502,6 +506,10 @@ class PeerActor:
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.emit(HandshakeFailureNoted())
+
+    def _note_leaving(self, effect: core.NoteLeaving) -> None:
+        if self._context.event_log is not None:
+            self._context.event_log.leaves(self._describe(), effect.grace_ns / NS_PER_SECOND)
 
     # --- for people ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from connector.protocol import (
     LeaseGranted,
     LeaseWithdrawn,
     LocalPrefillsSeen,
+    MeetPeer,
     Outcome,
     PeerAddress,
     ReceiveEnded,
@@ -46,6 +47,7 @@ from connector.protocol import (
 )
 from connector.runtime.context import ActorContext
 from connector.runtime.inspector import Inspector
+from connector.runtime.introductions import Introductions
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
@@ -53,10 +55,12 @@ from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
 from connector.runtime.verification import SumDesk
+from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Retire, Stop
 from statemachine.roster import PeerKey, Roster
@@ -123,6 +127,17 @@ class Supervisor:
             control=control,
             hear_engine=hear_engine,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
+            meet=self._meet,
+        )
+        self._introductions = Introductions(
+            options=options,
+            own_engine_id=local.layout.engine_id,
+            side_channel=side_channel,
+            clock=clock,
+            meet=self.deliver,
+            is_connected=lambda key: key in self._peers and self._peers[key].is_connected,
+            say=lambda line: event_log.write("known peers", line) if event_log is not None else None,
+            log_crash=log_crash,
         )
         self._context = ActorContext(
             options=options,
@@ -158,6 +173,7 @@ class Supervisor:
             control=control,
             stopped=lambda: self._stopped.detail if self._stopped is not None else None,
         )
+        self._introduces = False
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -171,6 +187,8 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
+                if self._context.options.known_peers:
+                    self._introduce()
                 nursery.start_soon(self._retire_idle)
                 task_status.started()
                 await self._stop_requested.wait()
@@ -223,6 +241,8 @@ class Supervisor:
                 self._ask(command, is_awaited=is_awaited)
             case TrackLease():
                 self._ask(command, is_awaited=False)
+            case MeetPeer():
+                self._ask_to_meet(command)
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):
@@ -245,7 +265,7 @@ class Supervisor:
         peer = command.peer
         self._tell_roster(
             roster.Asked(
-                key=PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size)),
+                key=_key(peer),
                 place=str(peer),
                 request_id=command.request_id,
                 lease=command.lease,
@@ -255,7 +275,36 @@ class Supervisor:
             )
         )
 
+    def _introduce(self) -> None:
+        """Begin to meet engines before requests need them."""
+        assert self._nursery is not None
+        self._introduces = True
+        self._nursery.start_soon(keep_running, "introductions", self._introductions.run, self._log_crash)
+
+    def _meet(self, message: Meet) -> MeetReport:
+        if not self._introduces:
+            self._introduce()
+        return self._introductions.name(message.places)
+
+    def _ask_to_meet(self, command: MeetPeer) -> None:
+        peer = command.peer
+        self._tell_roster(
+            roster.Asked(
+                key=_key(peer),
+                place=str(peer),
+                request_id="",
+                lease=LeaseName("", 0),
+                is_awaited=False,
+                message=command,
+            )
+        )
+
     def _tell_roster(self, event: Event) -> None:
+        match event:
+            case roster.Connected(key=key):
+                self._introductions.note_connected(key)
+            case roster.Disconnected(key=key) | roster.Ended(key=key):
+                self._introductions.note_lost(key)
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -321,3 +370,7 @@ class Supervisor:
             sleep_ns = idle_ns if deadline_ns is None else max(0, deadline_ns - now_ns)
             await trio.sleep(sleep_ns / NS_PER_SECOND)
             self._carry_out(self._roster.advance(clock.now_ns()))
+
+
+def _key(peer: PeerAddress) -> PeerKey:
+    return PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size))

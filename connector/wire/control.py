@@ -3,7 +3,9 @@
     D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
     D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
     D -> P   AskSums    the checksums of a lease          -> Sums        a part of them; only to a P that makes them
+    P -> D   Leaving    P is to end, and keeps what it lends for so long; to those only whose Hold said `hears_leaving`
     tool     Inspect    show what lives                   -> Inspected   see `connector.wire.inspection`
+    own engine, tool    see `connector.wire.administration`
 
 One msgpack map in one frame each. Only durations cross: `Hold.sent_ns` is D's own clock, which P echoes and does not
 read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; who has more sends more
@@ -19,6 +21,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
 from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
@@ -78,6 +81,8 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """How many ranks of that engine deal with this P rank."""
     sent_ns: _Nanoseconds
     leases: tuple[LeaseName, ...]
+    hears_leaving: bool = False
+    """The sender understands Leaving, and wants to be told."""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)
@@ -157,9 +162,15 @@ class LeaseSums(msgspec.Struct, frozen=True, kw_only=True):
     sums: bytes
 
 
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """P is to end. It serves what it lends for `grace_ns` from when it said so, and then no more."""
+
+    grace_ns: _Nanoseconds
+
+
 LeaseRequest: TypeAlias = Hold | Release
-ControlRequest: TypeAlias = LeaseRequest | AskSums | Inspect
-ControlAnswer: TypeAlias = HoldAnswer | Released | Sums
+ControlRequest: TypeAlias = LeaseRequest | AskSums | Inspect | Leave | Meet
+ControlAnswer: TypeAlias = HoldAnswer | Released | Sums | Leaving
 
 _encoder = msgspec.msgpack.Encoder()
 _sums_decoder = msgspec.msgpack.Decoder(LeaseSums)
@@ -172,8 +183,8 @@ def encode_request(message: ControlRequest) -> tuple[bytes]:
     return (_encoder.encode(message),)
 
 
-def encode_answer(message: ControlAnswer) -> tuple[bytes]:
-    """The frames of a message from P to D."""
+def encode_answer(message: ControlAnswer | LeaveTaken | MeetReport) -> tuple[bytes]:
+    """The frames of a message from a worker."""
     return (_encoder.encode(message),)
 
 

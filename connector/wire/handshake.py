@@ -19,7 +19,7 @@ nothing of ours compares the clocks of two processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -95,6 +95,10 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     """Of which blocks it has checksums: the value of its option `verify`."""
     identity: KvIdentity | None = None
     """None: an older engine of ours, of which the hash says all."""
+    administration: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Version of `connector.wire.administration` that it understands; 0: it is never sent any of that."""
+    draining: Literal["", "draining", "drained"] = ""
+    """Whether P is to end, and how far it has come (`statemachine.draining`); for tools."""
 
     def __post_init__(self) -> None:
         # Holds where we make one, and msgspec turns it into a failed decode where a peer did.

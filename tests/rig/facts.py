@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension, encode_payload
 from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
@@ -36,6 +37,7 @@ def facts(
         control_key=control_key,
         inspection=INSPECTION_VERSION,
         identity=identity,
+        administration=ADMINISTRATION_VERSION,
     )
 
 

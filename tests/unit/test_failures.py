@@ -28,6 +28,7 @@ EXAMPLES: list[Failure] = [
     failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),
     failures.PeerBackoff(**_PEER, retry_in_seconds=2.5, last="HandshakeTimeout"),
     failures.PeerRetired(**_PEER),
+    failures.PeerLeaving(**_PEER, detail="ControlLinkLost"),
     failures.BlocksConsumed(**_PEER, remote_request_id="cmpl-3"),
     failures.TooManyPeers(**_PEER, limit=1024),
     failures.TransferError(**_PEER, operation="READ", error="REMOTE_DISCONNECT", transport_lost=True),

@@ -27,6 +27,7 @@ from connector.protocol import (
 from connector.runtime import lease_keeper
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
+from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken, encode_leave
 from connector.wire.bounded import shorten
 from connector.wire.control import (
     MESSAGE_BYTES_MAX,
@@ -34,6 +35,7 @@ from connector.wire.control import (
     ControlRequest,
     Hold,
     HoldAnswer,
+    Leaving,
     Release,
     Released,
     decode_answer,
@@ -507,6 +509,29 @@ def test_two_engines_hold_one_lease_until_both_have_released_it() -> None:
         assert rank.ended() == {}
         await decoder.release(lease, engine_id="second")
         assert rank.ended() == {"a": False}
+
+    run_over_zmq(test)
+
+
+def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        channel = ZmqSideChannel()
+        try:
+            links = [await channel.open_link(HOST, decoder._port) for _ in range(2)]
+            for link, hears in zip(links, (True, False), strict=True):
+                hold = Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,), hears_leaving=hears)
+                link.send(encode_request(hold))
+                assert isinstance(decode_answer(await link.receive()), HoldAnswer)
+            taken = decode_leave_taken(await decoder.ask_raw(encode_leave(Leave(grace_ns=7))))
+            assert taken == LeaveTaken(leases=1)
+            assert decode_answer(await links[0].receive()) == Leaving(grace_ns=7)
+            for link in links:
+                link.send(encode_request(Release(engine_id="d", rank=0, ranks=1, leases=(lease,))))
+                assert isinstance(decode_answer(await link.receive()), Released), "and nothing before it"
+            assert rank.keeper.leaves_ns is not None
+        finally:
+            channel.close()
 
     run_over_zmq(test)
 

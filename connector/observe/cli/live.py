@@ -81,7 +81,7 @@ def why(
             addresses,
             seconds=timeout,
             followed_seconds=_followed_seconds(timeout),
-            access=_access(keys),
+            access=access_of(keys),
         )
         records, live = live_of(found.rows(), silent_of(found))
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
@@ -115,7 +115,7 @@ def ps(
     json: AsJson = False,
 ) -> None:
     """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
-    addresses, access = _addresses(engine), _access(keys)
+    addresses, access = _addresses(engine), access_of(keys)
     if not watch:
         found = _survey_everything(addresses, timeout, access)
         if json:
@@ -151,7 +151,7 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=2048) for what in WHATS]
-    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout, access=_access(keys))
+    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
     findings = diagnose(found)
     if json:
         engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
@@ -185,7 +185,7 @@ def _addresses(engines: list[str] | None) -> list[Address]:
         raise typer.BadParameter(str(error)) from None
 
 
-def _access(directory: str | None) -> Access:
+def access_of(directory: str | None) -> Access:
     from connector.observe.live import tool_access
     from connector.ports.curve_keys import KeyDirectoryError
 
@@ -309,6 +309,7 @@ def _as_data(found: Survey) -> dict[str, Any]:
                         "pp_rank": rank.rank[0],
                         "tp_rank": rank.rank[1],
                         "problem": rank.problem,
+                        "draining": rank.draining,
                         **{
                             what: [
                                 msgspec.to_builtins(row) for row in rank.rows if _KIND_OF[type(row).__name__] == what
@@ -376,14 +377,15 @@ def _tables(found: Survey) -> list[Any]:
     tables: list[Any] = []
     table(
         "Engines",
-        "engine, address, role, up, peers, requests, leases, lent blocks, READs, quarantined blocks, local prefills, "
-        "problem",
+        "engine, address, role, up, drain, peers, requests, leases, lent blocks, READs, quarantined blocks, "
+        "local prefills, problem",
         [
             (
                 f"{row.engine_id}/{number}",
                 engine.address,
                 row.facts.role,
                 _age(row.uptime_seconds),
+                rank.draining,
                 *(
                     row.counts.get(name, 0)
                     for name in (
@@ -403,7 +405,7 @@ def _tables(found: Survey) -> list[Any]:
             for row in rank.of(EngineRow)
         ]
         + [
-            (engine.engine_id, engine.address, *[None] * 9, engine.problem or _first_problem(engine))
+            (engine.engine_id, engine.address, *[None] * 10, engine.problem or _first_problem(engine))
             for engine in found.engines
             if not engine.answers
         ],
@@ -416,7 +418,7 @@ def _tables(found: Survey) -> list[Any]:
                 on,
                 row.engine_id,
                 row.address,
-                row.state,
+                row.state if row.leaving_seconds is None else f"{row.state}, leaves",
                 _age(row.since_seconds),
                 row.failure,
                 _age(row.backoff_seconds) if row.backoff_seconds is not None else None,
