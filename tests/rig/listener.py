@@ -11,7 +11,7 @@ from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata
 
 
-def listener_thread(
+def make_listener_thread(
     host: str,
     port: int,
     ranks: Mapping[tuple[int, int], HandshakeMetadata],

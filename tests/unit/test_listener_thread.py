@@ -26,7 +26,7 @@ from connector.step_metadata import HandshakeMetadata
 from connector.wire.administration import Leave, LeaveTaken, encode_drain
 from connector.wire.control import decode_request, encode_answer
 from connector.wire.handshake import encode_request
-from tests.rig.listener import listener_thread
+from tests.rig.listener import make_listener_thread
 from tests.rig.network import free_port
 
 HOST = "127.0.0.1"
@@ -150,7 +150,7 @@ def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
             raise RuntimeError("injected")
 
     monkeypatch.setattr(runtime_listener, "LOOK_AGAIN_SECONDS", 0.01)
-    listener = listener_thread(HOST, port, {(0, 0): metadata()}, look_again=look)
+    listener = make_listener_thread(HOST, port, {(0, 0): metadata()}, look_again=look)
     listener.start()
     deadline = time.monotonic() + 10
     while looks < 4 and time.monotonic() < deadline:
