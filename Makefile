@@ -8,6 +8,8 @@
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
+# make fuzz MINUTES=10   damaged messages for every decoder of bytes from outside, and for the two sockets
+# make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
 # make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
@@ -21,8 +23,9 @@ BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
          tests/e2e/test_deepseek_v4.py
 SEEDS ?= 100
+MINUTES ?= 10
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
+.PHONY: setup demo check fuzz attack test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
         test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
@@ -79,6 +82,12 @@ test-gpu:
 
 prometheus:
 	@$(PYTHON) .ci/fetch_prometheus.py
+
+fuzz: setup
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+attack: setup
+	@$(BIN)/python -m tests.attack
 
 bench: setup
 	@$(BIN)/python -m tests.bench

@@ -22,6 +22,10 @@ from connector.wire.handshake import encode_error, encode_reply, parse_request
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
 
+ANSWER_UNITS, ERROR_UNITS = 2, 8
+BYTES_PER_UNIT = 8192
+"""What a request costs who sends it; see `Listener.charge`."""
+
 
 class HandshakeListener:
     """Serves `payloads` (by pipeline and tensor parallel rank) at a bound socket.
@@ -29,6 +33,7 @@ class HandshakeListener:
     Args:
         perf_counter: seconds, for the replies; see `encode_reply`.
         log_bad_frame: told why a request was refused.
+        log_cut_off: told of each connection that was ended: its address, and why.
         log_crash: writes a line with a traceback: which task, what it raised.
     """
 
@@ -41,11 +46,16 @@ class HandshakeListener:
         payloads: Mapping[tuple[int, int], bytes],
         perf_counter: Callable[[], float],
         log_bad_frame: Callable[[str], None],
+        log_cut_off: Callable[[str, str], None],
         log_crash: Callable[[str, BaseException], None],
     ) -> None:
         self._side_channel = side_channel
         self._listener: Listener = side_channel.listen(
-            host, port, frames_max=REQUEST_FRAMES_MAX, frame_bytes_max=REQUEST_FRAME_BYTES_MAX
+            host,
+            port,
+            frames_max=REQUEST_FRAMES_MAX,
+            frame_bytes_max=REQUEST_FRAME_BYTES_MAX,
+            on_cut_off=log_cut_off,
         )
         self._payloads = dict(payloads)
         self._refusal: bytes | None = None  # the reply to everything, once the engine has stopped serving
@@ -83,18 +93,21 @@ class HandshakeListener:
     async def _serve(self) -> None:
         while True:
             asked = await self._listener.receive()
-            payload = self._refusal or self._answer(asked.frames_untrusted)
-            self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
+            error, payload = self._answer(asked.frames_untrusted)
+            units = ERROR_UNITS if error is not None else ANSWER_UNITS + len(payload) // BYTES_PER_UNIT
+            self._listener.charge(asked.reply_address, units, understood=error is None)
+            if error is not None:
+                self._log_bad_frame(error)
+            self._listener.reply(asked.reply_address, encode_reply(self._refusal or payload, self._perf_counter()))
 
-    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> bytes:
+    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> tuple[str | None, bytes]:
+        """What is wrong with a request, if anything is, and the payload of the reply."""
         try:
             wanted = parse_request(frames_untrusted)
         except BadFrame as error:
-            self._log_bad_frame(error.detail)
-            return encode_error(error.detail)
+            return error.detail, encode_error(error.detail)
         payload = self._payloads.get((wanted.pp_rank, wanted.tp_rank))
         if payload is None:
             detail = f"there is no rank (pp {wanted.pp_rank}, tp {wanted.tp_rank}) here"
-            self._log_bad_frame(detail)
-            return encode_error(detail)
-        return payload
+            return detail, encode_error(detail)
+        return None, payload
