@@ -402,6 +402,16 @@ class NotificationsDropped(Failure, frozen=True, kw_only=True):
         )
 
 
+class ConnectionCutOff(Failure, frozen=True, kw_only=True):
+    """A connection to this engine's control socket was ended: for what came over it, or for want of room."""
+
+    sender: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"a connection from {self.sender} was ended: {self.why}; if that is an engine, it connects again"
+
+
 class ConsumerUnknown(Failure, frozen=True, kw_only=True):
     """A notification names a request that this engine does not lend, or comes from a sender that may not send it."""
 

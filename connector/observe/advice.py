@@ -51,6 +51,7 @@ WHAT_TO_DO: dict[str, str] = {
     "AbortedByClient": "nothing: the client went away",
     "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
     "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
+    "ConnectionCutOff": "see who that is; a firewall keeps out who has no business at the side channel",
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
     "ConnectorStopped": "restart this engine, and report what its log says",
     "ActorCrashed": "report it with the log and the trace: it is a bug",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from statemachine import hold, lease, lending, peer, remote_engine, request
-from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.failures import ConnectionCutOff, ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Machine
 
 PREFIX = "vllm:nixl_actor_"
@@ -95,7 +95,7 @@ def kinds(failure: type[Failure] = Failure) -> Iterator[str]:
         yield from kinds(derived)
 
 
-_SAID_ONLY = {each.__name__ for each in (MessageMalformed, NotificationsDropped, ConsumerUnknown)}
+_SAID_ONLY = {each.__name__ for each in (MessageMalformed, NotificationsDropped, ConnectionCutOff, ConsumerUnknown)}
 """Failures that are logged, and end nothing."""
 
 ENDING_KINDS = tuple(sorted(kind for kind in kinds() if kind not in _SAID_ONLY))

@@ -48,6 +48,7 @@ from connector.wire.inspection import (
     EngineRow,
     HoldRow,
     Inspect,
+    Inspected,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
@@ -66,6 +67,8 @@ HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_PORT = 5600
 ENGINE_SECONDS = 2.0
 """For one engine: name look-up, handshake with each rank, all questions."""
+ASK_AGAIN_SECONDS = 0.5
+"""A worker that is asked for much at once drops questions."""
 FOLLOWED_SECONDS = 0.6
 """The same for an engine that nobody named: who explains a request must not wait long for a P that hangs, because that
 is what it explains."""
@@ -489,8 +492,7 @@ class Surveyor:
                             first=first,
                             rows=min(ROWS_MAX, question.rows_max - taken),
                         )
-                        link.send(encode_question(inspect))
-                        answer = decode_inspected(await link.receive())
+                        answer = await _answer_to(inspect, link)
                         round_trip = self._wall() - asked_at
                         ahead = answer.wall - asked_at - round_trip / 2
                         rows += answer.rows
@@ -513,3 +515,14 @@ class Surveyor:
             wall_ahead_seconds=ahead,
             round_trip_seconds=round_trip,
         )
+
+
+async def _answer_to(question: Inspect, link: Link) -> Inspected:
+    """Ask until it is answered. Raises LinkLost, BadFrame and DecodeFailed."""
+    while True:
+        link.send(encode_question(question))
+        with trio.move_on_after(ASK_AGAIN_SECONDS):
+            while True:
+                answer = decode_inspected(await link.receive())
+                if answer.number == question.number:
+                    return answer

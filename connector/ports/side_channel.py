@@ -34,13 +34,16 @@ Contract
   delimiter or with nothing after it (`frames_untrusted` is never empty). `reply` never blocks: what
   cannot be queued for a slow or vanished requester is dropped and counted. Messages of one link carry the same reply
   address for as long as the link lives, and each may be answered any number of times, at any time.
+* Whoever serves a request says what it has cost (`Listener.charge`). A connection that costs too much is not heard
+  until others have had their share, and one that goes on is ended, as is one for which there is no room; the rules are
+  those of `statemachine/admission.py`. `on_cut_off` is told: address, why.
 * Closing is immediate (no linger) and idempotent. It wakes who waits with trio.ClosedResourceError.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -61,6 +64,10 @@ class ListenerCounts(msgspec.Struct, frozen=True):
     oversized_requests: int
     undelimited_requests: int
     dropped_replies: int
+    dropped_requests: int = 0
+    """Of connections that have sent more than they may."""
+    cut_off: int = 0
+    """Connections that were ended for what they sent, or for want of room."""
 
 
 class SideChannelError(Exception):
@@ -149,6 +156,10 @@ class Listener(Protocol):
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None: ...
 
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        """What a request has cost, in units of some 10 us. `understood`: it was one that an engine or a tool sends."""
+        ...
+
     def counts(self) -> ListenerCounts: ...
 
     def close(self) -> None: ...
@@ -172,7 +183,15 @@ class SideChannel(Protocol):
         """
         ...
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> Listener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> Listener:
         """Raises SideChannelError when the address is in use or not ours."""
         ...
 

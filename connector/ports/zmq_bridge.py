@@ -28,9 +28,15 @@ Design
   attempt later. A server that does not know the client's key says so. One that has another key than was expected, or
   none, ends the connection without a word, and so does a server of something else: when no key has fitted, another
   connection is made, which greets, and the greeting that comes back says what it is.
-* Bounds: frames larger than `frame_bytes_max` are dropped here and counted; far larger ones make libzmq drop the
-  connection before it holds them in memory (not counted: they never arrive). Bytes that are not ZMTP end their
-  connection inside libzmq as well.
+* Bounds: frames larger than `frame_bytes_max` are dropped here and counted; those of more than twice that make libzmq
+  drop the connection before it holds them in memory (not counted: they never arrive). Bytes that are not ZMTP end their
+  connection inside libzmq as well, and so does a greeting that takes too long.
+* A listener hands out messages of all connections in turn, and libzmq reads no more of a connection while some of its
+  messages wait. How many connections there may be, what each may cost, and that a message must end, is for the doorman
+  (`connector/ports/doorman.py`). A message of too many frames is taken and dropped in pieces: no other can be read
+  meanwhile, but other tasks go on.
+* Replies are queued for each connection, and few: who reads none is cut off by the kernel after a while. A large reply
+  that is sent to many is kept once.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ import math
 import re
 import select
 import socket
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -51,6 +57,7 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.side_channel import (
     ConnectionRefused,
@@ -64,6 +71,7 @@ from connector.ports.side_channel import (
     Request,
     SideChannelError,
 )
+from statemachine.admission import AdmissionLimits
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -85,11 +93,38 @@ LINK_QUEUED_MAX = 1000
 LINK_RECONNECT_SECONDS = 24 * 3600
 """See the module's text."""
 
-OVERSIZE_FACTOR = 16
+OVERSIZE_FACTOR = 2
 """A listener reads frames up to this many times its limit, to drop and count them; larger ones end the connection."""
 
-REPLIES_QUEUED_MAX = 1000
+REQUESTS_QUEUED_MAX = 8
+"""Messages of one connection that wait in a listener; libzmq reads no further ones meanwhile."""
+
+REPLIES_QUEUED_MAX = 256
 """Replies that wait for one slow requester before further ones are dropped."""
+
+UNREAD_SECONDS = 10
+"""So long a requester may leave replies unread before its connection is given up."""
+
+GREETING_LIMIT_SECONDS = 10
+"""So long a connection may take to greet a listener."""
+
+BACKLOG = 1024
+"""Connections that the kernel keeps for a listener until they are accepted."""
+
+RECEIVE_BUFFER_BYTES = 256 * 1024
+UNFINISHED_SLACK_BYTES = 1 << 20
+"""Of one connection of a listener, in the kernel: fixed, for `AdmissionLimits.unfinished_bytes_max` covers it."""
+
+DROPPED_UNITS = 4
+DROPPED_FRAME_UNITS = 1
+"""What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+
+TAKEN_AT_A_TIME = 64
+"""Messages or frames that a listener drops before other tasks have their turn."""
+
+SHARED_FRAME_BYTES_MIN = 64 * 1024
+SHARED_FRAMES_MAX = 16
+"""Frames of replies that are so large are kept for the next reply that is equal, so many of them."""
 
 KEEPALIVE_IDLE_SECONDS = 60
 """A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
@@ -382,9 +417,12 @@ class ZmqLink:
 class ZmqListener:
     """A bound ROUTER. Made by `ZmqSideChannel.listen`."""
 
-    def __init__(self, channel: ZmqSideChannel, router: Socket, frames_max: int, frame_bytes_max: int) -> None:
+    def __init__(
+        self, channel: ZmqSideChannel, router: Socket, doorman: Doorman, frames_max: int, frame_bytes_max: int
+    ) -> None:
         self._channel = channel
         self._router = router
+        self._doorman = doorman
         self._frames_max = frames_max
         self._frame_bytes_max = frame_bytes_max
         self._port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -394,6 +432,12 @@ class ZmqListener:
         self._oversized_requests = 0
         self._undelimited_requests = 0
         self._dropped_replies = 0
+        # Large frames of replies, the one that was sent last comes last.
+        self._shared: OrderedDict[bytes, zmq.Frame] = OrderedDict()
+        # Frames of a message that is being dropped are still to come; who has sent it.
+        self._dropping: bytes | None = None
+        # Only so much was taken at a time.
+        self._has_more = False
 
     @property
     def port(self) -> int:
@@ -406,56 +450,115 @@ class ZmqListener:
         self._receiving = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
-            request = self._take()
-            if request is not None:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-                return request
-            while request is None:
-                await self._park()
+            while True:
                 request = self._take()
-            return request
+                if request is not None:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                    return request
+                if self._has_more:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await self._park()
         finally:
             self._receiving = False
 
     async def _park(self) -> None:
-        """Wait until there may be something to receive: the descriptor says so, or `reply` does, or it is closed."""
+        """Wait until there may be something to do: a descriptor says so, `reply` does, it is time, or it is closed."""
         with trio.CancelScope() as self._parked:
-            await trio.lowlevel.wait_readable(self._router.FD)
+            with trio.move_on_after(self._doorman.seconds_to_look()):
+                await trio.lowlevel.wait_readable(self._doorman.fileno())
         self._parked = None
 
     def _take(self) -> Request | None:
-        """The next request within bounds, without waiting; None when there is none now."""
-        while not self._closed:
-            message = _receive_bounded(self._router, self._frames_max + 2, self._frame_bytes_max)
-            if message is None:
+        """The next request within bounds, without waiting; None when there is none now, or `_has_more` to look at."""
+        self._has_more = False
+        if self._closed:
+            raise trio.ClosedResourceError("this listener is closed")
+        self._doorman.look()
+        for _ in range(TAKEN_AT_A_TIME):
+            if self._dropping is not None:
+                self._drop_frame(self._dropping)
+                continue
+            try:
+                first = self._router.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return None
-            if len(message.frames) < 3 or message.frames[1] != b"":
+            identity = first.bytes
+            if not self._doorman.hears(identity, int(first.get(zmq.SRCFD))):
+                self._dropping = identity
+                continue
+            frames, oversized = self._receive_rest(identity)
+            if len(frames) < 2 or frames[0] != b"":
                 self._undelimited_requests += 1
-            elif message.oversized:
+            elif oversized:
                 self._oversized_requests += 1
             else:
-                return Request(message.frames[0], message.frames[2:])
-        raise trio.ClosedResourceError("this listener is closed")
+                return Request(identity, frames[1:])
+            self._doorman.charge(identity, DROPPED_UNITS, understood=False)
+        self._has_more = True
+        return None
+
+    def _receive_rest(self, identity: bytes) -> tuple[tuple[bytes, ...], bool]:
+        """The frames of a message after the identity, and whether some are missing or were cut."""
+        frames: list[bytes] = []
+        oversized = False
+        while self._router.getsockopt(zmq.RCVMORE):
+            if len(frames) > self._frames_max:
+                self._dropping = identity
+                return tuple(frames), True
+            frame = self._router.recv(zmq.NOBLOCK)
+            is_large = len(frame) > self._frame_bytes_max
+            oversized |= is_large
+            frames.append(b"" if is_large else frame)
+        return tuple(frames), oversized
+
+    def _drop_frame(self, identity: bytes) -> None:
+        """The next one of a message that is being dropped. They are there: libzmq delivers messages whole."""
+        if self._router.getsockopt(zmq.RCVMORE):
+            self._router.recv(zmq.NOBLOCK, copy=False)
+            self._doorman.charge(identity, DROPPED_FRAME_UNITS, understood=False)
+        else:
+            self._dropping = None
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None:
         """Raises trio.ClosedResourceError once the listener is closed."""
         if self._closed:
             raise trio.ClosedResourceError("this listener is closed")
         try:
-            self._router.send_multipart([address, b"", *frames], zmq.NOBLOCK)
+            self._router.send_multipart([address, b"", *map(self._shareable, frames)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:  # EHOSTUNREACH: the requester is gone. EAGAIN: it does not read.
             self._dropped_replies += 1
         if self._parked is not None and int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._parked.cancel()
 
+    def _shareable(self, frame: bytes) -> bytes | zmq.Frame:
+        """In a form that costs no memory for each requester that it is queued for, if it is large."""
+        if len(frame) < SHARED_FRAME_BYTES_MIN:
+            return frame
+        shared = self._shared.pop(frame, None) or zmq.Frame(frame, copy=True)
+        self._shared[frame] = shared
+        if len(self._shared) > SHARED_FRAMES_MAX:
+            self._shared.popitem(last=False)
+        return shared
+
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        self._doorman.charge(address, units, understood=understood)
+
     def counts(self) -> ListenerCounts:
-        return ListenerCounts(self._oversized_requests, self._undelimited_requests, self._dropped_replies)
+        return ListenerCounts(
+            oversized_requests=self._oversized_requests,
+            undelimited_requests=self._undelimited_requests,
+            dropped_replies=self._dropped_replies,
+            dropped_requests=self._doorman.dropped,
+            cut_off=self._doorman.cut_off,
+        )
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._channel.forget(self)
-            trio.lowlevel.notify_closing(self._router.FD)  # wakes the task that is parked on it
+            trio.lowlevel.notify_closing(self._doorman.fileno())  # wakes the task that is parked on it
+            self._doorman.close()
             self._router.close()
 
 
@@ -550,7 +653,15 @@ class ZmqSideChannel:
         self._open.add(link)
         return link
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> ZmqListener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> ZmqListener:
         """Bind (host, port); port 0 takes a free one. Host: an address of this machine, an interface name, or "*"."""
         self._refuse_if_closed()
         if host != "*":
@@ -561,16 +672,32 @@ class ZmqSideChannel:
             raise SideChannelError(host, port, str(error)) from error
         try:
             router.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max * OVERSIZE_FACTOR)
+            router.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED_MAX)
             router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
+            router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
+            router.setsockopt(zmq.BACKLOG, BACKLOG)
+            router.setsockopt(zmq.HANDSHAKE_IVL, GREETING_LIMIT_SECONDS * 1000)
+            router.setsockopt(zmq.TCP_MAXRT, UNREAD_SECONDS * 1000)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
             self._guard(router)
-            router.bind(_endpoint(host, port))
-        except zmq.ZMQError as error:
+            limits = AdmissionLimits(
+                connections_max=connections_max(),
+                unfinished_bytes_max=(REQUESTS_QUEUED_MAX + 2) * frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
+            )
+            events = self.make_socket(zmq.PAIR, ipv6=False)
+            doorman = Doorman(router, events, f"inproc://monitor-{next(self._monitors)}", limits, on_cut_off)
+        except (zmq.ZMQError, OSError) as error:
             router.close()
             raise SideChannelError(host, port, str(error)) from error
-        listener = ZmqListener(self, router, frames_max, frame_bytes_max)
+        try:
+            router.bind(_endpoint(host, port))
+        except zmq.ZMQError as error:
+            doorman.close()
+            router.close()
+            raise SideChannelError(host, port, str(error)) from error
+        listener = ZmqListener(self, router, doorman, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener
 

@@ -11,7 +11,8 @@ through one inbox, so the core sees it in the order in which it came.
 Bounds. Commands are never refused: a grant that was lost would be blocks that never come back. Notifications come from
 whoever knows our agent, so only so many may wait; one that does not fit is dropped, and costs at most a lease that
 lasts to its deadline. The task of the control socket takes one message each time the loop comes round, so ZMQ's own
-bound holds for those who send more.
+bound holds for those who send more. Each message is charged to who sent it (`Listener.charge`), a question when it has
+been answered.
 
 A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback.
 """
@@ -57,6 +58,8 @@ LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 RENEWAL_FRACTION = 2 / 3
 """A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
 NOTIFICATIONS_WAITING_MAX = 1 << 16
+MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 1, 2, 8
+"""What a message costs who sends it, beside a unit for each lease."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
 
@@ -173,16 +176,24 @@ class LeaseKeeper:
                 message = wire.decode_request(asked.frames_untrusted)
             except (BadFrame, DecodeFailed) as error:
                 # No answer: there is none that such a sender would understand.
+                control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
                 self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
                 continue
-            if isinstance(message, Inspect):
-                self._inspect(message, asked.reply_address)
-            elif isinstance(message, wire.AskSums):
-                self._answer_sums(message, asked.reply_address)
-            elif isinstance(message, Meet):
-                self._answer(asked.reply_address, self._meet(message))
-            else:
-                self._inbox.put(_control_event(message, asked.reply_address))
+            match message:
+                case Inspect():  # which the inspector charges for, by what it answers
+                    self._inspect(message, asked.reply_address)
+                case wire.AskSums():
+                    control.charge(asked.reply_address, SUMS_UNITS)
+                    self._answer_sums(message, asked.reply_address)
+                case Meet(places=places):
+                    control.charge(asked.reply_address, MESSAGE_UNITS + len(places))
+                    self._answer(asked.reply_address, self._meet(message))
+                case Leave():
+                    control.charge(asked.reply_address, MESSAGE_UNITS)
+                    self._inbox.put(_control_event(message, asked.reply_address))
+                case _:
+                    control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
+                    self._inbox.put(_control_event(message, asked.reply_address))
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
         if not isinstance(message, NotificationReceived):

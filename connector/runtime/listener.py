@@ -33,6 +33,10 @@ LOOK_AGAIN_SECONDS = 2.0
 ASKED_BY_A_TOOL = "nixl-actor drain"
 """Why an engine drains that was asked to on its side channel."""
 
+ANSWER_UNITS, ERROR_UNITS = 2, 8
+BYTES_PER_UNIT = 8192
+"""What a request costs who sends it; see `Listener.charge`."""
+
 
 class HandshakeListener:
     """Serves `payloads` (by pipeline and tensor parallel rank) at a bound socket.
@@ -40,6 +44,7 @@ class HandshakeListener:
     Args:
         perf_counter: seconds, for the replies; see `encode_reply`.
         log_bad_frame: told why a request was refused.
+        log_cut_off: told of each connection that was ended: its address, and why.
         log_crash: writes a line with a traceback: which task, what it raised.
         look_again: called every LOOK_AGAIN_SECONDS, in a thread that may wait; None: there is nothing to look at.
         draining: begins when a tool asks for it. None: this engine cannot be asked to.
@@ -54,6 +59,7 @@ class HandshakeListener:
         payloads: Mapping[tuple[int, int], bytes],
         perf_counter: Callable[[], float],
         log_bad_frame: Callable[[str], None],
+        log_cut_off: Callable[[str, str], None],
         log_crash: Callable[[str, BaseException], None],
         look_again: Callable[[], None] | None = None,
         draining: EngineDraining | None = None,
@@ -61,7 +67,11 @@ class HandshakeListener:
         self._look_again = look_again
         self._side_channel = side_channel
         self._listener: Listener = side_channel.listen(
-            host, port, frames_max=REQUEST_FRAMES_MAX, frame_bytes_max=REQUEST_FRAME_BYTES_MAX
+            host,
+            port,
+            frames_max=REQUEST_FRAMES_MAX,
+            frame_bytes_max=REQUEST_FRAME_BYTES_MAX,
+            on_cut_off=log_cut_off,
         )
         self._payloads = dict(payloads)
         self._refusal: bytes | None = None  # the reply to everything, once the engine has stopped serving
@@ -121,21 +131,24 @@ class HandshakeListener:
     async def _serve(self) -> None:
         while True:
             asked = await self._listener.receive()
-            payload = self._refusal or self._answer(asked.frames_untrusted)
-            self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
+            error, payload = self._answer(asked.frames_untrusted)
+            units = ERROR_UNITS if error is not None else ANSWER_UNITS + len(payload) // BYTES_PER_UNIT
+            self._listener.charge(asked.reply_address, units, understood=error is None)
+            if error is not None:
+                self._log_bad_frame(error)
+            self._listener.reply(asked.reply_address, encode_reply(self._refusal or payload, self._perf_counter()))
 
-    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> bytes:
+    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> tuple[str | None, bytes]:
+        """What is wrong with a request, if anything is, and the payload of the reply."""
         if self._draining is not None and is_drain(frames_untrusted):
             self._draining.ask(ASKED_BY_A_TOOL)
-            return encode_report(self._draining.report())
+            return None, encode_report(self._draining.report())
         try:
             wanted = parse_request(frames_untrusted)
         except BadFrame as error:
-            self._log_bad_frame(error.detail)
-            return encode_error(error.detail)
+            return error.detail, encode_error(error.detail)
         payload = self._payloads.get((wanted.pp_rank, wanted.tp_rank))
         if payload is None:
             detail = f"there is no rank (pp {wanted.pp_rank}, tp {wanted.tp_rank}) here"
-            self._log_bad_frame(detail)
-            return encode_error(detail)
-        return payload
+            return detail, encode_error(detail)
+        return None, payload

@@ -67,6 +67,7 @@ class ListenerThread:
         self._grace_ns = grace_ns
         self._count = count
         self._bad_frames = 0
+        self._cut_off = 0
         self.draining = Draining(lease_ns=lease_ns)
         """Whether the engine is to end, and how far it has come. Replaced in the listener's thread."""
         self._listener: HandshakeListener | None = None
@@ -104,6 +105,7 @@ class ListenerThread:
             payloads=self._payloads(),
             perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
+            log_cut_off=self._log_cut_off,
             log_crash=log_actor_crash,
             look_again=self._look_again,
             draining=EngineDraining(
@@ -140,6 +142,12 @@ class ListenerThread:
         self._bad_frames += 1
         if self._bad_frames & (self._bad_frames - 1) == 0:
             _log.warning("side channel: refused a bad request (number %d): %s", self._bad_frames, detail)
+
+    def _log_cut_off(self, address: str, why: str) -> None:
+        """Powers of two only, for the same reason."""
+        self._cut_off += 1
+        if self._cut_off & (self._cut_off - 1) == 0:
+            _log.warning("side channel: ended a connection from %s (number %d): %s", address, self._cut_off, why)
 
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)

@@ -64,6 +64,7 @@ from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
+from statemachine.failures import ConnectionCutOff, Failure
 from statemachine.trace import TraceSink
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class ConnectorWorker:
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
         side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
-        control_host, control = _open_control_socket(side_channel)
+        control_host, control = _open_control_socket(side_channel, log_failure)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
@@ -418,15 +419,27 @@ def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
     return (messages, late_by) if late_by else _NOT_LATE
 
 
-def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:
+def _open_control_socket(
+    side_channel: SideChannel, log_failure: Callable[[str, Failure], None]
+) -> tuple[str, Listener]:
     """Where this worker's control socket listens, as peers are told, and the socket. Raises SideChannelError."""
+
+    def listen(host: str) -> Listener:
+        return side_channel.listen(
+            host,
+            0,
+            frames_max=2,
+            frame_bytes_max=MESSAGE_BYTES_MAX,
+            on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
+        )
+
     host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     try:
-        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        return host, listen(host)
     except SideChannelError:
         # The variable is the scheduler process's; a worker on another node has no such address.
         host = get_ip()
-        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        return host, listen(host)
 
 
 def _make_device_current(device_id: int) -> None:

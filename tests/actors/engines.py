@@ -348,6 +348,7 @@ async def parallel_engine(
                     payloads={each.local.layout.rank: each.payload() for each in ranks},
                     perf_counter=time.perf_counter,
                     log_bad_frame=lambda detail: None,
+                    log_cut_off=lambda address, why: None,
                     log_crash=lambda name, error: ranks[0].crashes.append((name, error)),
                 )
                 await nursery.start(ranks[0].listener.run)

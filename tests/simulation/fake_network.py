@@ -465,6 +465,9 @@ class FakeListener:
             dropped_replies=self._dropped_replies,
         )
 
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        """This network has room for all, and only engines send."""
+
     def take_in(self, identity: ReplyAddress, frames: tuple[bytes, ...]) -> None:
         """A request has arrived."""
         if not frames:
@@ -540,7 +543,15 @@ class FakeSideChannel:
         self._keep(requester)
         return requester
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> FakeListener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> FakeListener:
         if self._is_closed:
             raise trio.ClosedResourceError
         if host != self._host:

@@ -330,6 +330,7 @@ class Process:
             payloads={(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks},
             perf_counter=lambda: self.listener_clock.now_ns() / NS_PER_SECOND,
             log_bad_frame=lambda detail: None,
+            log_cut_off=lambda address, why: None,
             log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
         )
 

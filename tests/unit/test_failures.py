@@ -45,6 +45,7 @@ EXAMPLES: list[Failure] = [
     failures.ConnectorStopped(detail="engine shutdown"),
     failures.MessageMalformed(sender="decode-1", detail="not UTF-8"),
     failures.NotificationsDropped(dropped=512),
+    failures.ConnectionCutOff(sender="10.1.2.9", why="a message without end"),
     failures.ConsumerUnknown(sender="decode-1", request_id="cmpl-3"),
 ]
 

@@ -607,6 +607,9 @@ class BreakingListener:
             raise RuntimeError("injected")
         self._listener.reply(address, frames)
 
+    def charge(self, address: bytes, units: int, *, understood: bool = True) -> None:
+        self._listener.charge(address, units, understood=understood)
+
     def counts(self) -> ListenerCounts:
         return self._listener.counts()
 
