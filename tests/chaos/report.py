@@ -13,6 +13,8 @@ from tests.chaos.remains import Processes
 
 QUANTILES = (0.5, 0.95, 1.0)
 SLOWEST_KEPT = 20
+MEMORY_RATIO_MAX = 1.1
+"""Of a decode engine's memory after the chaos to that before. It was 1.00 (docs/performance.md)."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -106,6 +108,16 @@ class Report(msgspec.Struct, kw_only=True):
         self.lost_prefills = dict(results.lost_prefills)
 
     @property
+    def memory_grown(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Megabytes before and after, of each process of the decode engines."""
+        return {
+            (engine, role): (before.resident_bytes / 1e6, self.processes_after[engine][role].resident_bytes / 1e6)
+            for engine in DECODE
+            for role, before in self.processes_before.get(engine, {}).items()
+            if role in self.processes_after.get(engine, {})
+        }
+
+    @property
     def broken_promises(self) -> list[str]:
         """Empty: everything is as it must be with this project's connector."""
         broken = []
@@ -126,6 +138,11 @@ class Report(msgspec.Struct, kw_only=True):
             if not tally.outcomes.get(RIGHT):
                 broken.append(f"{engine}: no right answer at all")
         broken += [f"left: {each}" for each in self.left]
+        broken += [
+            f"left: {engine}, {role}: memory from {before:.0f} to {after:.0f} MB"
+            for (engine, role), (before, after) in self.memory_grown.items()
+            if after > MEMORY_RATIO_MAX * before
+        ]
         broken += [f"trace: {each}" for each in self.traces_wrong]
         return broken
 
@@ -183,7 +200,7 @@ def render(reports: Sequence[Report]) -> str:
         section(f"  `{engine}`: seconds of plain requests", [_latency(tally) for tally in tallies])
     section("result", [_result(each) for each in reports])
     section("left when all had settled", [dict.fromkeys(report.left, "left") for report in reports])
-    section("memory of the workers, MB", [_memory(each) for each in reports])
+    section("memory before and after, MB", [_memory(each) for each in reports])
     return "\n".join(lines)
 
 
@@ -210,10 +227,7 @@ def _result(report: Report) -> dict[str, object]:
 
 
 def _memory(report: Report) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for engine in DECODE:
-        series = [each for each in report.memory if each.engine == engine]
-        if series:
-            middle = series[len(series) // 2]
-            found[engine] = f"{series[0].megabytes:.0f} / {middle.megabytes:.0f} / {series[-1].megabytes:.0f}"
-    return found
+    return {
+        f"{engine}, {role}": f"{before:.0f} / {after:.0f}"
+        for (engine, role), (before, after) in report.memory_grown.items()
+    }
