@@ -69,6 +69,7 @@ class Report(msgspec.Struct, kw_only=True):
     lives: dict[str, int] = {}
     slowest: list[Slow] = []
     wrong_answers: int = 0
+    wrong_by_usage: dict[str, int] = {}
     never_ended: int = 0
     deaths: list[str] = []
     """Of decode engines."""
@@ -104,6 +105,7 @@ class Report(msgspec.Struct, kw_only=True):
             for call in sorted(results.calls, key=lambda call: -call.seconds)[:SLOWEST_KEPT]
         ]
         self.wrong_answers = sum(call.is_wrong for call in results.calls)
+        self.wrong_by_usage = dict(Counter(call.usage.value for call in results.calls if call.is_wrong))
         self.never_ended = sum(call.never_ended for call in results.calls)
         self.lost_prefills = dict(results.lost_prefills)
 
@@ -111,10 +113,11 @@ class Report(msgspec.Struct, kw_only=True):
     def memory_grown(self) -> dict[tuple[str, str], tuple[float, float]]:
         """Megabytes before and after, of each process of the decode engines."""
         return {
-            (engine, role): (before.resident_bytes / 1e6, self.processes_after[engine][role].resident_bytes / 1e6)
+            (engine, role): (before.resident_bytes / 1e6, after.resident_bytes / 1e6)
             for engine in DECODE
             for role, before in self.processes_before.get(engine, {}).items()
-            if role in self.processes_after.get(engine, {})
+            # Not of one that was started again.
+            if (after := self.processes_after.get(engine, {}).get(role)) is not None and after.pid == before.pid
         }
 
     @property
@@ -199,6 +202,7 @@ def render(reports: Sequence[Report]) -> str:
         section(f"  `{engine}`: loads", [({"loaded": t.loaded} if t.loaded else {}) | t.failures for t in tallies])
         section(f"  `{engine}`: seconds of plain requests", [_latency(tally) for tally in tallies])
     section("result", [_result(each) for each in reports])
+    section("wrong answers by what the client did", [each.wrong_by_usage for each in reports])
     section("left when all had settled", [dict.fromkeys(report.left, "left") for report in reports])
     section("memory before and after, MB", [_memory(each) for each in reports])
     return "\n".join(lines)
