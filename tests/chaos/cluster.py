@@ -54,21 +54,31 @@ class Prefill:
     engine: Engine
     proxy: Proxy
     lives: int = 1
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever ends or starts it."""
+    _is_alive: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end_life(self, end: Callable[[], object]) -> None:
-        """`end` ends the processes: from then on its address refuses, as without a proxy."""
-        self.proxy.refuse()
-        self.proxy.forget_control()
+        """`end` ends the processes: from then on its addresses refuse, as they would without proxies."""
         end()
+        with self._lock:
+            self._is_alive = False
+            self.proxy.refuse()
+            self.proxy.forget_control()
 
     def begin_life(self, *, new_id: bool) -> None:
         """Start again and wait until it serves."""
         self.lives += 1
         changes = {"engine_id": f"{self.engine.name}-{self.lives}"} if new_id else {}
         self.engine.restart(**changes).wait_healthy()
-        self.proxy.listen()
+        with self._lock:
+            self._is_alive = True
+            self.proxy.listen()
+
+    def end_refusal(self, proxy: Proxy) -> None:
+        """Have one of its proxies listen again, unless what is behind it has ended meanwhile."""
+        with self._lock:
+            if self._is_alive and proxy in (self.proxy, self.proxy.control):
+                proxy.listen()
 
 
 class ChaosCluster:

@@ -77,11 +77,14 @@ def _seen(process: psutil.Process) -> Process:
 
 
 def grown(before: Processes, after: Processes) -> list[str]:
-    """Threads and sockets that there are more of than before, by process."""
+    """Threads and sockets that there are more of than before, by process.
+
+    The API server, in which nothing of the connector runs, starts the threads of its pools as they are needed.
+    """
     return [
         f"{role}: {getattr(after[role], what) - count} more {what}"
         for role, process in before.items()
-        for what in ("threads", "sockets")
+        for what in (("sockets",) if role == SERVER else ("threads", "sockets"))
         if role in after and getattr(after[role], what) > (count := getattr(process, what))
     ]
 

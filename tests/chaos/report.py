@@ -13,6 +13,8 @@ from tests.chaos.remains import Processes
 
 QUANTILES = (0.5, 0.95, 1.0)
 SLOWEST_KEPT = 20
+MEMORY_RATIO_MAX = 1.1
+"""Of a decode engine's memory after the chaos to that before. It was 1.00 (docs/performance.md)."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -67,6 +69,7 @@ class Report(msgspec.Struct, kw_only=True):
     lives: dict[str, int] = {}
     slowest: list[Slow] = []
     wrong_answers: int = 0
+    wrong_by_usage: dict[str, int] = {}
     never_ended: int = 0
     deaths: list[str] = []
     """Of decode engines."""
@@ -102,8 +105,20 @@ class Report(msgspec.Struct, kw_only=True):
             for call in sorted(results.calls, key=lambda call: -call.seconds)[:SLOWEST_KEPT]
         ]
         self.wrong_answers = sum(call.is_wrong for call in results.calls)
+        self.wrong_by_usage = dict(Counter(call.usage.value for call in results.calls if call.is_wrong))
         self.never_ended = sum(call.never_ended for call in results.calls)
         self.lost_prefills = dict(results.lost_prefills)
+
+    @property
+    def memory_grown(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Megabytes before and after, of each process of the decode engines."""
+        return {
+            (engine, role): (before.resident_bytes / 1e6, after.resident_bytes / 1e6)
+            for engine in DECODE
+            for role, before in self.processes_before.get(engine, {}).items()
+            # Not of one that was started again.
+            if (after := self.processes_after.get(engine, {}).get(role)) is not None and after.pid == before.pid
+        }
 
     @property
     def broken_promises(self) -> list[str]:
@@ -126,6 +141,11 @@ class Report(msgspec.Struct, kw_only=True):
             if not tally.outcomes.get(RIGHT):
                 broken.append(f"{engine}: no right answer at all")
         broken += [f"left: {each}" for each in self.left]
+        broken += [
+            f"left: {engine}, {role}: memory from {before:.0f} to {after:.0f} MB"
+            for (engine, role), (before, after) in self.memory_grown.items()
+            if after > MEMORY_RATIO_MAX * before
+        ]
         broken += [f"trace: {each}" for each in self.traces_wrong]
         return broken
 
@@ -182,8 +202,9 @@ def render(reports: Sequence[Report]) -> str:
         section(f"  `{engine}`: loads", [({"loaded": t.loaded} if t.loaded else {}) | t.failures for t in tallies])
         section(f"  `{engine}`: seconds of plain requests", [_latency(tally) for tally in tallies])
     section("result", [_result(each) for each in reports])
+    section("wrong answers by what the client did", [each.wrong_by_usage for each in reports])
     section("left when all had settled", [dict.fromkeys(report.left, "left") for report in reports])
-    section("memory of the workers, MB", [_memory(each) for each in reports])
+    section("memory before and after, MB", [_memory(each) for each in reports])
     return "\n".join(lines)
 
 
@@ -210,10 +231,7 @@ def _result(report: Report) -> dict[str, object]:
 
 
 def _memory(report: Report) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for engine in DECODE:
-        series = [each for each in report.memory if each.engine == engine]
-        if series:
-            middle = series[len(series) // 2]
-            found[engine] = f"{series[0].megabytes:.0f} / {middle.megabytes:.0f} / {series[-1].megabytes:.0f}"
-    return found
+    return {
+        f"{engine}, {role}": f"{before:.0f} / {after:.0f}"
+        for (engine, role), (before, after) in report.memory_grown.items()
+    }

@@ -16,7 +16,6 @@ from connector.observe.trace_log import read_processes
 from tests.chaos.cluster import ChaosCluster, ConnectorName, Prefill
 from tests.chaos.load import Load
 from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
-from tests.chaos.proxy import Proxy
 from tests.chaos.remains import WORKER, Processes, grown, left_in_connector, left_in_vllm, megabytes, processes
 from tests.chaos.report import Memory, Report
 from tests.chaos.strangers import keep_half_open, send_garbage
@@ -167,10 +166,8 @@ class _Run:
         return keep_half_open(port, fault.seconds, self._over) > 0
 
     def _delay_or_cut(self, fault: Fault) -> bool:
-        proxy: Proxy | None = self._cluster.prefill[fault.engine].proxy
-        if fault.socket != SIDE:
-            assert proxy is not None
-            proxy = proxy.control
+        prefill = self._cluster.prefill[fault.engine]
+        proxy = prefill.proxy if fault.socket == SIDE else prefill.proxy.control
         if proxy is None:
             return False
         match fault.kind:
@@ -187,7 +184,7 @@ class _Run:
             case Kind.REFUSE:
                 proxy.refuse()
                 time.sleep(fault.seconds)
-                proxy.listen()
+                prefill.end_refusal(proxy)
         return True
 
     # --- watching ---------------------------------------------------------------------------------------------------

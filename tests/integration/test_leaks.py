@@ -188,8 +188,8 @@ def test_a_thousand_requests_and_a_shutdown_leave_nothing(load: Load) -> None:
 
 # --- prefill engines that come and go ---------------------------------------------------------------------------------
 
-_LIVES_TO_WARM_UP = 4
-_LIVES = 12
+_LIVES_TO_WARM_UP = 3
+_LIVES = 9
 _LOADED_IN_A_LIFE = 4
 _LIFE_BLOCKS = 64
 _LIFE_OPTIONS = {
@@ -200,8 +200,8 @@ _LIFE_OPTIONS = {
     "backoff_max_seconds": 0.4,
     "engine_ttl": 1.0,
 }
-_GROWTH_OF_A_LIFE_BYTES_MAX = 1 << 19
-"""Of one life of a prefill engine, in the mean. In the chaos in which this was looked for it would have been 8 MB."""
+_GROWTH_OF_A_LIFE_BYTES_MAX = 1 << 17
+"""For each life of a prefill engine, in the mean; it was 10 kB (docs/performance.md)."""
 
 
 @dataclass

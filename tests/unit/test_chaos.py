@@ -16,6 +16,7 @@ import zmq
 from tests.chaos.load import Call, Results, Usage
 from tests.chaos.plan import LIFE_KINDS, PREFILL, Kind, draw_plan, load_plan, save_plan
 from tests.chaos.proxy import Proxy, ProxyThread
+from tests.chaos.remains import SERVER, WORKER, Process, grown
 from tests.chaos.report import Report, render
 
 PATIENCE_SECONDS = 10.0
@@ -202,6 +203,28 @@ def test_bugs_deaths_and_leaks_break_promises() -> None:
         "left: after the chaos, fail: 1 leases",
         "trace: a record",
     ]
+
+
+def test_threads_and_sockets_that_are_left() -> None:
+    few = Process(pid=1, threads=10, sockets=10, files=20, resident_bytes=1)
+    many = msgspec.structs.replace(few, threads=12, sockets=11)
+    assert grown({SERVER: few, WORKER: few}, {SERVER: few, WORKER: few}) == []
+    assert grown({SERVER: few, WORKER: few}, {SERVER: many, WORKER: many}) == [
+        "API server: 1 more sockets",
+        "worker: 2 more threads",
+        "worker: 1 more sockets",
+    ]
+
+
+def test_memory_that_grows_breaks_a_promise() -> None:
+    report = counted()
+    small, large = (
+        Process(pid=1, threads=1, sockets=1, files=1, resident_bytes=megabytes * 1_000_000) for megabytes in (923, 1116)
+    )
+    report.processes_before, report.processes_after = {"recompute": {WORKER: small}}, {"recompute": {WORKER: small}}
+    assert report.broken_promises == []
+    report.processes_after = {"recompute": {WORKER: large}}
+    assert report.broken_promises == ["left: recompute, worker: memory from 923 to 1116 MB"]
 
 
 def test_a_run_without_an_answer_proves_nothing() -> None:
