@@ -21,6 +21,7 @@ def facts(
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
     identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -34,6 +35,7 @@ def facts(
         control_port=control_port,
         inspection=INSPECTION_VERSION,
         identity=identity,
+        verify=verify,
     )
 
 
@@ -47,6 +49,7 @@ def payload_of(
     control_port: int,
     stages: int = 1,
     identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -59,5 +62,6 @@ def payload_of(
         control_host=control_host,
         control_port=control_port,
         identity=identity,
+        verify=verify,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

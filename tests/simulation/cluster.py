@@ -50,7 +50,7 @@ from tests.simulation.engines import (
 )
 from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlWorld, FlyingRead
-from tests.simulation.faults import Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
+from tests.simulation.faults import Fault, Kind, Plan, Shape, engine_of, generator, rank_of, shape_of
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
 from tests.simulation.process import PORT, RANK_LAG_SECONDS_MAX, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
 from tests.simulation.verdict import Violation
@@ -169,6 +169,7 @@ def options_of(shape: Shape) -> ConnectorOptions:
         backoff_max_seconds=1.0,
         incompatible_backoff_seconds=3.0,
         peer_limit=shape.peer_limit,
+        verify=shape.verify,
     )
 
 
@@ -178,7 +179,7 @@ class Cluster:
     def __init__(self, plan: Plan, agenda: Agenda) -> None:
         self._plan = plan
         self._agenda = agenda
-        self._shape = draw_shape(plan.seed)
+        self._shape = shape_of(plan)
         self._trace: list[TransitionRecord] = []
         self._chance = generator(plan.seed, "clients")
         self._faults = ActiveFaults(plan)
