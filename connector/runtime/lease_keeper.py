@@ -121,6 +121,11 @@ class LeaseKeeper:
     def open_leases(self) -> int:
         return self._core.open_leases
 
+    @property
+    def leases_with_sums(self) -> int:
+        """Leases whose checksums are kept for those who ask."""
+        return len(self._sums)
+
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
         return self._core.leases()
@@ -231,7 +236,8 @@ class LeaseKeeper:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
     def _answer_sums(self, asked: wire.AskSums, reply_to: ReplyAddress) -> None:
-        encoded = self._sums.get(asked.lease)
+        lease = self._core.lent_as(asked.lease)
+        encoded = self._sums.get(lease) if lease is not None else None
         answer = wire.sums_answer(asked, encoded) if encoded is not None else None
         if answer is not None:
             self._answer(reply_to, answer)

@@ -40,7 +40,7 @@ def test_no_request_is_done_with_what_a_lying_read_has_left(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nor_among_other_faults(seed: int) -> None:
-    drawn = [fault for fault in draw_plan(seed + 40).faults if fault.kind is not Kind.TWO_RANKS]
+    drawn = [each for each in draw_plan(seed + 40).faults if each.kind is not Kind.TWO_RANKS and "." not in each.target]
     result = simulate(Plan(seed=seed, faults=[*drawn, *lies(0.2)]))
     assert result.violations == []
     assert result.outcomes["Corrupt"] > 0
