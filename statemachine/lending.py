@@ -400,6 +400,10 @@ class Lending:
         holders = self._leases[name].holders
         return len(holders) >= HOLDERS_MAX and all(holder.engine_id != engine_id for holder in holders)
 
+    def lent_as(self, name: LeaseName) -> LeaseName | None:
+        """The lease, lent now or soon, that a peer means by this name, which may lack the number."""
+        return self._find(name)[0]
+
     def _find(self, name: LeaseName) -> tuple[LeaseName | None, str]:
         """The lease that a peer means, or None and why there is none."""
         if name in self._leases:

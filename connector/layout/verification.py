@@ -2,9 +2,10 @@
 
 The unit is one kernel block of one region as P advertises it. P sums those of a lease before it lends them; D sums the
 memory that a READ has filled. That can be compared where a descriptor of the READ is such a block, whole: both engines
-have the same layout, block size and share of the heads. Where READs take parts of blocks (unlike tensor parallel sizes,
-block sizes or layouts), where pages are padded, where cache groups share memory, and of states that are advertised in
-parts there is nothing to compare, and an engine that is to verify refuses the pair in the handshake (`match`).
+have the same layout and block size, and P has as many ranks or more. Where READs take parts of blocks (fewer ranks on
+P, unlike block sizes or layouts), where pages are padded, where cache groups share memory, and of states that are
+advertised in parts there is nothing to compare, and an engine that is to verify refuses the pair in the handshake
+(`match`).
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def match(read: ReadPlan, metadata: AgentMetadata) -> Match:
         index = known.get((run.address, run.stride_bytes, run.length_bytes))
         if index is None or not groups or groups[index] == SHARED_GROUP:
             advice = (
-                "what READs take from such an engine is not whole blocks of one cache group, which have no checksums: "
+                "READs take parts of that engine's blocks, or blocks of several cache groups, which have no checksums: "
                 "start both engines with the same tensor parallel size, --block-size and layout, or D with verify off"
             )
             raise LayoutMismatch("verify", "whole blocks", "parts of blocks", advice)

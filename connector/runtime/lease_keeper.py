@@ -133,6 +133,11 @@ class LeaseKeeper:
         """When the grace period of this engine, which is to end, is over; None: it is not to end."""
         return self._core.leaves_ns
 
+    @property
+    def leases_with_sums(self) -> int:
+        """Leases whose checksums are kept for those who ask."""
+        return len(self._sums)
+
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
         return self._core.leases()
@@ -257,7 +262,8 @@ class LeaseKeeper:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
     def _answer_sums(self, asked: wire.AskSums, reply_to: ReplyAddress) -> None:
-        encoded = self._sums.get(asked.lease)
+        lease = self._core.lent_as(asked.lease)
+        encoded = self._sums.get(lease) if lease is not None else None
         answer = wire.sums_answer(asked, encoded) if encoded is not None else None
         if answer is not None:
             self._answer(reply_to, answer)

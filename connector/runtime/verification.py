@@ -28,7 +28,8 @@ from connector.wire.control import AskSums, LeaseSums, Sums
 from statemachine.failures import Corrupt
 from statemachine.lease import LeaseName
 
-ASKED_AGAIN_SECONDS = 0.5
+ASKED_AGAIN_SECONDS = 0.01, 0.5
+"""The first pause, which doubles, and the longest: P may hear of its own grant later than the question."""
 
 
 class KnownSums(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -180,10 +181,12 @@ class SumsOfPeer:
         awaited = _Awaited()
         self._awaited.setdefault(key, []).append(awaited)
         try:
+            pause, longest = ASKED_AGAIN_SECONDS
             while is_wanted() and self._ask_rank(connection, rank, asked):
-                with trio.move_on_after(ASKED_AGAIN_SECONDS):
+                with trio.move_on_after(pause):
                     await awaited.came.wait()
                     return awaited.answer
+                pause = min(2 * pause, longest)
             return None
         finally:
             others = [each for each in self._awaited.pop(key, []) if each is not awaited]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ from connector.protocol import (
     ReceiveEnded,
     SendEnded,
     StartPull,
+    SumsFound,
+    SumsWanted,
     TrackLease,
 )
 from connector.runtime.listener import HandshakeListener
@@ -50,9 +52,11 @@ from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.rig import sums
 from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
+from tests.rig.sums import with_sums
 
 LAYERS = 3
 BLOCKS = 64
@@ -108,8 +112,13 @@ class Outcomes(list[Outcome]):
     """What the engine thread was told. `breaks_on` is an outcome kind on which telling it raises, once."""
 
     breaks_on: type[Outcome] | None = None
+    deliver: Callable[[SumsFound], None]
+    """To the actors, which the engine thread does later."""
 
     def tell(self, outcome: Outcome) -> None:
+        if isinstance(outcome, SumsWanted):
+            trio.lowlevel.current_trio_token().run_sync_soon(lambda: self.deliver(sums.found(outcome)))
+            return
         if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
             self.breaks_on = None
             raise RuntimeError("injected")
@@ -193,6 +202,7 @@ class Engine:
             self.port.agent_metadata,
             compatibility_hash=self.local.compatibility_hash,
             identity=self.local.identity,
+            verify=self.options.verify,
             life=self.life,
             control_host=HOST,
             control_port=self.control.port,
@@ -219,11 +229,12 @@ class Engine:
 
     # --- as the scheduler would ---------------------------------------------------------------------------------
 
-    def lend(self, request_id: str) -> None:
-        """Finish a prefill."""
+    def lend(self, request_id: str, blocks: Sequence[int] = range(BLOCKS)) -> None:
+        """Finish a prefill. `blocks`: those that have checksums, if any have."""
         lease = lease_of(request_id)
         self.supervisor.deliver(LeaseComputing(lease=lease))
-        self.supervisor.deliver(LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1))
+        granted = LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1)
+        self.supervisor.deliver(with_sums(granted, self.local.layout, [list(blocks)], self.options.verify))
 
     def borrow(
         self,
@@ -423,6 +434,7 @@ def _rank(
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
         descriptors_ahead_max=descriptors_ahead_max,
     )
+    outcomes.deliver = supervisor.deliver
     return Engine(
         engine_id,
         options,

@@ -23,6 +23,7 @@ def facts(
     control_port: int = 40_000,
     control_key: str | None = None,
     identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -38,6 +39,7 @@ def facts(
         inspection=INSPECTION_VERSION,
         identity=identity,
         administration=ADMINISTRATION_VERSION,
+        verify=verify,
     )
 
 
@@ -52,6 +54,7 @@ def payload_of(
     stages: int = 1,
     control_key: str | None = None,
     identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -65,5 +68,6 @@ def payload_of(
         control_port=control_port,
         control_key=control_key,
         identity=identity,
+        verify=verify,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -56,10 +56,10 @@ from tests.simulation.faults import (
     Kind,
     Plan,
     Shape,
-    draw_shape,
     engine_of,
     generator,
     rank_of,
+    shape_of,
 )
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
 from tests.simulation.process import PORT, RANK_LAG_SECONDS_MAX, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
@@ -180,6 +180,7 @@ def options_of(shape: Shape) -> ConnectorOptions:
         incompatible_backoff_seconds=3.0,
         peer_limit=shape.peer_limit,
         quarantine_limit=1.0,  # but for an engine whose quarantine is to be filled: `Surroundings.options_of`
+        verify=shape.verify,
     )
 
 
@@ -206,7 +207,7 @@ class Cluster:
         self._nursery: trio.Nursery
 
     def _draw_shape(self) -> Shape:
-        return draw_shape(self._plan.seed)
+        return shape_of(self._plan)
 
     def _options(self) -> ConnectorOptions:
         return options_of(self._shape)

@@ -267,7 +267,13 @@ class PrefillEngine(Engine):
         self._still_lending[request_id] = {rank.tp_rank for rank in process.ranks}
         self.around.oracles.grant(self.owner, request_id, [rank.clock.now_ns() for rank in process.ranks])
         granted = LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=len(blocks))
-        self.agenda.after(self.step_seconds(), lambda: process.deliver(granted))
+        block_ids = [table.blocks for table in of_groups]
+
+        def grant() -> None:
+            for rank in process.ranks:
+                rank.grant(granted, block_ids)
+
+        self.agenda.after(self.step_seconds(), grant)
         return Prefilled(
             address=process.address,
             engine=self.name,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -65,6 +66,7 @@ class Kind(enum.Enum):
 
     READ_LATE = "read_late"
     READ_ERRS_EARLY = "read_errs_early"
+    READ_LIES = "read_lies"
     LINK_RESET = "link_reset"
     HANDSHAKE_REFUSED = "handshake_refused"
     CLOCK_SLEW = "clock_slew"
@@ -114,11 +116,13 @@ LEVEL2_ONLY = frozenset(
         Kind.WORKER_STOPS,
         Kind.FULL_QUARANTINE,
         Kind.METADATA_DROPPED,
+        Kind.READ_LIES,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
-LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY and kind is not Kind.READ_LIES)
+"""READ_LIES is for plans that name it: without `verify` nothing could notice it."""
 NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE}
 """Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
@@ -242,7 +246,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster of a seed."""
+    """The cluster of a seed. `verify`: that option of all engines."""
 
     prefills: int
     decodes: int
@@ -258,6 +262,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_seconds: float
     model: Model
     engines: dict[str, EngineShape]
+    verify: Literal["off", "sampled", "all"] = "off"
 
     @property
     def prefill_names(self) -> list[str]:
@@ -320,6 +325,19 @@ def draw_model_and_engines(
         name: EngineShape(tp_size=chance.randint(1, 2), block_tokens=chance.choice(sizes[name[0]])) for name in names
     }
     return Model(heads=chance.randint(1, 2), second=second), engines
+
+
+def shape_of(plan: Plan) -> Shape:
+    """The cluster of the plan: that of its seed, and where READs lie one whose engines can verify and do."""
+    shape = draw_shape(plan.seed)
+    if all(fault.kind is not Kind.READ_LIES for fault in plan.faults):
+        return shape
+    engines = {
+        name: msgspec.structs.replace(each, tp_size=2 if name.startswith("p") else 1, block_tokens=BLOCK_TOKENS)
+        for name, each in shape.engines.items()
+    }
+    model = Model(heads=2)
+    return msgspec.structs.replace(shape, model=model, engines=engines, verify="all", request_timeout_seconds=6.0)
 
 
 def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:

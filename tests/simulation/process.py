@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.ports.nixl import MemoryRange
-from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -30,6 +31,7 @@ from connector.wire.identity import KvIdentity
 from connector.wire.inspection import Inspect
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig import sums
 from tests.rig.facts import payload_of
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
@@ -116,6 +118,10 @@ class ProcessClock:
 
     def wall(self) -> float:
         return 1.7e9 + trio.current_time() + self.machine.wall_error_seconds
+
+
+SUMMED_AFTER_SECONDS = 0.002
+"""With the engine's next step."""
 
 
 class Variant(enum.Enum):
@@ -213,6 +219,7 @@ class Rank:
             self.port.agent_metadata,
             compatibility_hash=self._local.compatibility_hash,
             identity=self._local.identity,
+            verify=self._around.options.verify,
             life=life,
             control_host=self.host,
             control_port=self.control.port,
@@ -256,8 +263,20 @@ class Rank:
 
     def _emit(self, outcome: Outcome) -> None:
         self.has_stopped |= isinstance(outcome, WorkerStopped)
+        if isinstance(outcome, SumsWanted):
+            self._around.agenda.after(SUMMED_AFTER_SECONDS, lambda: self._find_sums(outcome))
+            return
         if not self.is_dead:
             self._engine.hear(self.tp_rank, outcome)
+
+    def _find_sums(self, wanted: SumsWanted) -> None:
+        """The engine thread does it with its next step."""
+        if not self.is_dead:
+            self.supervisor.deliver(sums.found(wanted))
+
+    def grant(self, granted: LeaseGranted, block_ids: Sequence[list[int]]) -> None:
+        """Lend the blocks of `block_ids`, by cache group, with the checksums that the option asks for."""
+        self.deliver(sums.with_sums(granted, self._local.layout, block_ids, self._around.options.verify))
 
     def _overhear(self, frames: tuple[bytes, ...]) -> None:
         """A message has arrived at the control socket: whether a lease may end depends on what P was told."""
@@ -265,7 +284,7 @@ class Rank:
             message = control.decode_request(frames)
         except (BadFrame, DecodeFailed):
             return
-        if isinstance(message, Inspect):
+        if isinstance(message, Inspect | control.AskSums):
             return  # it changes nothing
         oracles, now_ns = self._around.oracles, self.clock.now_ns()
         for lease in message.leases:

@@ -31,15 +31,19 @@ from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken,
 from connector.wire.bounded import shorten
 from connector.wire.control import (
     MESSAGE_BYTES_MAX,
+    AskSums,
     ControlAnswer,
     ControlRequest,
     Hold,
     HoldAnswer,
+    LeaseSums,
     Leaving,
     Release,
     Released,
+    Sums,
     decode_answer,
     encode_request,
+    encode_sums,
 )
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.lease import Lease, LeaseName, State
@@ -673,3 +677,25 @@ def test_what_has_worked_for_a_while_is_started_again_soon() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert starts[19] - starts[18] == pytest.approx(RESTART_DELAY_SECONDS_MAX)
     assert starts[20] - starts[19] - 10 < 0.01
+
+
+def test_checksums_are_told_while_a_lease_lasts() -> None:
+    """Under its name, and under that without a number; not before it is lent, and nothing is kept of it afterwards."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = LeaseName("a", 3)
+        sums = encode_sums(LeaseSums(blocks=(b"1234",), sums=b"12345678"))
+        rank.keeper.deliver(LeaseComputing(lease=lease))
+        with trio.move_on_after(0.2) as unanswered:
+            await decoder.ask(AskSums(lease=lease, part=0))
+        assert unanswered.cancelled_caught
+        rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums))
+        for name in (lease, LeaseName("a", 0)):
+            assert await decoder.ask(AskSums(lease=name, part=0)) == Sums(lease=name, part=0, parts=1, content=sums)
+        assert rank.keeper.leases_with_sums == 1
+        await decoder.hold(lease)
+        await decoder.release(lease)
+        assert rank.ended() == {"a": False}
+        assert rank.keeper.leases_with_sums == 0
+
+    run_over_zmq(test)

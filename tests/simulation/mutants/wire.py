@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from connector.runtime import handshake, listener
+from connector.layout import verification
+from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
 from connector.wire import control, identity, notifications
 from connector.wire import handshake as handshake_of_wire
@@ -43,6 +44,8 @@ def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
         )
     )
 
+
+LIES = tuple(fault(Kind.READ_LIES, f"d{at // 3}>p{at % 3}", 0.0, 20.0, 0.3) for at in range(9))
 
 _IDENTITY = "tests/unit/test_identity.py::"
 _OF_AN_ENGINE = "tests/unit/test_kv_identity.py::"
@@ -187,6 +190,84 @@ IDENTITY = (
 )
 
 
+_VERIFY = "tests/actors/test_verification.py::"
+
+VERIFICATION = (
+    Mutant(
+        name="sums are not compared",
+        row=23,
+        broken="a READ counts as completed whatever its checksums are",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._compare,
+                "self.tell(msgspec.structs.replace(ended, failure=failure))",
+                "self.tell(ended)",
+            ),
+        ),
+        place=Seeds(2, "bytes", LIES),
+    ),
+    Mutant(
+        name="sums of samples alone",
+        row=23,
+        broken="only samples are compared although all blocks are to be",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._resolve,
+                'self._context.options.verify == "sampled"',
+                "True",
+            ),
+        ),
+        place=ByTest(_VERIFY + "test_all_blocks_of_a_cache_are_compared"),
+    ),
+    Mutant(
+        name="blocks without sums are read",
+        broken="of a block that was not lent there is nothing to compare, and it is read",
+        changes=(Edit(verification.compared, "if not sampled and not is_known.all():", "if False:"),),
+        place=ByTest(_VERIFY + "test_blocks_that_were_not_lent_with_the_lease_are_refused"),
+    ),
+    Mutant(
+        name="parts of blocks are read unverified",
+        broken="where a READ takes parts of blocks nothing is compared, and nobody is told",
+        changes=(Edit(handshake._matches, 'if wanted == "off":', "if True:"),),
+        place=ByTest(_VERIFY + "test_parts_of_blocks_are_refused_and_not_read_unverified"),
+    ),
+    Mutant(
+        name="fewer sums will do",
+        broken="how many blocks P sums is not compared",
+        changes=(Edit(handshake._matches, 'if made not in (wanted, "all"):', "if False:"),),
+        place=ByTest(_VERIFY + "test_an_engine_that_makes_fewer_checksums_is_refused"),
+    ),
+    Mutant(
+        name="sums are waited for after the end",
+        broken="a request that was aborted while its blocks are summed waits for the engine thread",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._tell_what_nobody_wants, "if not self.core.wants(ended.request_id):", "if False:"
+            ),
+        ),
+        place=ByTest(_VERIFY + "test_a_request_that_is_aborted_while_its_blocks_are_summed_ends"),
+    ),
+    Mutant(
+        name="sums of a lease without its number",
+        broken="a reader whose parameters carried no number gets no checksums",
+        changes=(
+            Edit(
+                lease_keeper.LeaseKeeper._answer_sums,
+                "self._core.lent_as(asked.lease)",
+                "asked.lease",
+            ),
+        ),
+        place=ByTest("tests/simulation/test_verify.py::test_no_request_is_done_with_what_a_lying_read_has_left"),
+    ),
+    Mutant(
+        name="sums are kept",
+        broken="the checksums of a lease that is over stay",
+        changes=(Edit(lease_keeper.LeaseKeeper._execute, "self._sums.pop(lease, None)", "pass"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_checksums_are_told_while_a_lease_lasts"),
+    ),
+)
+
+
 async def _run_once(
     name: str, run: Callable[[], Awaitable[None]], log_crash: Callable[[str, BaseException], None]
 ) -> None:
@@ -198,6 +279,7 @@ async def _run_once(
 
 MUTANTS = (
     *IDENTITY,
+    *VERIFICATION,
     Mutant(
         name="bad frame kills the listener",
         row=38,
