@@ -19,7 +19,7 @@ from connector.observe.flight_recorder import (
     FlightRecorder,
     render,
 )
-from connector.observe.log import log_crash
+from connector.observe.log import CrashCount, log_crash
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
@@ -62,9 +62,7 @@ class Recorder:
         self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
-        self._log_crash = log_crash
-        # How often something in here has raised.
-        self._crashes = 0
+        self._crashes = CrashCount(log_crash)
         self._seq = 0
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
@@ -95,7 +93,7 @@ class Recorder:
                     else:
                         figures.count(before, event, after, at_ns - since_ns)
             except Exception as error:
-                self._note_crash("counting of transitions", error)
+                self._crashes.note("counting of transitions", error)
             if is_same and write is None:
                 return
             try:
@@ -110,15 +108,9 @@ class Recorder:
                 if log is not None and not is_same and machine in _LOGGED:
                     log(machine, subject, before, event, after)
             except Exception as error:
-                self._note_crash("recording of transitions", error)
+                self._crashes.note("recording of transitions", error)
 
         return observe
-
-    def _note_crash(self, what: str, error: Exception) -> None:
-        """Powers of two only: it may be so with every step."""
-        self._crashes += 1
-        if self._crashes & (self._crashes - 1) == 0:
-            self._log_crash(f"{what} (number {self._crashes})", error)
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""

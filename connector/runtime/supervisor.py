@@ -58,7 +58,7 @@ from connector.runtime.verification import SumDesk
 from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
-from statemachine.failures import ConnectorStopped, Failure
+from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
@@ -189,7 +189,7 @@ class Supervisor:
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
                 if self._context.options.known_peers:
                     self._introduce()
-                nursery.start_soon(self._retire_idle)
+                nursery.start_soon(keep_running, "retirement of idle peers", self._retire_idle, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 await self._wind_down()
@@ -235,7 +235,29 @@ class Supervisor:
     # --- routing ------------------------------------------------------------------------------------------------
 
     def deliver(self, command: Command) -> None:
-        """Trio thread: hand a command to the actor that it concerns."""
+        """Trio thread: hand a command to the actor that it concerns. Never raises."""
+        try:
+            self._hand_out(command)
+        except Exception as error:
+            self._log_crash("supervisor", error)
+            if isinstance(command, StartPull | RejectPull):
+                self._report_lost(command, error)
+
+    def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
+        """A mistake costs the request that it occurred with. Whether a READ of it has begun nobody knows. If nobody
+        waits for the request, or it is reported by somebody else as well, the engine thread does not tell it."""
+        failure = ActorCrashed(actor="supervisor", error=repr(error))
+        self._context.log_failure(f"request {command.request_id}", failure)
+        self._context.emit(
+            ReceiveEnded(
+                request_id=command.request_id,
+                failure=failure,
+                local_block_ids=command.local_block_ids,
+                quarantined=True,
+            )
+        )
+
+    def _hand_out(self, command: Command) -> None:
         match command:
             case StartPull(awaited=is_awaited):
                 self._ask(command, is_awaited=is_awaited)

@@ -28,6 +28,7 @@ from connector.layout.geometry import RankLayout
 from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
 from connector.observe.log import (
+    CrashCount,
     EventLog,
     FailureLog,
     RefusalLog,
@@ -115,6 +116,7 @@ class ConnectorWorker:
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
         self._figures = Figures()
+        self._crashes = CrashCount()
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
@@ -376,16 +378,20 @@ class ConnectorWorker:
         return results
 
     def take_stats(self) -> ConnectorStats | None:
-        """Figures since the last call, or None when nothing happened."""
-        stats, taken = self.ledger.take_stats(), self._figures.take()
-        if taken is None:
+        """Figures since the last call, or None when nothing happened. Never raises: a figure is not worth a step."""
+        try:
+            stats, taken = self.ledger.take_stats(), self._figures.take()
+            if taken is None:
+                return stats
+            stats = stats or ConnectorStats()
+            for key, count in taken.counts.items():
+                stats.count(key, count)
+            for key, values in taken.samples.items():
+                stats.sample(key, *values)
             return stats
-        stats = stats or ConnectorStats()
-        for key, count in taken.counts.items():
-            stats.count(key, count)
-        for key, values in taken.samples.items():
-            stats.sample(key, *values)
-        return stats
+        except Exception as error:
+            self._crashes.note("figures of a step", error)
+            return None
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler process, if there are any."""
@@ -394,22 +400,28 @@ class ConnectorWorker:
         if thread is None:
             return report
         late = self._late
-        if thread.is_called or late is not _NOT_LATE:
-            self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
-        if (found := self._figures.take_gauges()) is None and self._late == late:
-            return report
-        gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
-        if gauges == self._gauges:
-            return report
-        self._gauges = gauges
-        report = report or WorkerReport()
-        report.gauges[self._rank_number] = gauges
+        try:
+            if thread.is_called or late is not _NOT_LATE:
+                self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
+            if (found := self._figures.take_gauges()) is None and self._late == late:
+                return report
+            gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
+            if gauges == self._gauges:
+                return report
+            self._gauges = gauges
+            report = report or WorkerReport()
+            report.gauges[self._rank_number] = gauges
+        except Exception as error:  # what the report says of requests and blocks is told all the same
+            self._crashes.note("gauges of a step", error)
         return report
 
     def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
-        for request_id in finished:
-            if (times := timer.take(request_id)) is not None:
-                self.ledger.note_pull(times)
+        try:
+            for request_id in finished:
+                if (times := timer.take(request_id)) is not None:
+                    self.ledger.note_pull(times)
+        except Exception as error:
+            self._crashes.note("times of a request", error)
 
 
 def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:

@@ -21,7 +21,7 @@ from collections import deque
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
-from connector.observe.log import root_cause
+from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
@@ -59,6 +59,7 @@ class TransferLedger:
         self._lease_ns = to_ns(lease_seconds)
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
+        self._crashes = CrashCount()
         self._report = WorkerReport()
         # Whether outcomes have come since the last `take_stats`, and whether the report says anything.
         self._has_figures = False
@@ -137,7 +138,10 @@ class TransferLedger:
             if isinstance(outcome, SumsWanted):
                 self._sums_wanted.append(outcome)
                 continue
-            self._stats.add(outcome)
+            try:
+                self._stats.add(outcome)
+            except Exception as error:  # a figure is not worth a request
+                self._crashes.note("counting of outcomes", error)
             self._has_figures = True
             match outcome:
                 case ReceiveEnded():
