@@ -230,19 +230,7 @@ class Cluster:
 
     async def run(self) -> None:
         agenda = self._agenda
-        around = Surroundings(
-            agenda=agenda,
-            network=FakeNetwork(agenda, self._faults),
-            nixl=FakeNixlWorld(agenda, self._faults, self._note_misuse),
-            faults=self._faults,
-            oracles=self._oracles,
-            options=self._oracles.options,
-            trace=self._trace,
-            reads_inline=self._shape.reads_inline,
-            model=self._shape.model,
-            engines=self._shape.engines,
-        )
-        self._around = around
+        around = self._around = self._surroundings(agenda)
         around.nixl.note_copied = self._note_copied
         self._make_engines(around)
         async with trio.open_nursery() as nursery:
@@ -255,6 +243,20 @@ class Cluster:
             self._check_attempts()
             self._seconds = trio.current_time()
             nursery.cancel_scope.cancel()
+
+    def _surroundings(self, agenda: Agenda) -> Surroundings:
+        return Surroundings(
+            agenda=agenda,
+            network=FakeNetwork(agenda, self._faults),
+            nixl=FakeNixlWorld(agenda, self._faults, self._note_misuse),
+            faults=self._faults,
+            oracles=self._oracles,
+            options=self._oracles.options,
+            trace=self._trace,
+            reads_inline=self._shape.reads_inline,
+            model=self._shape.model,
+            engines=self._shape.engines,
+        )
 
     async def _live(self) -> None:
         """Everything from the start of the engines to their shutdown."""

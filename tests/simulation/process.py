@@ -17,6 +17,7 @@ import trio
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.observe.flight_recorder import STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
 from connector.runtime.figures import Figures
@@ -64,6 +65,8 @@ class Surroundings:
     """Those that are not built the usual way."""
     moments: list[float] = field(default_factory=list)
     """When each record of `trace` was written, in seconds of virtual time."""
+    steps_kept: int = STEPS_KEPT
+    """By each flight recorder."""
 
 
 class Machine:
@@ -178,6 +181,7 @@ class Rank:
                 clock=clock,
                 sink=self,
                 figures=self.figures,
+                flight=FlightRecorder(around.steps_kept),
             ),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
