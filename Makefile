@@ -6,6 +6,9 @@
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
+# make soak    a day of virtual time: eight engines of each role that come and go; about ten minutes. Goes on with the next
+#              seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
+# make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
@@ -26,9 +29,10 @@ ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tes
          tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py
 SEEDS ?= 100
 SEED ?= 1
+SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        chaos fuzz attack test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn oracle \
+        mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -71,6 +75,12 @@ simulate: setup
 
 simulate-fresh: setup
 	$(BIN)/python -m tests.simulation.fresh --seconds 40
+
+soak: setup
+	@$(BIN)/python -m tests.simulation.soak --seeds $(SOAK_SEEDS)
+
+churn: setup
+	@$(BIN)/python -m tests.actors.churn --peers 1000
 
 oracle: setup
 	@$(BIN)/python -m tests.unit.layout_oracle --examples 100000

@@ -36,6 +36,7 @@ from connector.config import ConnectorOptions
 from connector.ports.nixl import PortCounts
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
+from tests.rig.network import free_port
 
 PEERS_PER_PROCESS = 12
 PLACES = 30
@@ -48,8 +49,8 @@ OPTIONS = ConnectorOptions(
     backoff_initial_seconds=0.02,
     backoff_max_seconds=0.05,
     quiesce_timeout_seconds=2.0,
-    kv_lease_duration=3.0,
-    request_timeout_seconds=20.0,
+    kv_lease_duration=120.0,
+    request_timeout_seconds=100.0,
 )
 BLOCK = 7
 """That is read of every peer."""
@@ -115,7 +116,7 @@ class Introduced(msgspec.Struct, frozen=True):
 # --- the process of some prefill engines ----------------------------------------------------------------------------
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["nixl._api", "tests.actors.churn"])
+FORKS.set_forkserver_preload(["nixl._api", "tests.actors.engines"])
 
 
 def run_engines(to_parent: Connection, engine_ids: list[str], ports: list[int]) -> None:
@@ -259,6 +260,13 @@ def _is_socket(descriptor: str) -> bool:
         return False
 
 
+def free_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return sorted(ports)
+
+
 async def churn(
     peers: int,
     *,
@@ -283,7 +291,7 @@ async def churn(
                 break
             new_ids = [f"p{next(numbers)}" for _ in range(PEERS_PER_PROCESS)]
             assert last is not None or not manner.keeps_addresses
-            ports = last.ports if last is not None and manner.keeps_addresses else [0] * PEERS_PER_PROCESS
+            ports = last.ports if last is not None and manner.keeps_addresses else free_ports(len(new_ids))
             ids = last.engine_ids if last is not None and manner is Manner.RESTART else new_ids
             async with started(ids, ports) as last:
                 forgotten += await meet(d, last, manner, ends)

@@ -17,22 +17,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 AT_ONCE_SECONDS = 0.5
 """Half of what a handshake with an engine that does not answer takes here."""
+TOLERANCE_SECONDS = 10.0
 LEASES = 3
 BLOCKERS = 40
 BLOCKER_TOKENS = (USABLE_BLOCKS - 2) * BLOCK_TOKENS
 """Together they take minutes if nobody aborts them."""
 
 
-@pytest.fixture(scope="module")
-def narrow(shared_house: House) -> Iterator[EngineRig]:
+def narrow_engine(house: House) -> EngineRig:
     """A decode engine that serves one request at a time."""
     options = dataclasses.replace(
-        shared_house.decode.options,
-        engine_id=f"rig-{uuid4().hex[:12]}",
-        side_channel_port=free_port(),
-        max_requests=1,
+        house.decode.options, engine_id=f"rig-{uuid4().hex[:12]}", side_channel_port=free_port(), max_requests=1
     )
-    with EngineRig(options, shared_house.directory) as engine:
+    return EngineRig(options, house.directory)
+
+
+@pytest.fixture(scope="module")
+def narrow(shared_house: House) -> Iterator[EngineRig]:
+    with narrow_engine(shared_house) as engine:
         engine.wait_ready()
         yield engine
 
@@ -66,6 +68,41 @@ def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narr
     outcome = narrow.wait(name)
     assert outcome.received, f"{house.traces.reason('request', name)}, while P had lent {lent}"
     check_loaded(outcome, tokens, 2)
+
+
+def test_a_lease_outlives_an_engine_that_makes_no_step(house: House, narrow: EngineRig) -> None:
+    """Scenario 62: D's engine thread stands still for three lease times, as in a long step; its actors do not."""
+    name, tokens = "no-step", prompt("no-step", 3 * BLOCK_TOKENS)
+    house.expect_loaded(narrow, f"{name}-before", prompt(f"{name}-before", 40))
+    params = house.prefill.prefill(name, tokens)
+    with occupied(narrow, f"{name}-blocker"):
+        narrow.submit(RequestSpec(name, tokens, 2, params))
+        house.traces.wait_for_state("hold", f"{name}/0", "held")
+        narrow.pause_steps()
+        time.sleep(LEASES * LEASE_SECONDS)
+        lent = house.prefill.snapshot().requests
+        narrow.resume_steps()
+    outcome = narrow.wait(name)
+    assert outcome.received, f"{house.traces.reason('request', name)}, while P had lent {lent}"
+    check_loaded(outcome, tokens, 2)
+
+
+def test_blocks_that_a_killed_decode_engine_has_held_come_back_when_their_lease_is_over(house: House) -> None:
+    """Scenario 54: its requests wait in its queue, it renews their leases, and then it is gone without a word."""
+    prompts = {f"stranded-{number}": prompt(f"stranded-{number}", 3 * BLOCK_TOKENS) for number in range(4)}
+    with narrow_engine(house) as engine:
+        engine.wait_ready()
+        house.expect_loaded(engine, "before-stranded", prompt("before-stranded", 40))
+        params = house.prefill.prefill_all(prompts)
+        engine.submit(*(RequestSpec(f"blocker-{number}", prompt("b", 2), BLOCKER_TOKENS) for number in range(BLOCKERS)))
+        engine.submit(*(RequestSpec(name, tokens, 2, params[name]) for name, tokens in prompts.items()))
+        time.sleep(LEASES * LEASE_SECONDS)
+        assert set(house.prefill.snapshot().requests) == set(prompts), "they are held"
+        engine.kill()
+        house.prefill.wait_until_whole(LEASE_SECONDS + TOLERANCE_SECONDS)
+    for name in prompts:
+        assert house.traces.wait_for_state("lease", name, "expired")
+    house.expect_loaded(house.decode, "after-stranded", prompt("after-stranded", 100))
 
 
 def test_a_request_that_waits_for_a_killed_engine_fails_as_soon_as_it_is_scheduled(

@@ -242,7 +242,22 @@ class Cluster:
 
     async def run(self) -> None:
         agenda = self._agenda
-        around = Surroundings(
+        around = self._around = self._surroundings(agenda)
+        around.nixl.note_copied = self._note_copied
+        self._make_engines(around)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for engine in self._engines:
+                nursery.start_soon(engine.run)
+            await trio.sleep(0.01)
+            await self._live()
+            await self._shut_down()
+            self._check_attempts()
+            self._seconds = trio.current_time()
+            nursery.cancel_scope.cancel()
+
+    def _surroundings(self, agenda: Agenda) -> Surroundings:
+        return Surroundings(
             agenda=agenda,
             network=FakeNetwork(agenda, self._faults),
             nixl=FakeNixlWorld(agenda, self._faults, self._note_misuse),
@@ -257,19 +272,6 @@ class Cluster:
                 fault.target for fault in self._plan.faults if fault.kind is Kind.FULL_QUARANTINE
             ),
         )
-        self._around = around
-        around.nixl.note_copied = self._note_copied
-        self._make_engines(around)
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for engine in self._engines:
-                nursery.start_soon(engine.run)
-            await trio.sleep(0.01)
-            await self._live()
-            await self._shut_down()
-            self._check_attempts()
-            self._seconds = trio.current_time()
-            nursery.cancel_scope.cancel()
 
     async def _live(self) -> None:
         """Everything from the start of the engines to their shutdown."""

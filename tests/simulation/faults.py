@@ -14,6 +14,7 @@ a worker process, "p0.sim" that of the engine's listener, "d0.1.2" the agent of 
 from __future__ import annotations
 
 import enum
+import functools
 import random
 from collections.abc import Sequence
 from typing import Literal
@@ -473,11 +474,13 @@ def perhaps_of_one_rank(fault: Fault, shape: Shape, chance: random.Random) -> Fa
     return msgspec.structs.replace(fault, target=">".join(names))
 
 
+@functools.lru_cache(maxsize=1024)  # asked several times for each message
 def engine_of(name: str) -> str:
     """The engine that a rank, a host or an agent belongs to."""
     return name.partition(".")[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def rank_of(name: str) -> int | None:
     """The rank that a host or an agent belongs to; None: none in particular."""
     _, *rest = name.split(".")

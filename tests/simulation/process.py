@@ -19,6 +19,7 @@ import trio
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.observe.flight_recorder import STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
@@ -69,6 +70,8 @@ class Surroundings:
     """Those that are not built the usual way."""
     moments: list[float] = field(default_factory=list)
     """When each record of `trace` was written, in seconds of virtual time."""
+    steps_kept: int = STEPS_KEPT
+    """By each flight recorder."""
     small_quarantines: frozenset[str] = frozenset()
     """Engines whose quarantine few blocks fill."""
 
@@ -204,6 +207,7 @@ class Rank:
                 clock=clock,
                 sink=self,
                 figures=self.figures,
+                flight=FlightRecorder(around.steps_kept),
             ),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),

@@ -13,9 +13,9 @@ and a request of some pairs is served. Some seeds have fewer places for peers th
 has a short time to live for engines that are gone, so that both kinds of eviction happen all the time.
 
 What a run of a day must not do is grow. After each hour, at rest, what the interpreter holds is counted: blocks of its
-allocator, and resident memory. The simulator forgets what it has judged (`Oracles.forget_the_past`), and the two tables
-of the product that are bounded by a number (of leases that were released, and of leases that have ended) are kept so
-short that they are full soon. The hours after the second are compared with the last ones.
+allocator, and resident memory. The simulator forgets what it has judged (`Oracles.forget_the_past`), and the tables
+of the product that are bounded by a number (leases that were released, leases that have ended, the flight recorder's
+steps) are kept so short that they are full soon. The hours after the second are compared with the last ones.
 
 A campaign is resumed: a seed that has passed is not run again, one that has failed or was interrupted is. Exit status 1
 when a seed has failed; the trace of its last episode is written beside the state.
@@ -58,6 +58,7 @@ from tests.simulation.faults import (
     generator,
     perhaps_of_one_rank,
 )
+from tests.simulation.process import Surroundings
 
 STATE = Path(".state/soak.jsonl")
 HOURS = 24
@@ -67,8 +68,8 @@ HOUR_SECONDS = 3600.0
 EPISODE_SECONDS = 600.0
 REST_SECONDS = 60.0
 """At the end of an episode nothing new happens for so long; whatever is open ends."""
-BUSY_SECONDS_MAX = 40.0
-FEW_EVERY_SECONDS = 15.0
+BUSY_SECONDS_MAX = 20.0
+FEW_EVERY_SECONDS = 20.0
 """How often requests come when there are few."""
 FAULTS_MAX = 32
 """Of the busy time of an episode."""
@@ -76,18 +77,21 @@ CHURN_MAX = 8
 """Engines that go in an episode, perhaps for the rest of it."""
 CHURN_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.CRASH_DECODE, Kind.STOP)
 CHURN_SECONDS = (0.0, 1.0, 30.0, EPISODE_SECONDS)
-PLACES = (1024, 1024, 6)
-"""For peers; the last of these is too few for all prefill engines."""
+PLACES = 1024
+"""For peers."""
+FEW_PLACES = 6
+"""Too few for all prefill engines."""
+FEW_PLACES_SHARE = 0.35
 TIMES_TO_LIVE = (60.0, 300.0, 1800.0)
-TABLE_MAX = 256
-"""Of leases that are over and that a rank remembers, of each peer or all."""
+TABLE_MAX = 64
+"""Entries of tables that remember what is over."""
 
 WARM_UP_HOURS = 2
 COMPARED_HOURS = 5
 """From the second hour on, and before the end."""
 BLOCKS_PER_REQUEST_MAX = 0.02
-BLOCKS_GROWTH_MAX = 4000
-"""Of the allocator, at each side of which there is a little noise: who is connected to whom when an hour ends."""
+BLOCKS_GROWTH_MAX = 20_000
+"""Of the allocator. What varies: who is connected to whom when an hour ends, how full the tables of new lives are."""
 RESIDENT_GROWTH_MAX = 8 << 20
 
 VIOLATIONS_SHOWN = 10
@@ -111,7 +115,9 @@ class Course:
     engines: int = ENGINES
     warm_up_hours: int = WARM_UP_HOURS
     compared_hours: int = COMPARED_HOURS
+    blocks_growth_max: int = BLOCKS_GROWTH_MAX
     episode_seconds: float = EPISODE_SECONDS
+    busy_seconds_max: float = BUSY_SECONDS_MAX
     hour_seconds: float = HOUR_SECONDS
     say: Callable[[str], None] = say
 
@@ -135,7 +141,7 @@ class SoakCluster(Cluster):
             draw_shape(seed),
             prefills=engines,
             decodes=engines,
-            peer_limit=chance.choice(PLACES),
+            peer_limit=FEW_PLACES if chance.random() < FEW_PLACES_SHARE else PLACES,
             model=model,
             engines=shapes,
         )
@@ -144,9 +150,12 @@ class SoakCluster(Cluster):
         chance = generator(self._plan.seed, "times to live")
         return msgspec.structs.replace(super()._options(), engine_ttl=chance.choice(TIMES_TO_LIVE))
 
+    def _surroundings(self, agenda: Agenda) -> Surroundings:
+        return dataclasses.replace(super()._surroundings(agenda), steps_kept=TABLE_MAX)
+
     def _engine_ids(self) -> int:
         """All that come and go within a time to live, by all sizes by which they are described."""
-        return PLACES[0]
+        return PLACES
 
     # --- the course -------------------------------------------------------------------------------------------------
 
@@ -166,7 +175,7 @@ class SoakCluster(Cluster):
         begin_seconds = trio.current_time()
         chance = generator(self._plan.seed, f"episode {number}")
         quiet_seconds = self._course.episode_seconds - REST_SECONDS
-        busy_seconds = chance.uniform(0.2, 1.0) * min(BUSY_SECONDS_MAX, quiet_seconds)
+        busy_seconds = chance.uniform(0.2, 1.0) * min(self._course.busy_seconds_max, quiet_seconds)
         faults = self._draw_faults(number, busy_seconds, quiet_seconds)
         faults = [msgspec.structs.replace(each, at_seconds=begin_seconds + each.at_seconds) for each in faults]
         self._faults.expect(faults)
@@ -252,7 +261,8 @@ class SoakCluster(Cluster):
             f"memory       {blocks:+.0f} blocks and {resident / 2**20:+.1f} MiB in {requests:.0f} requests "
             f"after hour {self._course.warm_up_hours}"
         )
-        if blocks > BLOCKS_GROWTH_MAX + BLOCKS_PER_REQUEST_MAX * requests or resident > RESIDENT_GROWTH_MAX:
+        allowed = self._course.blocks_growth_max + BLOCKS_PER_REQUEST_MAX * requests
+        if blocks > allowed or resident > RESIDENT_GROWTH_MAX:
             grown = _types() - self._types
             most = ", ".join(f"{name} {count:+}" for name, count in grown.most_common(TYPES_SHOWN))
             self._oracles.complain(

@@ -1,4 +1,4 @@
-"""Mutants of the executors: peer actor, reads, handshake, lease keeper, supervisor, and what starts them again."""
+"""Mutants of the executors: peer actor, reads, handshake, lease keeper, supervisor, restarts; and of the ports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import trio
 
+from connector.ports.nixl_thread import AgentCore
+from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
 from connector.runtime.lease_keeper import LeaseKeeper
@@ -670,4 +672,38 @@ SUPERVISOR = (
     ),
 )
 
-MUTANTS = (*ACTORS, *READS, *HANDSHAKE, *KEEPER, *SUPERVISOR)
+# --- the ports ------------------------------------------------------------------------------------------------------
+
+PORTS = (
+    Mutant(
+        name="what NIXL forgot is not lost",
+        row=47,
+        broken="a READ from an agent that NIXL has dropped by itself fails, and the connection is kept",
+        changes=(Edit(AgentCore.post_read, "transport_lost=True) from None", "transport_lost=False) from None"),),
+        place=ByTest(
+            "tests/actors/test_peers.py::"
+            "test_metadata_that_nixl_dropped_costs_a_new_connection_and_at_most_the_first_request"
+        ),
+    ),
+    Mutant(
+        name="a READ that NIXL forgot is over",
+        row=5,
+        broken="a READ of one descriptor whose agent NIXL has dropped by itself is taken to write no more",
+        changes=(Edit(AgentCore._end, " and not is_forgotten", ""),),
+        place=ByTest(
+            "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
+            "test_a_read_whose_peer_was_forgotten_may_go_on_writing"
+        ),
+    ),
+    Mutant(
+        name="dead before it greets is somebody else",
+        row=43,
+        broken="an engine that ends before it has greeted is taken for something that is no engine",
+        changes=(Edit(ZmqRequester._exchange, "if not await self._is_anybody_there(address):", "if False:"),),
+        place=ByTest(
+            "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_a_process_that_ends_before_it_greets_is_nobody_else"
+        ),
+    ),
+)
+
+MUTANTS = (*ACTORS, *READS, *HANDSHAKE, *KEEPER, *SUPERVISOR, *PORTS)
