@@ -72,6 +72,8 @@ class Kind(enum.Enum):
     WRONG_SIZES = "wrong_sizes"
     WORKER_STOPS = "worker_stops"
 
+    DRAIN = "drain"
+
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
@@ -109,12 +111,13 @@ LEVEL2_ONLY = frozenset(
         Kind.PREPARE_REFUSED,
         Kind.WRONG_SIZES,
         Kind.WORKER_STOPS,
+        Kind.DRAIN,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
 LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
-NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE}
+NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.DRAIN}
 """Use that the clients of vLLM's schedulers make by themselves, and lives that those engines do not lead."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
@@ -139,6 +142,8 @@ DECODE_LINK_KINDS = (
     Kind.LINK_RESET,
 )
 """Links from a decode engine to a prefill engine."""
+DRAWN_APART = frozenset({Kind.DRAIN})
+"""Kinds that are not of the swarm, so that the plans of earlier seeds keep their other faults."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
     Kind.CRASH_SAME_ID,
@@ -147,8 +152,10 @@ PREFILL_KINDS = (
     Kind.TWO_RANKS,
     Kind.TWO_HOLDERS,
     Kind.HANDSHAKE_REFUSED,
+    Kind.DRAIN,
 )
-"""INCOMPATIBLE: it is replaced by an engine of another model for a while."""
+"""DRAIN: it is to end, says so, ends when it has drained, and is started again. INCOMPATIBLE: it is replaced by an
+engine of another model for a while."""
 DECODE_KINDS = (
     Kind.CRASH_DECODE,
     Kind.ABORT,
@@ -191,6 +198,7 @@ SHORT_LIMIT_SHARE = 0.15
 BLOCK_SIZES = (BLOCK_TOKENS // 2, BLOCK_TOKENS, BLOCK_TOKENS_MAX)
 STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
+DRAIN_SHARE = 0.2
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -304,7 +312,8 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     shape = draw_shape(seed)
     if chance.random() < 0.1:
         return Plan(seed=seed, faults=[])
-    allowed = [kind for kind in kinds if chance.random() < 0.3] or [chance.choice(kinds)]
+    swarm = [kind for kind in kinds if kind not in DRAWN_APART]
+    allowed = [kind for kind in swarm if chance.random() < 0.3] or [chance.choice(swarm)]
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
     count = chance.randint(1, FAULTS_MAX)
     faults = [_draw_fault(kind, shape, chance) for kind in chance.choices(allowed, weights, k=count)]
@@ -319,6 +328,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         skewed = generator(seed, "skewed clocks")
         if skewed.random() < SKEWED_SHARE:
             faults += _read_across_the_end_of_leases(shape, skewed)
+    if Kind.DRAIN in kinds:
+        of_drains = generator(seed, "drains")
+        if of_drains.random() < DRAIN_SHARE:
+            faults += [_draw_fault(Kind.DRAIN, shape, of_drains) for _ in range(of_drains.randint(1, 2))]
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 
