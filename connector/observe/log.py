@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from connector.clock import NS_PER_SECOND
 from connector.wire.bounded import shorten
 from statemachine import lease, peer, request
-from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure
+from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
 from statemachine.kernel import Event
 from statemachine.trace import Observer
 
@@ -292,7 +292,10 @@ class _PeerObserver:
         elif came_from is peer.State.HANDSHAKING and isinstance(event, peer.HandshakeFailed):
             self._say_away("cannot be reached", event.failure)
         elif came_from is peer.State.READY and isinstance(event, peer.ConnectionSuspect):
-            self._say_away("is lost", event.failure)
+            if isinstance(event.failure, PeerLeaving):
+                self._say_left(event.failure)
+            else:
+                self._say_away("is lost", event.failure)
         elif isinstance(event, peer.Retired):
             self._write("given up", "is given up: another one is at its address, it was idle for long, or we stop")
 
@@ -311,6 +314,11 @@ class _PeerObserver:
         if failure.kind != self._last_kind:
             self._last_kind = failure.kind
             self._write(failure.kind, f"{what}: {failure.kind}: {failure}")
+
+    def _say_left(self, failure: PeerLeaving) -> None:
+        """That it cannot be reached from now on is no news."""
+        self._away_since_ns, self._last_kind = self._clock.now_ns(), failure.kind
+        self._write("left", "has ended, as it had said")
 
     def _write(self, cause: str, text: str) -> None:
         self._log.write(cause, f"engine {self._describe()} {text}")

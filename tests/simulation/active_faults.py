@@ -31,6 +31,10 @@ class ActiveFaults(NetworkRules, NixlRules):
         for fault in faults:
             self._faults.setdefault((fault.kind, _place(*fault.target.split(">"))), []).append(fault)
 
+    def is_planned(self, kind: Kind, engine: str) -> bool:
+        """Whether it will strike this engine at any time."""
+        return (kind, engine) in self._faults
+
     def find(self, kind: Kind, *names: str) -> Fault | None:
         """The fault that is on, whatever its probability. `names`: an engine or one of its processes, or two in a link.
 

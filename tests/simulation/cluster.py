@@ -34,6 +34,7 @@ from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from connector.wire import control
 from connector.wire.notifications import encode_release
 from statemachine import request
+from statemachine.draining import State
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.simulation.active_faults import ActiveFaults
@@ -62,7 +63,16 @@ from tests.simulation.faults import (
     shape_of,
 )
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
-from tests.simulation.process import PORT, RANK_LAG_SECONDS_MAX, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
+from tests.simulation.process import (
+    GRACE_LEASES,
+    PORT,
+    RANK_LAG_SECONDS_MAX,
+    SLEW_PPB_MAX,
+    Process,
+    Rank,
+    Surroundings,
+    Variant,
+)
 from tests.simulation.verdict import Violation
 
 LIVENESS_SECONDS = 120.0
@@ -214,7 +224,7 @@ class Cluster:
 
     def _engine_ids(self) -> int:
         """How many prefill engines a decode engine gets to know."""
-        new_ids = (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP, Kind.WORKER_STOPS)
+        new_ids = (Kind.CRASH_NEW_ID, Kind.INCOMPATIBLE, Kind.STOP, Kind.WORKER_STOPS, Kind.DRAIN)
         engines = self._shape.prefills + sum(2 * (fault.kind in new_ids) for fault in self._plan.faults)
         # Who is described with other sizes counts once more for each.
         misdirects = any(fault.kind is Kind.WRONG_SIZES for fault in self._plan.faults)
@@ -416,6 +426,8 @@ class Cluster:
                 await self._crash(self._engine(fault.target), fault)
             case Kind.STOP:
                 await self._stop(self._engine(fault.target), fault)
+            case Kind.DRAIN:
+                await self._drain(self._engine(fault.target), fault)
             case Kind.INCOMPATIBLE:
                 await self._replace_by_another_model(self._engine(fault.target), fault)
             case Kind.PAUSE:
@@ -463,7 +475,29 @@ class Cluster:
         await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
         self._restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
 
-    async def _stop(self, engine: Engine, fault: Fault) -> None:
+    async def _drain(self, engine: Engine, fault: Fault) -> None:
+        """An operator lets an engine drain, ends it when it says that it has, and starts another in its place."""
+        process = engine.process
+        if process.has_died() or process.is_stopping or process.draining is None:
+            return
+        self._strike(fault)
+        process.draining.ask("fault")
+        draining = process.draining
+        patience_seconds = 2 * GRACE_LEASES * self._oracles.options.kv_lease_duration
+        with trio.move_on_after(patience_seconds):
+            while draining.value.state is not State.DRAINED and engine.process is process and not process.has_died():
+                await trio.sleep(0.01)
+        if engine.process is not process or process.has_died() or process.is_stopping:
+            return
+        if draining.value.state is not State.DRAINED:
+            self._oracles.complain("draining", f"{engine.name} did not drain within {patience_seconds:g} s")
+        elif engine.lent_prefills and process.listener_clock.now_ns() < draining.value.ends_ns:
+            lent = engine.lent_prefills
+            self._oracles.complain("draining", f"{engine.name} said that it had drained with {lent} prefill(s) lent")
+        keeps_id = generator(self._plan.seed, f"drain at {fault.at_seconds}").random() < 0.5
+        await self._stop(engine, fault, process.engine_id if keeps_id else None)
+
+    async def _stop(self, engine: Engine, fault: Fault, engine_id: str | None = None) -> None:
         """An orderly shutdown in the middle of everything, and a restart."""
         stopping = engine.process
         if stopping.has_died():
@@ -481,7 +515,7 @@ class Cluster:
         self._oracles.check_all_reported(engine.name)
         engine.crash()
         await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
-        self._restart(engine, None)
+        self._restart(engine, engine_id)
 
     async def _replace_by_another_model(self, engine: Engine, fault: Fault) -> None:
         """An operator's mistake, and its correction."""

@@ -114,6 +114,8 @@ class Engine:
         self._polls = False
         self._queue: deque[_Entry] = deque()
         self._lives = 0
+        self.lent_prefills = 0
+        """Those that are lent, or were accepted and will be."""
         self.start(name, variant)
 
     def start(self, engine_id: str, variant: Variant = Variant.SAME) -> None:
@@ -128,6 +130,7 @@ class Engine:
         """The process is gone, and everybody who waits for it is told."""
         self.process.kill()
         self._outcomes.clear()
+        self.lent_prefills = 0
         queue, self._queue = self._queue, deque()
         for entry in queue:
             entry.served.set()
@@ -224,8 +227,16 @@ class PrefillEngine(Engine):
         """Compute a prompt. None: the engine died, the request was given up before it was through, or a worker of the
         engine cannot serve any more, and the answer says nothing of blocks."""
         process = self.process
-        if process.has_died() or process.refuses_because is not None:
+        if process.has_died() or process.refuses_because is not None or not process.accepts_prefills:
             return None
+        self.lent_prefills += 1
+        prefilled = await self._prefill(process, request_id, content, tokens)
+        if prefilled is None and not process.has_died():
+            self.lent_prefills -= 1
+        return prefilled
+
+    async def _prefill(self, process: Process, request_id: str, content: int, tokens: int) -> Prefilled | None:
+        """One that was accepted."""
         counts = block_counts(self.around.model, self.shape, tokens)
         taken = await self.take(process, sum(count for _, count in counts))
         if taken is None:
@@ -247,7 +258,7 @@ class PrefillEngine(Engine):
         await self.agenda.sleep(self.chance.uniform(0.001, 0.04))
         if process.has_died():
             return None
-        if self.chance.random() < 0.03 or process.refuses_because is not None:
+        if self.chance.random() < 0.03 or process.refuses_because is not None or not process.grants:
             process.deliver(LeaseWithdrawn(lease=lease))
             self.give(taken)
             return None
@@ -300,6 +311,7 @@ class PrefillEngine(Engine):
             still_lending.discard(tp_rank)
             if not still_lending:
                 del self._still_lending[outcome.request_id]
+                self.lent_prefills -= 1
                 self.give(self._blocks.pop(outcome.request_id))
 
     def crash(self) -> None:

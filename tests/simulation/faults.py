@@ -78,6 +78,8 @@ class Kind(enum.Enum):
 
     METADATA_DROPPED = "metadata_dropped"
 
+    DRAIN = "drain"
+
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
@@ -118,13 +120,14 @@ LEVEL2_ONLY = frozenset(
         Kind.FULL_QUARANTINE,
         Kind.METADATA_DROPPED,
         Kind.READ_LIES,
+        Kind.DRAIN,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
 LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY and kind is not Kind.READ_LIES)
 """READ_LIES is for plans that name it: without `verify` nothing could notice it."""
-NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE}
+NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE, Kind.DRAIN}
 """Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
@@ -150,6 +153,8 @@ DECODE_LINK_KINDS = (
     Kind.METADATA_DROPPED,
 )
 """METADATA_DROPPED: NIXL forgets agents that were loaded. Links from a decode engine to a prefill engine."""
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN})
+"""Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
     Kind.CRASH_SAME_ID,
@@ -158,8 +163,10 @@ PREFILL_KINDS = (
     Kind.TWO_RANKS,
     Kind.TWO_HOLDERS,
     Kind.HANDSHAKE_REFUSED,
+    Kind.DRAIN,
 )
-"""INCOMPATIBLE: it is replaced by an engine of another model for a while."""
+"""DRAIN: it is to end, says so, ends when it has drained, and is started again. INCOMPATIBLE: it is replaced by an
+engine of another model for a while."""
 DECODE_KINDS = (
     Kind.CRASH_DECODE,
     Kind.ABORT,
@@ -215,9 +222,8 @@ SHORT_LIMIT_SHARE = 0.15
 BLOCK_SIZES = (BLOCK_TOKENS // 2, BLOCK_TOKENS, BLOCK_TOKENS_MAX)
 STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED})
-"""Kinds that are drawn by a generator of their own, so that the plans of all other seeds stay what they were."""
 METADATA_DROPPED_SHARE = 0.1
+DRAIN_SHARE = 0.2
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -367,6 +373,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         dropped = generator(seed, "dropped metadata")
         if dropped.random() < METADATA_DROPPED_SHARE:
             faults.append(draw_fault(Kind.METADATA_DROPPED, shape, dropped))
+    if Kind.DRAIN in kinds:
+        of_drains = generator(seed, "drains")
+        if of_drains.random() < DRAIN_SHARE:
+            faults += [draw_fault(Kind.DRAIN, shape, of_drains) for _ in range(of_drains.randint(1, 2))]
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 

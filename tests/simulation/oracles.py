@@ -415,12 +415,17 @@ class Oracles:
             return None
         return lents[tp_rank]
 
-    def hold(self, lent: Lent, engine_id: str, rank: int, ranks: int, now_ns: int) -> None:
-        """A message has arrived that asks for it; a rank that has released it wants it again."""
+    def hold(
+        self, lent: Lent, engine_id: str, rank: int, ranks: int, now_ns: int, leaves_ns: int | None = None
+    ) -> None:
+        """A message has arrived that asks for it; a rank that has released it wants it again. `leaves_ns`: when the
+        grace period is over of an engine that is to end."""
         holder = lent.holders.setdefault(engine_id, Holder(ranks=ranks))
         holder.ranks = max(holder.ranks, ranks)
         holder.released.discard(rank)
         deadline_ns = now_ns + to_ns(self.options.kv_lease_duration)
+        if leaves_ns is not None:
+            deadline_ns = min(deadline_ns, leaves_ns)
         if lent.latest_ns is not None:
             if trio.current_time() <= lent.granted_seconds + RANK_LAG_SECONDS_MAX:
                 lent.overtaken_ns = max(lent.overtaken_ns, deadline_ns)

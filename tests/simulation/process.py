@@ -16,20 +16,22 @@ from typing import Protocol
 import msgspec
 import trio
 
-from connector.clock import NS_PER_SECOND
+from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.observe.flight_recorder import STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
+from connector.runtime.draining import EngineDraining, Lent
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
+from connector.wire.administration import Leave
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.identity import KvIdentity
-from connector.wire.inspection import Inspect
+from statemachine.draining import State
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.rig import sums
@@ -38,12 +40,14 @@ from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
-from tests.simulation.faults import QUARANTINE_SHARE
+from tests.simulation.faults import QUARANTINE_SHARE, Kind
 from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
 
 PORT = 5600
+GRACE_LEASES = 2
+"""How many lease times a grace period lasts."""
 DESCRIPTORS_AHEAD_MAX = 8
 """Few, because requests are small here: READs shall have to wait for their turn."""
 
@@ -149,6 +153,11 @@ class Owner(Protocol):
 
     name: str
 
+    @property
+    def lent_prefills(self) -> int:
+        """Those that are lent, or were accepted and will be."""
+        ...
+
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
         """The connector emitted an outcome on this rank."""
 
@@ -170,6 +179,7 @@ class Rank:
         self.clock = clock
         self.memory = memory
         self.is_dead = False
+        self._leaves_ns: int | None = None
         self.has_stopped = False
         """It has said that it can serve no more."""
         self._around = around
@@ -288,15 +298,17 @@ class Rank:
             message = control.decode_request(frames)
         except (BadFrame, DecodeFailed):
             return
-        if isinstance(message, Inspect | control.AskSums):
-            return  # it changes nothing
         oracles, now_ns = self._around.oracles, self.clock.now_ns()
+        if isinstance(message, Leave) and self._leaves_ns is None:
+            self._leaves_ns = now_ns + message.grace_ns
+        if not isinstance(message, control.Hold | control.Release):
+            return  # it changes no lease
         for lease in message.leases:
             lent = oracles.lent(self._owner, lease, self.tp_rank)
             if lent is None:
                 continue
             if isinstance(message, control.Hold):
-                oracles.hold(lent, message.engine_id, message.rank, message.ranks, now_ns)
+                oracles.hold(lent, message.engine_id, message.rank, message.ranks, now_ns, self._leaves_ns)
             else:
                 oracles.release(lent, message.engine_id, message.rank, message.ranks)
 
@@ -346,8 +358,22 @@ class Process:
             memory = RankMemory(around.model, self.shape, tp_rank, blocks)
             self.ranks.append(Rank(around, engine, self, tp_rank, clock, memory, chance))
         host = self.address.host
+        side_channel = FakeSideChannel(around.network, host)
+        self.draining: EngineDraining | None = None
+        """Of an engine that will be told to end."""
+        if around.faults.is_planned(Kind.DRAIN, engine.name):
+            self.draining = EngineDraining(
+                side_channel=side_channel,
+                workers=[(rank.host, rank.control.port, None) for rank in self.ranks],
+                clock=self.listener_clock,
+                grace_ns=to_ns(GRACE_LEASES * around.options.kv_lease_duration),
+                lease_ns=to_ns(around.options.kv_lease_duration),
+                count=lambda: Lent(engine.lent_prefills, 0),
+                on_change=lambda value: None,
+                say=lambda line: None,
+            )
         self.listener = HandshakeListener(
-            side_channel=FakeSideChannel(around.network, host),
+            side_channel=side_channel,
             host=host,
             port=PORT,
             payloads={(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks},
@@ -355,7 +381,20 @@ class Process:
             log_bad_frame=lambda detail: None,
             log_cut_off=lambda address, why: None,
             log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
+            draining=self.draining,
         )
+
+    @property
+    def accepts_prefills(self) -> bool:
+        """Whether those that come now will be lent."""
+        return self.draining is None or self.draining.value.state is State.SERVING
+
+    @property
+    def grants(self) -> bool:
+        """Whether those that were accepted are lent when they finish now."""
+        if self.accepts_prefills or self.draining is None:
+            return True
+        return self.listener_clock.now_ns() < self.draining.value.stops_granting_ns
 
     @property
     def address(self) -> PeerAddress:

@@ -100,6 +100,32 @@ def test_a_worker_that_stops_says_so_and_costs_what_it_had_in_hand(engine: str) 
     assert result.outcomes["done"] > 20
 
 
+@pytest.mark.parametrize("seed", [0, 4, 7])
+def test_prefill_engines_that_drain_one_after_the_other_cost_nobody_anything(seed: int) -> None:
+    """But who waits in D's queue for longer than the grace period, and whose client has left."""
+    names = draw_shape(seed).prefill_names
+    drains = [
+        Fault(kind=Kind.DRAIN, target=name, at_seconds=1.0 + number, duration_seconds=0.1)
+        for number, name in enumerate(names)
+    ]
+    result = simulate(Plan(seed=seed, faults=drains))
+    assert result.violations == []
+    assert result.faults_fired[Kind.DRAIN] >= len(names)
+    assert result.outcomes["done"] > 50
+    assert set(result.outcomes) <= {"done", "not awaited", "AbortedByClient", "LeaseOver"}
+    assert result.outcomes["LeaseOver"] <= 1
+
+
+def test_an_engine_that_dies_while_it_drains_is_an_engine_that_dies() -> None:
+    plan = [
+        Fault(kind=Kind.DRAIN, target="p0", at_seconds=1.0, duration_seconds=0.1),
+        Fault(kind=Kind.CRASH_SAME_ID, target="p0", at_seconds=1.03, duration_seconds=0.5),
+        Fault(kind=Kind.DRAIN, target="p0", at_seconds=2.5, duration_seconds=0.1),
+    ]
+    for seed in range(3):
+        assert simulate(Plan(seed=seed, faults=plan)).violations == []
+
+
 def test_a_router_that_repeats_itself_elsewhere_or_after_a_restart_gets_no_wrong_kv() -> None:
     repeats = [
         Fault(kind=Kind.ROUTER_RETRY, target=name, at_seconds=0.0, duration_seconds=9.0) for name in ("d0", "d1")

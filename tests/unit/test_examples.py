@@ -84,11 +84,18 @@ def test_pods_are_found_under_addresses_of_their_own() -> None:
 
 
 def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
+    """It drains before SIGTERM, and what a late router still asks for is computed after it."""
     (prefill,) = (each for each in deployments() if each["metadata"]["name"] == "prefill")
-    (_, seconds) = container_of(prefill)["lifecycle"]["preStop"]["exec"]["command"]
-    lease_seconds = parse_options(transfer_config(container_of(prefill)["args"]).kv_connector_extra_config)
-    assert lease_seconds.kv_lease_duration < int(seconds)
-    assert int(seconds) < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    container = container_of(prefill)
+    command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    drain, pause = command.split("; sleep ")
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert drain == f'nixl-actor drain "$VLLM_NIXL_SIDE_CHANNEL_HOST:{ports["side-channel"]}"'
+    (shutdown,) = (each.removeprefix("--shutdown-timeout=") for each in container["args"] if "shutdown" in each)
+    options = parse_options(transfer_config(container["args"]).kv_connector_extra_config)
+    needed_seconds = options.drain_grace_seconds + int(pause) + int(shutdown)
+    assert needed_seconds < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert options.kv_lease_duration < int(shutdown), "a lease that was granted last lasts for its time"
 
 
 def test_variables_are_known_to_vllm() -> None:

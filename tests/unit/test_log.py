@@ -461,6 +461,22 @@ def test_a_peer_is_connected_lost_and_back(lines: Lines) -> None:
     assert {record.levelno for record in lines.records} == {logging.INFO}
 
 
+def test_a_peer_that_leaves_is_not_said_to_be_lost(lines: Lines) -> None:
+    told = Told()
+    told.want()
+    told.connect(0)
+    told.feed(remote_engine.LeavingSaid(connection=1, grace_ns=60 * SECOND))
+    lines.records.clear()
+    told.feed(remote_engine.LinkLost(connection=1, detail="closed"))
+    told.want()
+    told.feed(remote_engine.ConnectFailed(failure=refused(1)))
+    (text,) = lines.texts
+    assert text.startswith("engine prefill-1 at h:1 (TP 2) has ended, as it had said")
+    told.want()
+    told.connect(2.0)
+    assert "is back after 2.0 s" in lines.texts[-1]
+
+
 def test_a_peer_that_was_never_reached(lines: Lines) -> None:
     told = Told()
     told.want()

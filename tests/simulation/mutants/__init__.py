@@ -9,6 +9,7 @@ rules       the rules of the cores, as their docstrings say them; each is remove
 places      small products of the model checker
 decode      the core of a decode rank, and its machines
 prefill     the core of a prefill rank, and its machine
+leaving     engines that come and go
 executors   what carries out what the cores say
 wire        messages and frames
 ranks       engines of several ranks, caches of several groups

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.simulation.mutants import decode, executors, prefill, ranks, roster, security, wire
+from tests.simulation.mutants import decode, executors, leaving, prefill, ranks, roster, security, wire
 from tests.simulation.mutants.mutant import Mutant
 
 TABLE = Path(__file__).parent / "TABLE.md"
@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[Mutant, ...]] = {
     "A decode rank and one remote engine (`RemoteEngine`, and the machines request, hold and peer)": decode.MUTANTS,
     "Which remote engines a decode rank knows (`Roster`)": roster.MUTANTS,
     "A prefill rank (`Lending`, and the machine lease)": prefill.MUTANTS,
+    "Engines that come and go (`Lending`, and the machines draining, departure and introduction)": leaving.MUTANTS,
     "Their executors": executors.MUTANTS,
     "Messages": wire.MUTANTS,
     "Strangers": security.MUTANTS,

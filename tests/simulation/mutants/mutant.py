@@ -16,12 +16,20 @@ from functools import partial
 from types import FunctionType, TracebackType
 from typing import Any, TypeAlias
 
-from statemachine import hold, lease, peer, request
+from statemachine import departure, draining, hold, introduction, lease, peer, request
 from statemachine.kernel import Machine, to
 from tests.explore import Product
 from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, Fault, Kind, Plan, draw_plan
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, lease.MACHINE)
+MACHINES: tuple[Machine[Any], ...] = (
+    request.MACHINE,
+    peer.MACHINE,
+    hold.MACHINE,
+    lease.MACHINE,
+    departure.MACHINE,
+    draining.MACHINE,
+    introduction.MACHINE,
+)
 
 SEEDS = 6
 """How many seeds a mutant may live through."""

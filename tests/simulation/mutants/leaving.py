@@ -1,0 +1,140 @@
+"""Mutants of engines that come and go: the machines draining and departure, what a rank of P says when its engine is to
+end, what D makes of it, and engines that are met before their first request."""
+
+from __future__ import annotations
+
+from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.draining import SchedulerDraining
+from statemachine import departure, draining, introduction
+from statemachine.lending import Lending
+from statemachine.remote_engine import RemoteEngine
+from tests.simulation.faults import Kind
+from tests.simulation.mutants.mutant import ByTest, Edit, Mutant, Seeds, fault
+from tests.simulation.mutants.places import LENDING
+
+SCHEDULER = "tests/unit/test_connector_scheduler.py"
+LEAVING = "tests/unit/test_leaving_engine.py"
+MACHINE = "tests/unit/test_draining_machine.py"
+SIGTERM = "tests/unit/test_sigterm.py"
+INTRODUCTIONS = "tests/unit/test_introductions.py"
+DRAIN = (fault(Kind.DRAIN, "p0", 1.0, 0.1),)
+
+MUTANTS = (
+    Mutant(
+        name="a draining engine lends on",
+        broken="prefills that come after it began to drain are lent, so it never drains",
+        changes=(
+            Edit(
+                ConnectorScheduler._begins_lease,
+                "self._draining.accepts or request.request_id in self._heard_ns",
+                "True",
+            ),
+            Edit(ConnectorScheduler._lends_at_its_end, "is_accepted and ", ""),
+        ),
+        place=ByTest(SCHEDULER + "::test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parameters"),
+    ),
+    Mutant(
+        name="what was accepted is dropped",
+        broken="prefills that were accepted before it began to drain are not lent, although they are computed",
+        changes=(Edit(ConnectorScheduler._begins_lease, " or request.request_id in self._heard_ns", ""),),
+        place=ByTest(SCHEDULER + "::test_a_prefill_that_was_accepted_before_is_lent[0]"),
+    ),
+    Mutant(
+        name="granted until the end",
+        broken="a lease is granted in the last moment of the grace period, and outlasts it",
+        changes=(Edit(draining.Draining.stops_granting_ns, " - self.lease_ns", ""),),
+        place=ByTest(SCHEDULER + "::test_nothing_is_granted_whose_lease_would_outlast_the_grace_period"),
+    ),
+    Mutant(
+        name="ended before its leases",
+        broken="an engine says that it has drained while it lends, and is ended",
+        changes=(Edit(draining._count, "event.lent or draining.untold", "draining.untold"),),
+        place=Seeds(2, "draining", faults=DRAIN),
+    ),
+    Mutant(
+        name="ended before its decode engines are told",
+        broken="an engine that lends nothing ends without a word, which decode engines take for a failure",
+        changes=(Edit(draining._count, "event.lent or draining.untold", "event.lent"),),
+        place=ByTest(MACHINE + "::test_it_waits_until_every_worker_was_told_and_nothing_is_lent"),
+    ),
+    Mutant(
+        name="the grace period never ends",
+        broken="a decode engine that is dead, or holds for ever, keeps an engine from draining",
+        changes=(Edit(draining._count, "event.now_ns < draining.ends_ns", "True"),),
+        place=ByTest(MACHINE + "::test_the_grace_period_bounds_the_wait[3]"),
+    ),
+    Mutant(
+        name="renewed beyond the grace period",
+        broken="whoever asks keeps the blocks of an engine that is to end",
+        changes=(Edit(Lending._bounded, "if self._leaves_ns is None", "if True"),),
+        place=ByTest(
+            LENDING + "::test_what_is_lent_when_the_engine_leaves_is_served_until_the_end_of_the_grace_period"
+        ),
+    ),
+    Mutant(
+        name="a word to everybody",
+        broken="decode engines that do not understand it are told that the engine leaves",
+        changes=(Edit(Lending._hold, "if asked.hears_leaving:", "if True:"),),
+        place=ByTest(LENDING + "::test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else"),
+    ),
+    Mutant(
+        name="who comes later is not told",
+        broken="a decode engine that meets one which leaves takes its end for a failure",
+        changes=(Edit(Lending._note_hearer, "is_new and self._leaves_ns is not None", "False"),),
+        place=ByTest(LENDING + "::test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else"),
+    ),
+    Mutant(
+        name="D ignores Leaving",
+        broken="when an engine that had said so has ended, D connects again, waits, and says releases to nobody",
+        changes=(Edit(departure._say, "state=State.LEAVING", "state=State.STAYS"),),
+        place=ByTest(LEAVING + "::test_when_its_process_is_gone_everybody_fails_at_once_and_nobody_connects[link]"),
+    ),
+    Mutant(
+        name="every failure is a departure",
+        broken="a READ that fails for another reason costs all requests of an engine that leaves",
+        changes=(Edit(RemoteEngine._suspect, "            if has_ended:", "            if True:"),),
+        place=ByTest(LEAVING + "::test_a_read_that_fails_for_another_reason_does_not_mean_that_it_is_gone"),
+    ),
+    Mutant(
+        name="a pause after a refusal",
+        broken="the process that takes the place of one that left is not found before a pause is over",
+        changes=(
+            Edit(
+                RemoteEngine._fail_handshake,
+                "is_awaited and not isinstance(failure, ConnectionRefused)",
+                "is_awaited",
+            ),
+        ),
+        place=ByTest(LEAVING + "::test_it_is_tried_once_for_who_comes_later_and_without_a_pause"),
+    ),
+    Mutant(
+        name="what is announced of an engine that left is wanted",
+        broken="D tries to connect an engine that is gone again and again, for requests in its queue",
+        changes=(Edit(RemoteEngine._lose_everything, "self._wanted.clear()", "pass"),),
+        place=ByTest(LEAVING + "::test_what_is_announced_of_an_engine_that_is_gone_makes_one_attempt"),
+    ),
+    Mutant(
+        name="SIGTERM is kept from vLLM",
+        broken="the engine drains and does not end",
+        changes=(Edit(SchedulerDraining._on_sigterm, "self._former_handler(number, frame)", "pass"),),
+        place=ByTest(SIGTERM + "::test_sigterm_begins_to_drain_at_once_and_vllm_hears_it_too"),
+    ),
+    Mutant(
+        name="vLLM ends before the engine has drained",
+        broken="after SIGTERM the sockets close before decode engines are told",
+        changes=(Edit(SchedulerDraining.keeps_stepping, "return self._clock", "return False and self._clock"),),
+        place=ByTest(SCHEDULER + "::test_vllm_is_kept_going_until_the_engine_has_drained_and_the_gauge_has_shown_it"),
+    ),
+    Mutant(
+        name="met once",
+        broken="an engine that was met and has come back is cold again",
+        changes=(Edit(introduction._lose, "StartPause(failures=1),", ""),),
+        place=ByTest(INTRODUCTIONS + "::test_who_has_taken_its_place_is_met"),
+    ),
+    Mutant(
+        name="said each time",
+        broken="an address that does not answer fills the log",
+        changes=(Edit(introduction._pause, "if value.problem is None:", "if True:"),),
+        place=ByTest(INTRODUCTIONS + "::test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met"),
+    ),
+)
