@@ -9,7 +9,8 @@ time. What is left to decide is how much work anybody can cause, and how much me
 
 * Work is counted in units; whoever serves a message says what it cost. Everybody draws on a common allowance first.
   When that is used up, each connection has one of its own, which others cannot use up. A connection that has neither is
-  not heard: its messages are dropped, unread, which costs little. One that goes on all the same is cut off.
+  not heard: its messages are dropped, unread, which costs little. One that goes on all the same is cut off. What is
+  left of a connection that has ended draws on the common allowance alone: who comes and goes has no other.
 * A newcomer's own allowance is enough for a handshake. It grows while the connection lasts, so a peer that has been
   there for a while is heard in a flood, however many newcomers there are.
 * There is a limit to the connections. For one too many, another is cut off: the oldest that has never said anything
@@ -17,6 +18,7 @@ time. What is left to decide is how much work anybody can cause, and how much me
   The same when no connection can be accepted, for want of descriptors.
 * A message has to come to its end. A connection that has received more bytes since its last whole message than all
   messages that may wait is in the middle of one that is too large, and is cut off; the transport would keep all of it.
+  One over which no message has come at all is allowed less: some old protocols do not show whose a message is.
   When the unfinished messages of all connections together are too large, the largest goes.
 * An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; what
   connections it has besides stay. So is one that connects more often than any engine.
@@ -41,6 +43,8 @@ FLOOD = "more messages than any engine sends"
 SHUT_OUT = "its address is shut out"
 
 SHUT_OUT_DOUBLINGS_MAX = 10
+UNHEARD_BYTES_IN_A_FLOOD = 16 << 10
+"""While messages are dropped of which nobody knows whose they are, for `AdmissionLimits.unheard_bytes_max`."""
 FORGOTTEN_AT_A_TIME = 2
 """Addresses that are looked at for each new one."""
 
@@ -50,6 +54,7 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     connections_max: open at a time.
     unfinished_bytes_max: that a connection may have received since its last whole message.
     unfinished_bytes_total_max: the same of all together.
+    unheard_bytes_max: the same of a connection over which no message has come yet.
     common_units: the common allowance when it is full; `common_units_per_second` is what comes back.
     newcomer_units: a connection's own allowance at first; it grows by `own_units_per_second` up to `own_units`.
     dropped_max: messages that are dropped before their connection is cut off.
@@ -61,6 +66,7 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     connections_max: int
     unfinished_bytes_max: int
+    unheard_bytes_max: int
     unfinished_bytes_total_max: int = 256 << 20
     common_units: int = 20_000
     common_units_per_second: int = 20_000
@@ -115,7 +121,7 @@ class Allowance:
 
 
 class _Connection:
-    __slots__ = ("address", "dropped", "is_heard", "own", "received_bytes", "unfinished_bytes")
+    __slots__ = ("address", "dropped", "is_heard", "own", "received_bytes", "unfinished_bytes", "was_heard")
 
     def __init__(self, address: str, own: Allowance) -> None:
         self.address = address
@@ -123,6 +129,8 @@ class _Connection:
         self.dropped = 0
         # Since it was measured last, a whole message has come.
         self.is_heard = False
+        # Ever.
+        self.was_heard = False
         self.received_bytes = 0
         self.unfinished_bytes = 0
 
@@ -144,6 +152,8 @@ class Admission:
     def __init__(self, limits: AdmissionLimits, now_ns: int = 0) -> None:
         self._limits = limits
         self._common = Allowance(limits.common_units, limits.common_units, limits.common_units_per_second, now_ns)
+        # Messages since connections were measured last, of none that is known.
+        self._dropped_of_nobody = 0
         # Those that are open and were not cut off.
         self._connections: dict[int, _Connection] = {}
         # Those of them that have never said anything that was understood, the oldest first.
@@ -187,6 +197,10 @@ class Admission:
 
     def measured(self, received: Iterable[tuple[int, int]], now_ns: int) -> list[CutOff]:
         """So many bytes each of these connections has received since it was opened."""
+        limits = self._limits
+        is_flooded = self._dropped_of_nobody > limits.dropped_max
+        unheard_bytes_max = UNHEARD_BYTES_IN_A_FLOOD if is_flooded else limits.unheard_bytes_max
+        self._dropped_of_nobody = 0
         cut_off = []
         largest, total_bytes = [], 0
         for connection, received_bytes in received:
@@ -197,7 +211,8 @@ class Admission:
                 known.is_heard = False
                 known.received_bytes = received_bytes
             known.unfinished_bytes = received_bytes - known.received_bytes
-            if known.unfinished_bytes > self._limits.unfinished_bytes_max:
+            bytes_max = limits.unfinished_bytes_max if known.was_heard else unheard_bytes_max
+            if known.unfinished_bytes > bytes_max:
                 cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
             else:
                 total_bytes += known.unfinished_bytes
@@ -213,11 +228,14 @@ class Admission:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def arrived(self, connection: int, now_ns: int) -> Verdict:
-        """A whole message has come over this connection. What is left of one that has ended is served."""
+        """A whole message has come over this connection, which may have ended since."""
         known = self._connections.get(connection)
         if known is None:
-            return Verdict.SERVE
-        known.is_heard = True
+            if self._common.is_left(now_ns):
+                return Verdict.SERVE
+            self._dropped_of_nobody += 1
+            return Verdict.DROP
+        known.is_heard = known.was_heard = True
         if self._common.is_left(now_ns) or known.own.is_left(now_ns):
             return Verdict.SERVE
         known.dropped += 1

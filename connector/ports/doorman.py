@@ -8,7 +8,8 @@ has accepted and closed, and with each message over which of them it came. That 
   may close the descriptor at any moment, and another part of the process get its number. So it is duplicated first,
   and the duplicate is shut down only if it still is a connection of our port. The duplicate takes the place of a
   descriptor that is kept for this: there may be no other.
-* Messages that had come before are delivered all the same; `Admission` lets them pass.
+* Messages that had come before are delivered all the same. They are dropped while the connection is known to be cut
+  off, and afterwards are messages of a connection that has ended (`Admission.arrived`).
 
 One connection's messages may be counted as another's for a moment, when its descriptor is used again before they are
 taken. They are few: no more than may wait.
@@ -40,6 +41,9 @@ DESCRIPTORS_SHARE = 4
 MEASURED_EVERY_NS = NS_PER_SECOND // 10
 """How often connections are measured, up to MEASURED_AT_A_TIME of them; less often in proportion if they are more."""
 MEASURED_AT_A_TIME = 256
+
+GONE = 0
+"""The number of a connection that is not known any more."""
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=hi")
@@ -88,6 +92,8 @@ class Doorman:
         self._admission = Admission(limits, self._clock.now_ns())
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
+        # Those of them that were cut off, and are not closed yet.
+        self._ended: set[int] = set()
         self._by_descriptor: dict[int, int] = {}
         self._by_identity: dict[bytes, int] = {}
         self._measured_ns = self._clock.now_ns()
@@ -125,18 +131,21 @@ class Doorman:
         if self._connections and self._clock.now_ns() >= self._measured_ns + self._interval_ns():
             self._measure()
 
-    def hears(self, identity: bytes, descriptor: int) -> bool:
-        """Whether a message that came from `identity` over `descriptor` is to be served."""
+    def hears(self, identity: bytes, descriptor: int | None) -> bool:
+        """Whether a message that came from `identity` over `descriptor` is to be served; None: nobody knows whose it
+        is."""
         number = self._by_identity.get(identity)
         if number is None:
             self._catch_up()
-            number = self._by_descriptor.get(descriptor)
-            if number is None:
-                return True
-            connection = self._connections[number]
-            self._by_identity.pop(connection.identity or b"", None)
-            connection.identity = identity
-            self._by_identity[identity] = number
+            number = GONE if descriptor is None else self._by_descriptor.get(descriptor, GONE)
+            if number != GONE:
+                connection = self._connections[number]
+                self._by_identity.pop(connection.identity or b"", None)
+                connection.identity = identity
+                self._by_identity[identity] = number
+        if number in self._ended:
+            self.dropped += 1
+            return False
         now_ns = self._clock.now_ns()
         verdict = self._admission.arrived(number, now_ns)
         if verdict is Verdict.SERVE:
@@ -148,7 +157,7 @@ class Doorman:
 
     def charge(self, identity: bytes, units: int, *, understood: bool) -> None:
         """What a message has cost; see `Admission.served`."""
-        number = self._by_identity.get(identity, 0)
+        number = self._by_identity.get(identity, GONE)
         self._admission.served(number, units, understood=understood, now_ns=self._clock.now_ns())
 
     def close(self) -> None:
@@ -185,6 +194,7 @@ class Doorman:
         number = self._by_descriptor.pop(descriptor, None)
         if number is not None:
             connection = self._connections.pop(number)
+            self._ended.discard(number)
             if connection.identity is not None:
                 self._by_identity.pop(connection.identity, None)
             self._admission.closed(number)
@@ -201,6 +211,7 @@ class Doorman:
         for each in cut_off:
             connection = self._connections.get(each.connection)
             if connection is not None:
+                self._ended.add(each.connection)
                 self._shut_down(connection)
             self.cut_off += 1
             self._on_cut_off(each.address, each.why)

@@ -484,7 +484,7 @@ class ZmqListener:
             except zmq.Again:
                 return None
             identity = first.bytes
-            if not self._doorman.hears(identity, int(first.get(zmq.SRCFD))):
+            if not self._doorman.hears(identity, _descriptor_of(first)):
                 self._dropping = identity
                 continue
             frames, oversized = self._receive_rest(identity)
@@ -684,6 +684,7 @@ class ZmqSideChannel:
             self._guard(router)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
+                unheard_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
                 unfinished_bytes_max=(REQUESTS_QUEUED_MAX + 2) * frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
             )
             events = self.make_socket(zmq.PAIR, ipv6=False)
@@ -834,6 +835,14 @@ class Monitor:
         self._both.close()
         self._watched.disable_monitor()
         self._events.close()
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """Of the connection that it came over; None: its protocol is so old that libzmq says nothing of it."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 class _Message(msgspec.Struct, frozen=True):

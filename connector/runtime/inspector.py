@@ -48,7 +48,7 @@ from statemachine.roster import PeerKey, Roster
 
 QUESTIONS_WAITING_MAX = 64
 QUESTIONS_OF_ONE_MAX = 4
-QUESTION_UNITS, BYTES_PER_UNIT, LOOKED_AT_PER_UNIT = 16, 512, 128
+QUESTION_UNITS, REFUSED_QUESTION_UNITS, ROW_UNITS, LOOKED_AT_PER_UNIT = 32, 3, 3, 64
 """What a question costs who asks it; see `Listener.charge`."""
 ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
@@ -112,7 +112,7 @@ class Inspector:
         self._local_prefills: deque[tuple[int, LocalPrefill]] = deque(maxlen=LOCAL_PREFILLS_KEPT)
         self._local_prefills_count = 0
         # For the question in hand.
-        self._looked_at = 0
+        self._looked_at = self._rendered = 0
 
     def note_local_prefills(self, seen: LocalPrefillsSeen) -> None:
         """Requests have come that say nothing of where their KV is."""
@@ -126,7 +126,7 @@ class Inspector:
         if len(self._questions) < QUESTIONS_WAITING_MAX and of_this_one < QUESTIONS_OF_ONE_MAX:
             self._questions.put((question, reply_to))
         else:
-            self._control.charge(reply_to, 1)
+            self._control.charge(reply_to, REFUSED_QUESTION_UNITS)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -134,9 +134,9 @@ class Inspector:
             await self._questions.wait(math.inf)
             while (asked := self._questions.take_one()) is not None:
                 question, reply_to = asked
-                self._looked_at = 0
+                self._looked_at = self._rendered = 0
                 frames = await self._answer(question)
-                work = QUESTION_UNITS + len(frames[0]) // BYTES_PER_UNIT + self._looked_at // LOOKED_AT_PER_UNIT
+                work = QUESTION_UNITS + ROW_UNITS * self._rendered + self._looked_at // LOOKED_AT_PER_UNIT
                 self._control.charge(reply_to, work)
                 self._control.reply(reply_to, frames)
 
@@ -152,6 +152,7 @@ class Inspector:
             looked_at += 1
             if not question.match or source.is_about(candidate, question.match):
                 rendered += 1
+                self._rendered += 1
                 row = source.row(candidate)
                 if row is not None:
                     answer.add(row)

@@ -58,7 +58,7 @@ LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 RENEWAL_FRACTION = 2 / 3
 """A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
 NOTIFICATIONS_WAITING_MAX = 1 << 16
-MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 1, 2, 8
+MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 2, 4, 10
 """What a message costs who sends it, beside a unit for each lease."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""

@@ -10,10 +10,12 @@ from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Address, Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LocalPrefill, LocalPrefillsSeen
+from connector.runtime.inspector import QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
 from connector.wire.inspection import (
     WHATS,
     EngineRow,
     HoldRow,
+    Inspect,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
@@ -198,6 +200,21 @@ def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> No
             (row,) = found.engines[0].of(LocalPrefillRow)
             assert (row.request_id, row.has_params, row.prompt_tokens) == ("cmpl-x-0-1", False, 7)
             assert found.engines[0].of(EngineRow)[0].counts["local prefills"] == 3
+
+    run(test)
+
+
+def test_one_tool_leaves_room_for_another() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            inspector = p.supervisor._inspector
+            for number in range(QUESTIONS_WAITING_MAX):
+                inspector.ask(Inspect(number=number, what="records"), b"greedy")
+            inspector.ask(Inspect(number=1, what="engine"), b"modest")
+            waiting = [reply_to for _, reply_to in inspector._questions]
+            assert waiting == [b"greedy"] * QUESTIONS_OF_ONE_MAX + [b"modest"]
+            found = await asked(p)
+            assert found.engines[0].answers
 
     run(test)
 

@@ -2,7 +2,7 @@
 
     python -m tests.attack [NAME ...] [--connections N] [--rounds N] [--source ADDRESS] [--json FILE]
 
-Exit status 1 when a pull or a newcomer's handshake failed.
+Exit status 1 when a pull or a newcomer's handshake failed, or the engine has logged a traceback.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tests.attack.attackers import CONNECTIONS, allow_connections, kinds
 from tests.attack.scene import STRANGER, Outcome, scene
 
 MB = 1 << 20
+LOG_SHOWN = 3000
+"""Characters from the first traceback on."""
 
 HEADINGS = (
     "attack",
@@ -28,7 +30,7 @@ HEADINGS = (
     "MB sent",
     "memory before, most, after (MB)",
     "descriptors: most, after",
-    "pull before (ms)",
+    "pull before and after (ms)",
     "pull meanwhile (ms)",
     "ratio",
     "slowest tenth (ms)",
@@ -49,7 +51,7 @@ def row(outcome: Outcome) -> tuple[str, ...]:
         f"{tally.bytes / MB:,.0f}",
         ", ".join(f"{each / MB:.0f}" for each in outcome.memory),
         ", ".join(str(each) for each in outcome.descriptors),
-        f"{outcome.before.median * 1000:.1f}",
+        f"{outcome.calm.median * 1000:.1f}",
         f"{outcome.during.median * 1000:.1f}" + (f", {outcome.during.failed} failed" if outcome.during.failed else ""),
         f"{outcome.ratio:.2f}",
         f"{outcome.during.slowest_tenth * 1000:.0f}",
@@ -85,10 +87,13 @@ def main() -> int:
             if outcome.tally.problem:
                 print(f"{name}: {outcome.tally.problem}")
         log = made.prefill.log_path.read_text()
-        print(f"log of the prefill engine: {len(log.splitlines())} lines, {log.count('Traceback')} tracebacks")
+        crashes = log.count("Traceback")
+        print(f"log of the prefill engine: {len(log.splitlines())} lines, {crashes} tracebacks")
+        if crashes:
+            print(log[log.index("Traceback") :][:LOG_SHOWN])
     if options.json is not None:
         options.json.write_text(json.dumps([dataclasses.asdict(each) for each in outcomes], indent=1))
-    return int(any(each.during.failed or each.handshakes.failed for each in outcomes))
+    return int(bool(crashes) or any(each.during.failed or each.handshakes.failed for each in outcomes))
 
 
 if __name__ == "__main__":

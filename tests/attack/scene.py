@@ -46,7 +46,8 @@ class Outcome:
 
     name: str
     tally: Tally
-    before: Pulls
+    calm: Pulls
+    """Before it, and as many after it: the machine may be busier at one time than at another."""
     during: Pulls
     handshakes: Pulls
     """Of newcomers that are no strangers, while it went on."""
@@ -57,7 +58,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        return self.during.median / self.before.median
+        return self.during.median / self.calm.median
 
 
 class Scene:
@@ -112,9 +113,9 @@ class Scene:
         source: str = STRANGER,
         warm_up: float = 2,
     ) -> Outcome:
-        """Pull before, attack, pull meanwhile, and look at what is left when it is over."""
-        before, during, handshakes = Pulls(), Pulls(), Pulls()
-        self.pull(before, pulls_each * rounds)
+        """Pull, attack, pull meanwhile, look at what is left when it is over, and pull again."""
+        calm, during, handshakes = Pulls(), Pulls(), Pulls()
+        self.pull(calm, pulls_each * rounds)
         start = self.prefill.snapshot()
         most_bytes, most_files = start.resident_bytes, start.open_files
         with Attacker(name, self.target(name), source, connections) as attacker:
@@ -129,10 +130,11 @@ class Scene:
         deadline = time.monotonic() + SETTLED_SECONDS
         while (now := self.prefill.snapshot()).open_files > start.open_files + 4 and time.monotonic() < deadline:
             time.sleep(0.1)
+        self.pull(calm, pulls_each * rounds)
         return Outcome(
             name=name,
             tally=tally,
-            before=before,
+            calm=calm,
             during=during,
             handshakes=handshakes,
             memory=(start.resident_bytes, most_bytes, now.resident_bytes),

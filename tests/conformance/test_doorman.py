@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -172,6 +173,27 @@ def test_a_message_of_very_many_frames_is_dropped_in_pieces() -> None:
                 await listening.ask()
             assert turns > 100
             assert listening.served == 1
+
+    run(test)
+
+
+def test_old_protocols_and_noise_harm_nobody() -> None:
+    """Bytes that libzmq takes for the first version of its protocol, whose messages do not show whose they are."""
+
+    async def test() -> None:
+        async with door(units=1000, frame_bytes_max=1024) as listening:
+            choose = random.Random(1)
+            old = await listening.stranger(b"\x01\x00", b"\x01\x01\x02\x00x")  # no identity, a delimiter, an "x"
+            noise = [await listening.stranger(choose.randbytes(4096)) for _ in range(30)]
+            while not listening.served:
+                await trio.sleep(0.01)
+            await listening.ask()
+            sent = await trio.to_thread.run_sync(send_until_ended, old, b"\x01\x01\x02\x00x" * 1000, 64 * MB)
+            assert sent < 64 * MB
+            assert (STRANGER, admission.ENDLESS) in listening.cut_off
+            await listening.ask()
+            for each in (old, *noise):
+                each.close()
 
     run(test)
 

@@ -21,6 +21,7 @@ LIMITS = AdmissionLimits(
     connections_max=8,
     unfinished_bytes_max=10 * MB,
     unfinished_bytes_total_max=25 * MB,
+    unheard_bytes_max=2 * MB,
     common_units=100,
     common_units_per_second=100,
     newcomer_units=4,
@@ -103,6 +104,13 @@ def test_who_was_there_before_is_heard_in_a_flood() -> None:
     assert {each.address for each in door.cut_off} == {"flooder", "another"}
 
 
+def test_the_dropped_are_counted() -> None:
+    door = Door(common_units=0, common_units_per_second=0, newcomer_units=0, own_units_per_second=0)
+    flooder = door.open()
+    verdicts = [door.says(flooder) for _ in range(LIMITS.dropped_max + 1)]
+    assert verdicts == [Verdict.DROP] * LIMITS.dropped_max + [Verdict.CUT_OFF]
+
+
 def test_a_newcomer_is_heard_in_a_flood() -> None:
     """As often as a handshake needs."""
     door = Door()
@@ -133,7 +141,7 @@ def test_allowances_have_a_top() -> None:
 
 def test_the_oldest_silent_connection_makes_room() -> None:
     door = Door()
-    engine = door.open("engine")
+    engine = door.open()  # behind the same address
     door.says(engine)
     silent = door.open_many(LIMITS.connections_max - 1)
     door.open_many(3, "late")
@@ -144,12 +152,13 @@ def test_the_oldest_silent_connection_makes_room() -> None:
 
 def test_what_was_not_understood_is_no_word() -> None:
     door = Door()
-    engine = door.open("engine")
+    engine = door.open()
     door.says(engine)
-    for stranger in door.open_many(LIMITS.connections_max - 1):
-        door.says(stranger, understood=False)
+    strangers = door.open_many(LIMITS.connections_max - 1)
+    for each in strangers:
+        door.says(each, understood=False)
     door.open("late")
-    assert door.cut_off[0].connection != engine
+    assert [each.connection for each in door.cut_off] == strangers[:1]
 
 
 def test_of_those_who_speak_the_largest_crowd_makes_room() -> None:
@@ -179,6 +188,8 @@ def test_a_message_without_end_is_ended() -> None:
     door = Door()
     endless, engine = door.open(), door.open("engine")
     received = 0
+    door.says(endless)
+    door.measure([(endless, 0)])
     while not door.cut_off:
         received += 4 * MB
         door.says(engine)
@@ -187,9 +198,29 @@ def test_a_message_without_end_is_ended() -> None:
     assert received == 12 * MB
 
 
+def test_who_sends_much_and_says_nothing_is_ended_sooner() -> None:
+    """Its messages may be of a kind that does not show whose they are."""
+    door = Door()
+    unheard = door.open()
+    assert door.measure([(unheard, LIMITS.unheard_bytes_max)]) == []
+    assert door.measure([(unheard, LIMITS.unheard_bytes_max + 1)]) == [CutOff(unheard, "stranger", admission.ENDLESS)]
+
+
+def test_in_a_flood_of_nobody_who_sends_much_and_says_nothing_is_ended_at_once() -> None:
+    door = Door(common_units=0, common_units_per_second=0)
+    quiet, unheard = door.open("engine"), door.open()
+    for _ in range(LIMITS.dropped_max + 1):
+        assert door.says(0) is Verdict.DROP
+    sizes = [(quiet, 100), (unheard, admission.UNHEARD_BYTES_IN_A_FLOOD + 1)]
+    assert door.measure(sizes) == [CutOff(unheard, "stranger", admission.ENDLESS)]
+
+
 def test_many_messages_without_end_share_a_bound() -> None:
     door = Door()
     many = door.open_many(3)
+    for each in many:
+        door.says(each)
+    door.measure((each, 0) for each in many)
     assert door.measure((each, 8 * MB) for each in many) == []
     sizes = dict(zip(many, (8 * MB, 10 * MB, 9 * MB), strict=True))
     assert [each.connection for each in door.measure(sizes.items())] == [many[1]]
@@ -233,12 +264,14 @@ def test_an_address_that_only_connects_is_shut_out() -> None:
     assert len(door.cut_off) == 1
 
 
-def test_what_has_ended_is_let_through_and_forgotten() -> None:
+def test_what_is_left_of_a_connection_that_has_ended_has_no_allowance_of_its_own() -> None:
     door = Door()
     gone = door.open()
     door.core.closed(gone)
     door.core.closed(gone)
-    assert door.says(gone) is Verdict.SERVE
+    assert [door.says(gone) for _ in range(LIMITS.common_units + 3)] == (
+        [Verdict.SERVE] * LIMITS.common_units + [Verdict.DROP] * 3
+    )
     assert door.core.flooded(gone, 0) == []
     assert door.measure([(gone, 100 * MB)]) == []
     assert len(door.core) == 0
@@ -270,16 +303,16 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
     """Each connection is cut off at most once, never after it has ended, and the tables name the same ones."""
     door = Door()
     ended: set[int] = set()
-    newest = 0
     received: dict[int, int] = {}
     for what, number, more in steps:
         before = len(door.cut_off)
         match what:
             case "open":
-                newest = door.open(f"address {more}")
+                door.open(f"address {more}")
             case "close":
+                if number in door.core._connections:
+                    ended.add(number)
                 door.core.closed(number)
-                ended.add(number)
             case "say" | "garbage":
                 door.says(number, units=1 + 20 * more, understood=what == "say")
             case "measure":
@@ -290,7 +323,7 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
             case "wait":
                 door.pass_seconds(more)
         for each in door.cut_off[before:]:
-            assert each.connection not in ended or each.connection == newest
+            assert each.connection not in ended
             ended.add(each.connection)
         core = door.core
         assert len(core) <= LIMITS.connections_max

@@ -25,7 +25,7 @@ from connector.protocol import (
     StrayReleaseNoted,
 )
 from connector.runtime import lease_keeper
-from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
+from connector.runtime.lease_keeper import MALFORMED_UNITS, MESSAGE_UNITS, LeaseKeeper, lending_limits
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
 from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken, encode_leave
 from connector.wire.bounded import shorten
@@ -591,6 +591,7 @@ class BreakingListener:
 
     def __init__(self, listener: ZmqListener, *, receives: int = 0, replies: int = 0) -> None:
         self._listener = listener
+        self.charged: list[tuple[int, bool]] = []
         self._receives = receives
         self._replies = replies
 
@@ -612,6 +613,7 @@ class BreakingListener:
         self._listener.reply(address, frames)
 
     def charge(self, address: bytes, units: int, *, understood: bool = True) -> None:
+        self.charged.append((units, understood))
         self._listener.charge(address, units, understood=understood)
 
     def counts(self) -> ListenerCounts:
@@ -635,6 +637,35 @@ def test_a_crash_of_the_control_socket_is_logged_and_it_serves_on(broken: str, l
         assert rank.crashes == [logged_as] * 3
 
     run_over_zmq(test, wrap=lambda listener: BreakingListener(listener, **{broken: 3}))
+
+
+def test_who_sends_pays_for_each_lease_and_for_garbage() -> None:
+    """The listener decides with that who is heard."""
+    listeners: list[BreakingListener] = []
+
+    def wrap(listener: ZmqListener) -> BreakingListener:
+        listeners.append(BreakingListener(listener))
+        return listeners[0]
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        one, two = rank.lend("a"), rank.lend("b")
+        await decoder.hold(one)
+        await decoder.hold(one, two)
+        await decoder.release(one)
+        with trio.move_on_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(decoder.ask_raw, (b"garbage",))
+                while not rank.failures:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+        assert listeners[0].charged == [
+            (MESSAGE_UNITS + 1, True),
+            (MESSAGE_UNITS + 2, True),
+            (MESSAGE_UNITS + 1, True),
+            (MALFORMED_UNITS, False),
+        ]
+
+    run_over_zmq(test, wrap=wrap)
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.simulation.mutants import decode, executors, leaving, prefill, ranks, roster, security, wire
+from tests.simulation.mutants import (
+    decode,
+    executors,
+    leaving,
+    prefill,
+    ranks,
+    roster,
+    security,
+    strangers,
+    wire,
+)
 from tests.simulation.mutants.mutant import Mutant
 
 TABLE = Path(__file__).parent / "TABLE.md"
@@ -23,6 +33,7 @@ PARTS: dict[str, tuple[Mutant, ...]] = {
     "Their executors": executors.MUTANTS,
     "Messages": wire.MUTANTS,
     "Strangers": security.MUTANTS,
+    "Strangers at a listener (`Admission`, and what carries it out)": strangers.MUTANTS,
     "Ranks and cache groups": ranks.MUTANTS,
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from statemachine import deadlines, hold, lease, lending, peer, quarantine, remote_engine, request, roster
+from statemachine import admission, deadlines, hold, lease, lending, peer, quarantine, remote_engine, request, roster
 
 
 class Rule(NamedTuple):
@@ -143,6 +143,30 @@ RULES: dict[str, Rule] = {
     "a deadline ends a lease": Rule(lease, "nobody renewed it in time: the blocks are freed"),
     "freed once": Rule(
         lease, "every engine that held the lease has released it on all its ranks: the blocks are freed"
+    ),
+    # a listener
+    "who has no allowance is not heard": Rule(admission, "A connection that has neither is not heard"),
+    "an allowance of one's own": Rule(admission, "each connection has one of its own, which others cannot use up."),
+    "who goes on is cut off": Rule(admission, "One that goes on all the same is cut off."),
+    "what has ended": Rule(
+        admission,
+        "What is left of a connection that has ended draws on the common allowance alone: who comes and goes has no "
+        "other.",
+    ),
+    "a newcomer can shake hands": Rule(admission, "A newcomer's own allowance is enough for a handshake."),
+    "a limit to the connections": Rule(
+        admission,
+        "For one too many, another is cut off: the oldest that has never said anything that was understood",
+    ),
+    "no descriptor left": Rule(admission, "The same when no connection can be accepted, for want of descriptors."),
+    "a message has to end": Rule(admission, "A message has to come to its end."),
+    "unfinished messages together": Rule(
+        admission, "When the unfinished messages of all connections together are too large, the largest goes."
+    ),
+    "shut out for a while": Rule(
+        admission,
+        "An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; "
+        "what connections it has besides stay.",
     ),
     # both
     "told again": Rule(remote_engine.ReadEnded, "May be told again."),

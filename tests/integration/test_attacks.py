@@ -1,0 +1,74 @@
+"""Strangers attack a prefill engine over real TCP, and a decode engine pulls from it all the time.
+
+A short form of `make attack` (`tests/attack/__main__.py`), whose figures are in docs/performance.md. Limits here are
+generous: the attackers, the engines and other tests share the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attack.attackers import kinds
+from tests.attack.scene import Scene, scene
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+CONNECTIONS = 6_000
+"""More than a listener has."""
+RATIO_MAX = 5.0
+SLACK_SECONDS = 0.1
+MEMORY_MAX = 400 << 20
+"""That one attack may add: 4,096 connections take 30 KB each, unfinished messages 256 MB together."""
+DESCRIPTORS_MAX = 5_000
+LEFT_MAX = 200
+"""Descriptors after an attack."""
+
+ATTACKS = (
+    "idle connections",
+    "half a message",
+    "come and go",
+    "handshakes, unread",
+    "garbage, control",
+    "holds",
+    "questions",
+    "oversize frames",
+    "endless messages",
+)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene(tmp_path_factory.mktemp("attacks")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_pulls_go_on_under_attack(engines: Scene, name: str) -> None:
+    """Scenarios 38 and 43: answers or drops, bounded memory, and whoever has business here is served."""
+    outcome = engines.attack(name, connections=CONNECTIONS, rounds=3)
+    tally = outcome.tally
+    assert not tally.problem
+    assert tally.connections > 100 or tally.messages > 100, tally
+    assert outcome.during.failed == 0
+    assert outcome.handshakes.failed == 0
+    assert outcome.calm.failed == 0
+    assert outcome.during.median <= outcome.calm.median * RATIO_MAX + SLACK_SECONDS
+    before, most, _ = outcome.memory
+    assert most - before <= MEMORY_MAX
+    most_files, files = outcome.descriptors
+    assert most_files <= DESCRIPTORS_MAX
+    assert files <= LEFT_MAX
+
+
+def test_every_attack_is_on_a_socket_of_the_engine(engines: Scene) -> None:
+    targets = {engines.target(name) for name in kinds()}
+    assert targets == {engines.side_channel, engines.control}
+
+
+def test_the_log_has_few_lines_and_no_traceback(engines: Scene) -> None:
+    """After everything above."""
+    log = engines.prefill.log_path.read_text()
+    assert "Traceback" not in log
+    assert len(log.splitlines()) < 500
