@@ -322,18 +322,18 @@ class ConnectorWorker:
             if thread.is_dead:
                 self.ledger.refuse(command)
             else:
-                thread.post(self._with_sums(command))
+                thread.post(command if self._block_sums is None else self._with_sums(command, self._block_sums))
         self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
 
-    def _with_sums(self, command: Command) -> Command:
+    def _with_sums(self, command: Command, block_sums: BlockSums) -> Command:
         """A grant with the checksums of what is lent: nobody can read it before. Without them nobody verifies it."""
-        if not isinstance(command, LeaseGranted) or command.block_ids is None or self._block_sums is None:
+        if not isinstance(command, LeaseGranted) or command.block_ids is None:
             return command
         assert self._layout is not None
         blocks = lent_blocks(self._layout, command.block_ids, sampled=self._options.verify == "sampled")
         try:
-            sums = lease_sums(blocks, self._block_sums.of(stretches(lent_runs(self._layout, blocks))))
+            sums = lease_sums(blocks, block_sums.of(stretches(lent_runs(self._layout, blocks))))
         except RuntimeError as error:
             log_crash("checksums", error)
             return command
@@ -368,8 +368,8 @@ class ConnectorWorker:
             self.ledger.fail_closed(self._thread.death)
             self._figures.clear()
         results = self.ledger.take_results()
-        if (wanted := self.ledger.take_sums_wanted()) and self._thread is not None:
-            self._find_sums(wanted, self._thread)
+        if self.ledger.sums_wanted and self._thread is not None:
+            self._find_sums(self.ledger.take_sums_wanted(), self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
         if self._pull_timer is not None:

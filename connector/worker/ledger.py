@@ -65,7 +65,8 @@ class TransferLedger:
         self._has_figures = False
         self._has_news = False
         self._loaded: list[Loaded] = []
-        self._sums_wanted: list[SumsWanted] = []
+        self.sums_wanted: list[SumsWanted] = []
+        """What is to be summed, as `take_results` found."""
         # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
@@ -136,7 +137,7 @@ class TransferLedger:
             if self._is_repeated(outcome):
                 continue
             if isinstance(outcome, SumsWanted):
-                self._sums_wanted.append(outcome)
+                self.sums_wanted.append(outcome)
                 continue
             try:
                 self._stats.add(outcome)
@@ -165,7 +166,7 @@ class TransferLedger:
 
     def take_sums_wanted(self) -> list[SumsWanted]:
         """What is to be summed, as `take_results` found."""
-        wanted, self._sums_wanted = self._sums_wanted, []
+        wanted, self.sums_wanted = self.sums_wanted, []
         return wanted
 
     def note_pull(self, times: PullTimes) -> None:

@@ -14,6 +14,7 @@ from connector.protocol import (
     ReceiveEnded,
     RejectPull,
     SendEnded,
+    SumsWanted,
     TrackLease,
     WorkerStopped,
 )
@@ -204,3 +205,14 @@ def test_actors_that_have_stopped_by_themselves_are_reported_too() -> None:
     book.take_results()
     assert book.take_report() == WorkerReport(stopped="the NIXL thread has ended")
     assert book.take_report() is None
+
+
+def test_what_is_to_be_summed_is_taken_once_and_is_no_result() -> None:
+    book, _ = ledger()
+    wanted = SumsWanted(ticket=1, stretches=())
+    book.record(wanted)
+    results = book.take_results()
+    assert not (results.finished_recving or results.finished_sending)
+    assert book.take_sums_wanted() == [wanted]
+    assert book.take_sums_wanted() == []
+    assert book.take_stats() is None
