@@ -17,7 +17,7 @@ import trio
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
-from connector.observe.flight_recorder import STEPS_KEPT, FlightRecorder
+from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
 from connector.runtime.figures import Figures
@@ -181,7 +181,7 @@ class Rank:
                 clock=clock,
                 sink=self,
                 figures=self.figures,
-                flight=FlightRecorder(around.steps_kept),
+                flight=FlightRecorder(around.steps_kept, min(around.steps_kept, BAD_ENDS_KEPT)),
             ),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
