@@ -11,6 +11,10 @@
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
+# make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
+#                strangers call: no wrong answer, nothing left; BUILTIN=1 runs the same plan with the built-in connector
+# make fuzz MINUTES=10   damaged messages for every decoder of bytes from outside, and for the two sockets
+# make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
 # make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
@@ -22,12 +26,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
-         tests/e2e/test_deepseek_v4.py
+         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py
 SEEDS ?= 100
+SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn oracle mutants \
-        test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn oracle \
+        mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -89,6 +94,15 @@ test-gpu:
 
 prometheus:
 	@$(PYTHON) .ci/fetch_prometheus.py
+
+chaos: setup
+	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --seed $(SEED) $(if $(BUILTIN),--builtin)
+
+fuzz: setup
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
+
+attack: setup
+	@$(BIN)/python -m tests.attack
 
 bench: setup
 	@$(BIN)/python -m tests.bench

@@ -14,6 +14,7 @@ Options that contradict each other are refused as well: a value that is fine alo
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -23,18 +24,21 @@ from msgspec import Meta
 
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT
-from connector.wire.bounded import render_untrusted
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted
+from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+_OF_KEYS = ("curve_directory", "params_keys_file")
 
 _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_timeout_seconds")
 
 _log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_Place = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -83,6 +87,16 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     a READ that fails; the transport may be working on the others. Blocks are not used again before this has passed."""
     transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
     """How often a request whose READ failed is tried again while its lease is proven."""
+    quarantine_limit: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of the KV cache's blocks that may be in quarantine before nothing new is read; 1: no limit. What is left of
+    the pool serves requests that need no KV from elsewhere, and those whose prompt is computed here."""
+    drain_grace_seconds: _Seconds = 60.0
+    """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
+    where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
+    drain is granted until kv_lease_duration before its end."""
+    known_peers: Annotated[tuple[_Place, ...], Meta(max_length=PLACES_MAX)] = ()
+    """Prefill engines that a decode engine connects before their first request, and again when they are back: host:port
+    of their side channels. One that does not answer is tried again."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     """Most remote engines known at a time."""
     backoff_initial_seconds: _Seconds = 0.5
@@ -97,8 +111,22 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     switch_interval_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0001
     """While transfers are open, how long the engine thread may keep the Python interpreter from the connector's threads
     that ask for it (`sys.setswitchinterval`, for the whole process). 0: as it is."""
+    verify: Literal["off", "sampled", "all"] = "off"
+    """Checksums of lent blocks, which D compares with what it has read: of none, of some of each request, or of all. P
+    has to make as many as D compares."""
     on_actor_death: Literal["degrade", "exit"] = "degrade"
     """What an engine does whose actors have died: go on without KV transfer, or end, so that it is started again."""
+    params_keys_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """File of the secrets that `kv_transfer_params` are signed with (`connector/wire/signatures.py`). Unset: they are
+    neither signed nor checked."""
+    curve_directory: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """Directory of the keys with which the side channel and the control sockets are encrypted, and peers authenticated
+    (`connector/ports/curve_keys.py`). Unset: they are not."""
+    allowed_peers: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] = ()
+    """Address ranges of the engines and tools that may connect to this engine, and that it connects to. Empty: all."""
+    allow_insecure_peers: bool = False
+    """Also deal with engines that have no keys, such as built-in ones: what params_keys_file and curve_directory ask of
+    peers is given up where a peer does not offer it."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
@@ -141,7 +169,15 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         # A long lease may come from a configuration of the built-in connector, which has no such option.
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
         options = msgspec.structs.replace(options, lease_limit_seconds=limit_seconds)
+    if "drain_grace_seconds" not in extra_config:
+        grace_seconds = max(options.drain_grace_seconds, options.kv_lease_duration)
+        options = msgspec.structs.replace(options, drain_grace_seconds=grace_seconds)
     _check_together(options, extra_config)
+    for text in options.allowed_peers:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise OptionError("allowed_peers", f"option allowed_peers has {render_untrusted(text)}: {error}") from None
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
@@ -153,6 +189,8 @@ def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOpti
     for name in _OF_READ_BACK:
         if name in extra_config and not options.bidirectional_kv_xfer:
             _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
+    if options.allow_insecure_peers and all(getattr(options, name) is None for name in _OF_KEYS):
+        _log.warning("Option allow_insecure_peers has no effect without %s", " or ".join(_OF_KEYS))
 
 
 def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) -> None:
@@ -178,6 +216,13 @@ def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) 
         "less than",
         "kv_lease_duration",
         "blocks would be given up before their first lease has ended",
+    )
+    require(
+        options.drain_grace_seconds >= lease_seconds,
+        "drain_grace_seconds",
+        "less than",
+        "kv_lease_duration",
+        "an engine that is to end has to keep what it has lent for as long as it has promised",
     )
     require(
         2 * options.lease_margin_seconds <= lease_seconds,

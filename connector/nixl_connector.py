@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
 from connector.config import parse_options, warn_of_idle_options
+from connector.key_files import check_key_files
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
@@ -103,7 +104,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM asks when it makes its configuration, in the first process, before any model is loaded (unless CUDA graphs
         are off). So wrong options are found here where they can be, and else when the connector is made.
         """
-        parse_options(extra_config)
+        check_key_files(parse_options(extra_config))
         return False
 
     @classmethod
@@ -149,6 +150,10 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.update_connector_output(connector_output)
+
+    def has_pending_push_work(self) -> bool:
+        """Nothing is pushed; but what is lent keeps an engine going that is to end, and this is vLLM's question."""
+        return self._scheduler is not None and self._scheduler.keeps_stepping
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_side.request_finished(request, (block_ids,))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from statemachine.failures import BadParams, Failure
+from statemachine.failures import Failure, ParamsFailure
 from statemachine.lease import LeaseName
 
 
@@ -75,11 +75,14 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request waits for KV, but its parameters do not say where that lies. `age_seconds` is as in StartPull."""
+    """The request waits for KV, but its parameters do not say where that lies, or nobody of this fleet has made them.
+
+    `age_seconds` is as in StartPull.
+    """
 
     request_id: str
     local_block_ids: list[int]
-    failure: BadParams
+    failure: ParamsFailure
     age_seconds: float = 0.0
 
 
@@ -101,6 +104,12 @@ class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     age_seconds: float
 
 
+class MeetPeer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Connect this engine, which no request needs yet. It says its sizes itself. Not sent by the scheduler side."""
+
+    peer: PeerAddress
+
+
 # --- commands: prefill side -----------------------------------------------------------------------------------------
 
 
@@ -119,6 +128,10 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease_seconds: float
     blocks: int
     is_renewable: bool = True
+    block_ids: tuple[list[int], ...] | None = None
+    """By cache group, those that are lent, where they are to have checksums."""
+    sums: bytes | None = None
+    """These (`wire.control.encode_sums`), which the worker has made on the way."""
 
 
 class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -152,11 +165,28 @@ class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     named: tuple[LocalPrefill, ...]
 
 
+class SumsFound(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """From the engine thread: the answer to SumsWanted. `error`: why there is none."""
+
+    ticket: int
+    sums: npt.NDArray[np.int64]
+    error: str | None = None
+
+
 Command: TypeAlias = (
-    StartPull | RejectPull | AbortPull | TrackLease | LeaseComputing | LeaseGranted | LeaseWithdrawn | LocalPrefillsSeen
+    StartPull
+    | RejectPull
+    | AbortPull
+    | TrackLease
+    | MeetPeer
+    | LeaseComputing
+    | LeaseGranted
+    | LeaseWithdrawn
+    | LocalPrefillsSeen
+    | SumsFound
 )
 
-PullCommand: TypeAlias = StartPull | AbortPull | TrackLease
+PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
 
 
 # --- outcomes -------------------------------------------------------------------------------------------------------
@@ -237,6 +267,24 @@ class StrayReleaseNoted(msgspec.Struct, frozen=True, kw_only=True):
     """A consumer says that it has read blocks of which this engine knows nothing, or which it has not lent."""
 
 
+class Stretch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Blocks of local memory: `count` of `length_bytes`, one every `stride_bytes` from `address`; `blocks`, shape [n],
+    are those that are meant."""
+
+    address: int
+    stride_bytes: int
+    length_bytes: int
+    count: int
+    blocks: npt.NDArray[np.int64]
+
+
+class SumsWanted(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Sum the blocks of these stretches as they are now; SumsFound with this ticket is the answer."""
+
+    ticket: int
+    stretches: tuple[Stretch, ...]
+
+
 class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     """This worker can neither read nor lend KV any more; what is open has ended, or ends at its deadline."""
 
@@ -253,5 +301,6 @@ Outcome: TypeAlias = (
     | NotificationFailureNoted
     | LateNotificationNoted
     | StrayReleaseNoted
+    | SumsWanted
     | WorkerStopped
 )

@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector.observe.spans import PullTimes
 from connector.protocol import Command
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 
 
@@ -46,6 +48,9 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     pp_rank: int
     control_host: str
     control_port: int
+    control_key: str | None = None
+    identity: KvIdentity | None = None
+    verify: str = "off"
 
     def extension(self, life: str) -> ActorExtension:
         """What peers are told of this rank; `life` names this run of the scheduler process."""
@@ -58,7 +63,11 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
             pp_rank=self.pp_rank,
             control_host=self.control_host,
             control_port=self.control_port,
+            control_key=self.control_key,
             inspection=INSPECTION_VERSION,
+            identity=self.identity,
+            verify=self.verify,
+            administration=ADMINISTRATION_VERSION,
         )
 
 

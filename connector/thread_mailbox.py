@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 import trio
 
 M = TypeVar("M")
+T = TypeVar("T")
 
 
 class ThreadMailbox(Generic[M]):
@@ -27,7 +28,7 @@ class ThreadMailbox(Generic[M]):
 
     Args:
         deliver: called in the trio thread with each item. Items of one thread keep their order.
-        on_error: called in the trio thread with what `deliver` raised; the drain goes on with the next item.
+        on_error: called in the trio thread with what `deliver` or `on_wake_up` raised; the drain goes on.
         on_wake_up: called in the trio thread when it has woken up, with the seconds since it was asked to.
     """
 
@@ -76,15 +77,18 @@ class ThreadMailbox(Generic[M]):
     def _drain(self) -> None:
         waited_seconds = time.monotonic() - self._asked_at
         self._armed.release()
-        self._on_wake_up(waited_seconds)
+        self._call(self._on_wake_up, waited_seconds)
         self.drain()
 
     def drain(self) -> None:
         """Trio thread: deliver what has been queued until now. Who knows that something was said before what he hears
         from elsewhere does not wait for the loop's turn."""
         while self._items:
-            try:
-                self._deliver(self._items.popleft())
-            except Exception as error:
-                with contextlib.suppress(Exception):
-                    self._on_error(error)
+            self._call(self._deliver, self._items.popleft())
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        try:
+            function(argument)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._on_error(error)

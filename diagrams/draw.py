@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from statemachine import lease, remote_engine
+from statemachine import draining, lease, remote_engine
 from statemachine.kernel import Machine
 
 DIRECTORY = Path(__file__).parent
@@ -31,7 +31,7 @@ LABEL_LENGTH_MAX = 34
 Arrow = tuple[enum.Enum, enum.Enum]
 
 
-MACHINES: tuple[Machine[Any], ...] = (*remote_engine.MACHINES, lease.MACHINE)
+MACHINES: tuple[Machine[Any], ...] = (*remote_engine.MACHINES, lease.MACHINE, draining.MACHINE)
 
 
 def arrows(machine: Machine[Any]) -> dict[Arrow, list[str]]:

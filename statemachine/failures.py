@@ -9,6 +9,8 @@ Every failure answers: what happened, where (which peer, which field), what was 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -109,6 +111,15 @@ class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
         return f"handshake with prefill engine {self.peer} at {self.address} was refused: {self.detail}"
 
 
+class NotAllowed(PeerFailure, frozen=True, kw_only=True):
+    """One of the two engines does not let the other one in: an address range or a key. `detail` says which."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"prefill engine {self.peer} at {self.address} and this one may not speak to each other: {self.detail}"
+
+
 class WrongEngine(PeerFailure, frozen=True, kw_only=True):
     """Another engine answers at the address that the request names."""
 
@@ -156,6 +167,20 @@ class PeerRetired(PeerFailure, frozen=True, kw_only=True):
         return (
             f"prefill engine {self.peer} was given up: another engine answers at its address, or it was evicted as "
             "idle; the request must be prefilled again"
+        )
+
+
+class PeerLeaving(PeerFailure, frozen=True, kw_only=True):
+    """The peer had said that it would end, and its connection has ended since. `detail` is the kind of what showed
+    it."""
+
+    detail: str = ""
+
+    def __str__(self) -> str:
+        shown = f" ({self.detail})" if self.detail else ""
+        return (
+            f"prefill engine {self.peer} at {self.address} was taken away, as it had said that it would be{shown}; the "
+            "request must be prefilled again"
         )
 
 
@@ -214,6 +239,22 @@ class BadParams(Failure, frozen=True, kw_only=True):
         )
 
 
+class ParamsForged(Failure, frozen=True, kw_only=True):
+    """`kv_transfer_params` does not carry a signature of this fleet. `why` says what is wrong with it."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"no engine of this fleet has given these kv_transfer_params out ({self.why}); they were made or changed "
+            "on the way, or the engine that lends has other keys (params_keys_file)"
+        )
+
+
+ParamsFailure: TypeAlias = BadParams | ParamsForged
+"""Why nothing is read for a request, whatever its engine would say."""
+
+
 class LeaseOver(PeerFailure, frozen=True, kw_only=True):
     """P does not keep the blocks any more. `why` is P's word for it, bounded by the wire."""
 
@@ -237,6 +278,27 @@ class LeaseNotProven(PeerFailure, frozen=True, kw_only=True):
         return (
             f"prefill engine {self.peer} did not confirm within {self.waited_seconds:g} s that it kept the blocks of "
             f"{self.remote_request_id} until they were read; they may hold another request's KV. Does it hang?"
+        )
+
+
+class Corrupt(PeerFailure, frozen=True, kw_only=True):
+    """With the option verify: a block has arrived that is not the one that P has lent. The first one that differs.
+
+    `block` is the number of a kernel block on P, `region` the name of its KV cache region, `differing` of `compared`
+    checksums of the READ differ.
+    """
+
+    remote_request_id: str
+    region: str
+    block: int
+    differing: int
+    compared: int
+
+    def __str__(self) -> str:
+        return (
+            f"block {self.block} of {self.region} of {self.remote_request_id} has arrived from prefill engine "
+            f"{self.peer} with other content than was lent ({self.differing} of {self.compared} checksums differ): a "
+            "network card, its driver or memory is faulty on one of the two machines; take them out of service"
         )
 
 
@@ -286,6 +348,19 @@ class Quarantined(Failure, frozen=True, kw_only=True):
         )
 
 
+class QuarantineFull(Failure, frozen=True, kw_only=True):
+    """So many blocks of this engine are in quarantine that nothing new is read, from whichever engine, for now."""
+
+    blocks: int
+    limit: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} KV blocks of this engine are kept aside because READs that have not ended may still write "
+            f"into them, and the option quarantine_limit allows {self.limit}; nothing is read until some come back"
+        )
+
+
 class ActorCrashed(Failure, frozen=True, kw_only=True):
     """A bug: an actor raised. Its requests fail, the actor is started again, the engine goes on."""
 
@@ -325,6 +400,16 @@ class NotificationsDropped(Failure, frozen=True, kw_only=True):
             f"{self.dropped} notification(s) dropped so far because too many came at once; a lease whose release was "
             "among them ends at its deadline"
         )
+
+
+class ConnectionCutOff(Failure, frozen=True, kw_only=True):
+    """A connection to this engine's control socket was ended: for what came over it, or for want of room."""
+
+    sender: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"a connection from {self.sender} was ended: {self.why}; if that is an engine, it connects again"
 
 
 class ConsumerUnknown(Failure, frozen=True, kw_only=True):

@@ -12,6 +12,13 @@ not lent here; such a message is answered or counted, and changes nothing.
 
 A lease that is over is remembered with the reason, so that who comes too late is told why. What has been forgotten
 since is "not lent here", which is just as final.
+
+Leaving. When the engine is to end (`Leave`), what is lent is served on: released, or over at its deadline. Only
+renewals come to an end, with the grace period. A lease that was granted or promised is kept (a decode engine may have
+proved READs by it, and a built-in one takes it for granted), so nothing is lent after a grace period of at least
+`lease_ns` if nothing is granted in the last `lease_ns` of it. Which prefills are still granted is the scheduler's
+matter (`connector/scheduler/draining.py`). Every decode engine that has shown that it understands it is told at once,
+and one that is met later when it first asks.
 """
 
 from __future__ import annotations
@@ -32,12 +39,16 @@ ENDED_MAX = 1 << 16
 HOLDERS_MAX = 64
 """Decode engines that hold one lease; samples of one prompt are spread over few."""
 
+HEARERS_MAX = 4096
+"""Decode ranks that are told when this engine leaves: those that were met last."""
+
 LATE_READERS_MAX = 64
 """Ranks that are remembered to have released a lease that has expired; further ones count with each repetition."""
 
 RELEASED, EXPIRED, WITHDRAWN = "released by its readers", "expired", "withdrawn"
 UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
 CROWDED = "held by too many decode engines already"
+LEFT = "this engine leaves, and its grace period is over"
 AMBIGUOUS = "named without its lease_number, and its request id was used twice"
 
 _WHY = {
@@ -95,7 +106,7 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 class HoldAsked(Event, frozen=True, kw_only=True):
     """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases.
 
-    `sent_ns` is the asker's own clock; it is echoed.
+    `sent_ns` is the asker's own clock; it is echoed. `hears_leaving`: the asker understands TellLeaving.
     """
 
     reply_to: ReplyAddress
@@ -104,6 +115,7 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     ranks: int
     sent_ns: int
     leases: tuple[LeaseName, ...]
+    hears_leaving: bool = False
 
 
 class ReleaseAsked(Event, frozen=True, kw_only=True):
@@ -136,6 +148,13 @@ class HeartbeatNotified(Event, frozen=True, kw_only=True):
     or_release: ReleaseNotified | None = None
 
 
+class Leave(Event, frozen=True, kw_only=True):
+    """This engine is to end: no lease is renewed beyond `grace_ns` from now. Said again, it is only answered."""
+
+    reply_to: ReplyAddress
+    grace_ns: int
+
+
 # --- effects --------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +172,20 @@ class AnswerRelease(Effect, frozen=True, kw_only=True):
 
     reply_to: ReplyAddress
     leases: tuple[LeaseName, ...]
+
+
+class AnswerLeave(Effect, frozen=True, kw_only=True):
+    """The decode engines have been told; `leases` have not ended."""
+
+    reply_to: ReplyAddress
+    leases: int
+
+
+class TellLeaving(Effect, frozen=True, kw_only=True):
+    """Tell a decode rank that this engine leaves: what it lends is kept for `grace_ns` at most."""
+
+    reply_to: ReplyAddress
+    grace_ns: int
 
 
 class FreeBlocks(Effect, frozen=True, kw_only=True):
@@ -205,11 +238,20 @@ class Lending:
         self._reused: set[str] = set()
         # One entry for each lease in state `held`, at or before its deadline.
         self._timers: Deadlines[LeaseName] = Deadlines()
+        # Who is told when this engine leaves, the rank that was met last at the end; at most HEARERS_MAX.
+        self._hearers: dict[ReplyAddress, None] = {}
+        # When the grace period is over, since Leave.
+        self._leaves_ns: int | None = None
         self._effects: list[Effect] = []
 
     @property
     def open_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def leaves_ns(self) -> int | None:
+        """When this engine's grace period is over; None: it does not leave."""
+        return self._leaves_ns
 
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()
@@ -236,7 +278,7 @@ class Lending:
             case Granted(lease=lease, blocks=blocks, fixed_ns=fixed_ns):
                 self._begin(lease)
                 deadline_ns = now_ns + (fixed_ns or self._limits.lease_ns)
-                latest_ns = now_ns + (fixed_ns or self._limits.total_ns)
+                latest_ns = self._bounded(now_ns + (fixed_ns or self._limits.total_ns))
                 granted = machine.Granted(
                     deadline_ns=deadline_ns,
                     latest_ns=latest_ns,
@@ -248,6 +290,9 @@ class Lending:
             case Withdrawn(lease=lease):
                 if lease in self._leases:
                     self._step(lease, machine.Withdrawn())
+            case Leave(reply_to=reply_to, grace_ns=grace_ns):
+                self._leave(now_ns, grace_ns)
+                self._effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return self._take_effects()
@@ -257,11 +302,13 @@ class Lending:
     def _hold(self, asked: HoldAsked, now_ns: int) -> None:
         held: list[tuple[LeaseName, int]] = []
         gone: list[tuple[LeaseName, str]] = []
-        deadline_ns = now_ns + self._limits.lease_ns
+        deadline_ns = self._bounded(now_ns + self._limits.lease_ns)
         for name in asked.leases:
             known, why = self._find(name)
             if known is not None and self._is_full(known, asked.engine_id):
                 known, why = None, CROWDED
+            if known is not None and self._leases[known].state is machine.State.COMPUTING and deadline_ns <= now_ns:
+                known, why = None, LEFT
             if known is None:
                 gone.append((name, why))
                 continue
@@ -278,6 +325,29 @@ class Lending:
         self._effects.append(
             AnswerHold(reply_to=asked.reply_to, sent_ns=asked.sent_ns, held=tuple(held), gone=tuple(gone))
         )
+        if asked.hears_leaving:
+            self._note_hearer(asked.reply_to, now_ns)
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def _leave(self, now_ns: int, grace_ns: int) -> None:
+        if self._leaves_ns is not None:
+            return
+        self._leaves_ns = now_ns + grace_ns
+        self._effects += [TellLeaving(reply_to=hearer, grace_ns=grace_ns) for hearer in self._hearers]
+
+    def _note_hearer(self, reply_to: ReplyAddress, now_ns: int) -> None:
+        is_new = reply_to not in self._hearers
+        self._hearers.pop(reply_to, None)
+        self._hearers[reply_to] = None
+        if len(self._hearers) > HEARERS_MAX:
+            del self._hearers[next(iter(self._hearers))]
+        if is_new and self._leaves_ns is not None:
+            self._effects.append(TellLeaving(reply_to=reply_to, grace_ns=max(0, self._leaves_ns - now_ns)))
+
+    def _bounded(self, deadline_ns: int) -> int:
+        """What may be promised of that."""
+        return deadline_ns if self._leaves_ns is None else min(deadline_ns, self._leaves_ns)
 
     def _release(self, asked: ReleaseAsked) -> None:
         for name in asked.leases:
@@ -319,7 +389,7 @@ class Lending:
         if release is not None and release.request_id in self._newest:
             self._count_notification(release)
             return
-        deadline_ns = now_ns + self._limits.heartbeat_ns
+        deadline_ns = self._bounded(now_ns + self._limits.heartbeat_ns)
         for request_id in notified.request_ids:
             name = self._newest.get(request_id)
             if name is not None and name in self._leases:
@@ -329,6 +399,10 @@ class Lending:
         """Whether no further engine can hold this lease: every step looks at all that do."""
         holders = self._leases[name].holders
         return len(holders) >= HOLDERS_MAX and all(holder.engine_id != engine_id for holder in holders)
+
+    def lent_as(self, name: LeaseName) -> LeaseName | None:
+        """The lease, lent now or soon, that a peer means by this name, which may lack the number."""
+        return self._find(name)[0]
 
     def _find(self, name: LeaseName) -> tuple[LeaseName | None, str]:
         """The lease that a peer means, or None and why there is none."""
@@ -418,6 +492,8 @@ class Lending:
         other._newest = dict(self._newest)
         other._reused = set(self._reused)
         other._timers = self._timers.copy()
+        other._hearers = dict(self._hearers)
+        other._leaves_ns = self._leaves_ns
         return other
 
     def freeze(self, now_ns: int) -> Hashable:
@@ -439,6 +515,8 @@ class Lending:
             frozenset(self._readers_of_expired.items()),
             frozenset(self._reused),
             self._timers.freeze(now_ns),
+            tuple(self._hearers),
+            None if self._leaves_ns is None else max(0, self._leaves_ns - now_ns),
         )
 
     # --- for people -------------------------------------------------------------------------------------------------

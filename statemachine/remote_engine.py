@@ -7,8 +7,8 @@ feeds what comes of them, calls `advance` after each batch of events, and decide
 `now_ns` is the executor's, and never goes back. Production, the model checker and both levels of the simulator run
 this object.
 
-What is composed. One `peer` machine; one `request` machine for each request that is to be read; one `hold` machine for
-each lease that somebody here wants and each rank of P that we deal with.
+What is composed. One `peer` machine; one `departure` machine; one `request` machine for each request that is to be
+read; one `hold` machine for each lease that somebody here wants and each rank of P that we deal with.
 
     peer       who waits for it is told when it is ready, and when it fails
     requests   those in pending_handshake or proving wait for the peer; READs stand on one connection
@@ -24,6 +24,8 @@ Rules that are nobody's machine:
 * A READ that failed may go on in part. It counts as quiescent when NIXL has shown that it is over, or when its
   connection has been torn down and the grace of the back end has passed.
 * A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read over it.
+* An engine that had said that it would end, and whose connection has ended, is not waited for (`departure.py`): what
+  wants anything of it fails with `PeerLeaving`, and what it is owed is forgotten.
 * A connection is given up in this order: no new READ, the end of those in flight, the removal of its agents; the next
   handshake begins after that. One whose READs do not end is left standing until they do.
 
@@ -40,7 +42,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from statemachine import hold, peer, request
+from statemachine import departure, hold, peer, request
 from statemachine.deadlines import Deadlines
 from statemachine.failures import (
     ActorCrashed,
@@ -51,6 +53,7 @@ from statemachine.failures import (
     Failure,
     HandshakeRefused,
     PeerBackoff,
+    PeerLeaving,
     PeerRetired,
     ReadNeverEnded,
     TransferError,
@@ -79,6 +82,7 @@ ASSUMED_OVER = (
 
 RESTARTED = "the engine is another process than the one that lent them"
 RESIZED = "the engine has come back with another number of ranks"
+LEFT = "the engine has ended, as it had said"
 
 Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
@@ -142,6 +146,12 @@ class Settled(Event, frozen=True, kw_only=True):
     address: Address
 
 
+class MeetAsked(Event, frozen=True, kw_only=True):
+    """Connect the engine, although no request needs it yet."""
+
+    address: Address
+
+
 class AbortAsked(Event, frozen=True, kw_only=True):
     """The engine gave a request up; it may have ended already."""
 
@@ -182,7 +192,8 @@ class BlocksRejected(Event, frozen=True, kw_only=True):
 
 
 class ReadEnded(Event, frozen=True, kw_only=True):
-    """One READ has ended. Without a failure all its bytes are here, if it was wanted. May be told again.
+    """One READ has ended. Without a failure all its bytes are here, if it was wanted, and where that is verified they
+    are those that P has lent. May be told again.
 
     `is_quiescent` false: it failed, and parts of it may still be in flight. `was_wanted` false: it was given up before
     its turn came, and never posted.
@@ -192,7 +203,7 @@ class ReadEnded(Event, frozen=True, kw_only=True):
     read: int
     connection: int
     ended_ns: int
-    failure: TransferError | None = None
+    failure: Failure | None = None
     is_quiescent: bool = True
     was_wanted: bool = True
 
@@ -226,6 +237,13 @@ class LinkLost(Event, frozen=True, kw_only=True):
 
     connection: int
     detail: str
+
+
+class LeavingSaid(Event, frozen=True, kw_only=True):
+    """A rank of P has said that the engine is to end, and keeps what it lends for `grace_ns` at most."""
+
+    connection: int
+    grace_ns: int
 
 
 class NotificationFailed(Event, frozen=True, kw_only=True):
@@ -268,7 +286,7 @@ class StartHandshake(Effect, frozen=True, kw_only=True):
 
 
 class ResolveBlocks(Effect, frozen=True, kw_only=True):
-    """Look up the request's blocks on this connection; feed BlocksResolved or BlocksRejected at once."""
+    """Look up the request's blocks on this connection; feed BlocksResolved or BlocksRejected, at once or later."""
 
     request_id: str
     connection: int
@@ -334,6 +352,12 @@ class LiftQuarantine(Effect, frozen=True, kw_only=True):
     request_id: str
 
 
+class NoteLeaving(Effect, frozen=True, kw_only=True):
+    """The engine is to end, and keeps what it lends for `grace_ns` at most; said once."""
+
+    grace_ns: int
+
+
 class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
     """A handshake failed that requests wait for; said once, however many they are."""
 
@@ -382,6 +406,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: of P that are dealt with; 0 without a connection.
         backoff_until_ns: None unless it backs off.
+        leaves_ns: when the grace period is over of an engine that is to end; None: it has not said so.
         reads: ordered and not ended, over all connections; `unsettled` have failed and may still write.
     """
 
@@ -389,6 +414,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     is_builtin: bool
     ranks: int
     backoff_until_ns: int | None
+    leaves_ns: int | None
     requests: int
     claims: int
     reads: int
@@ -501,6 +527,7 @@ class RemoteEngine:
         self._identity = identity
         self._observe = observe
         self._peer = peer.Peer(engine_id=engine_id)
+        self._departure = departure.Departure()
         # Requests that have not ended. Removed in the step that reports them, so each is reported exactly once.
         self._requests: dict[str, request.Request] = {}
         # Of these, the ids in pending_handshake, and those in proving; in order of arrival.
@@ -508,7 +535,7 @@ class RemoteEngine:
         self._proving: dict[str, None] = {}
         # By lease; dropped when it has no users and nothing is owed.
         self._claims: dict[LeaseName, _Claim] = {}
-        # Those of them that have users.
+        # Those of them that have users, and were not given up because the engine has left.
         self._wanted: set[LeaseName] = set()
         # Leases that were released here, oldest first, at most CONSUMED_MAX. None of them gets a user again.
         self._consumed: dict[LeaseName, None] = {}
@@ -569,6 +596,10 @@ class RemoteEngine:
                 self._take_release_answer(event)
             case Settled():
                 self._settle_without_reading(event, now_ns)
+            case MeetAsked(address=address):
+                self._address_from(address)
+                if self._peer.state is peer.State.IDLE:
+                    self._step_peer(peer.Wanted(), now_ns)
             case AbortAsked(request_id=request_id):
                 self._step_request(request_id, request.Aborted(), now_ns)
             case Connected():
@@ -579,6 +610,9 @@ class RemoteEngine:
                 self._end_tear_down(number, now_ns)
             case LinkLost(connection=number, detail=detail):
                 self._suspect(number, ControlLinkLost(**self._of_peer(), detail=detail), now_ns)
+            case LeavingSaid(connection=number, grace_ns=grace_ns):
+                if self._current is not None and number == self._current.number:
+                    self._step_departure(departure.Said(until_ns=now_ns + grace_ns), now_ns)
             case NotificationFailed(connection=number, failure=failure):
                 if failure.transport_lost:
                     self._suspect(number, failure, now_ns)
@@ -670,7 +704,9 @@ class RemoteEngine:
         self._address_from(event.address)
         claim = self._claim(event.lease, request_id, now_ns - event.age_ns, now_ns)
         if claim.gone is not None:
-            self._step_request(request_id, request.LeaseGone(why=claim.gone), now_ns)
+            has_left = claim.gone == LEFT
+            ended = request.PeerFailed(failure=self._left()) if has_left else request.LeaseGone(why=claim.gone)
+            self._step_request(request_id, ended, now_ns)
             return
         self._timers.set(("deadline", request_id), now_ns + self._limits.request_ns)
         self._await_peer(request_id, now_ns)
@@ -713,8 +749,14 @@ class RemoteEngine:
         try:
             after, effects = request.MACHINE.step(before, event)
         except ProtocolError as error:
-            # A mistake in this file costs the one request that it concerns.
-            self._end_request(before, ActorCrashed(actor="request machine", error=str(error)), now_ns)
+            if isinstance(event, request.ShellFailed):
+                raise  # every living state takes it
+            # A mistake in this file costs the one request that it concerns, which ends as after a crash: seen by all.
+            crash = ActorCrashed(actor="request machine", error=str(error))
+            self._step_request(request_id, request.ShellFailed(failure=crash), now_ns)
+            match event:
+                case request.ReadCompleted(read=read) | request.ReadFailed(read=read, is_quiescent=True):
+                    self._step_request(request_id, request.ReadQuiesced(read=read), now_ns)
             return
         self._requests[request_id] = after
         self._see("request", request_id, before, event, after)
@@ -788,7 +830,8 @@ class RemoteEngine:
     def _take_read_end(self, connection: _Connection, event: ReadEnded, now_ns: int) -> None:
         failure = event.failure
         # The peer first: a request that may try again must find it draining, not ready on a broken connection.
-        if failure is not None and (failure.transport_lost or not event.is_quiescent):
+        transport_lost = isinstance(failure, TransferError) and failure.transport_lost
+        if failure is not None and (transport_lost or not event.is_quiescent):
             self._suspect(event.connection, failure, now_ns)
         if not event.is_quiescent:
             connection.unsettled[event.request_id, event.read] = None
@@ -868,6 +911,7 @@ class RemoteEngine:
         if self._peer.state is not peer.State.HANDSHAKING:
             return  # its executor crashed meanwhile, and the attempt was answered for; `_settle` tears it down
         self._current = connection
+        self._step_departure(departure.Connected(), now_ns)
         was_another, self._life = self._life not in (None, event.life), event.life
         for claim in list(self._claims.values()) if was_another and event.is_builtin else ():
             # It says nothing about its leases, and what we have heard of so far may all be of the process before.
@@ -878,16 +922,54 @@ class RemoteEngine:
 
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
+            if self._departure.state is departure.State.LEFT:
+                self._step_departure(departure.AttemptFailed(), now_ns)
             if is_awaited:
                 self._effects.append(NoteHandshakeFailure(failure=failure))
-            else:
+            if self._departure.state is departure.State.LEFT:
+                # Where the port refuses, asking again costs nothing: no pause, in which a new process is not found.
+                is_awaited = is_awaited and not isinstance(failure, ConnectionRefused)
+                failure = self._left(failure)
+            elif not is_awaited:
                 self._timers.set(("again", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
             self._step_peer(peer.HandshakeFailed(failure=failure, is_awaited=is_awaited), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""
         if self._current is not None and number == self._current.number:
+            has_ended = isinstance(failure, ControlLinkLost) or (
+                isinstance(failure, TransferError) and failure.transport_lost
+            )
+            if has_ended and self._departure.state is departure.State.LEAVING:
+                failure = self._left(failure)
             self._step_peer(peer.ConnectionSuspect(failure=failure), now_ns)
+            if has_ended:
+                self._step_departure(departure.ConnectionEnded(), now_ns)
+
+    def _step_departure(self, event: Event, now_ns: int) -> None:
+        self._departure, effects = departure.MACHINE.step(self._departure, event)
+        for effect in effects:
+            match effect:
+                case departure.NoteLeaving():
+                    self._effects.append(NoteLeaving(grace_ns=self._departure.until_ns - now_ns))
+                case departure.LoseEverything():
+                    self._lose_everything(now_ns)
+
+    def _lose_everything(self, now_ns: int) -> None:
+        """The engine has left. What waits in the scheduler's queue is told when it starts."""
+        for claim in list(self._claims.values()):
+            if not claim.holds:
+                self._begin_holds(claim, max(1, self._ranks))
+            for rank, each in enumerate(claim.holds):
+                if not hold.MACHINE.is_terminal(each):
+                    self._step_hold(claim, rank, hold.GoneAtPeer(why=LEFT))
+            self._drop_if_over(claim)
+        self._fail_requests(self._left(), now_ns)
+        self._wanted.clear()
+
+    def _left(self, failure: Failure | None = None) -> PeerLeaving:
+        """Why nothing can be had of an engine that has left; `failure`: what has shown it."""
+        return PeerLeaving(**self._of_peer(), detail=failure.kind if failure is not None else "")
 
     def _speak_to(self, ranks: int) -> None:
         """From now on say what is to be said of leases to so many ranks; nothing is due yet."""
@@ -920,7 +1002,7 @@ class RemoteEngine:
         limits = self._limits
         if effect.is_incompatible:
             delay_ns = limits.incompatible_ns
-        elif isinstance(self._peer.failure, ConnectionRefused):
+        elif isinstance(self._peer.failure, ConnectionRefused) or self._departure.state is departure.State.LEFT:
             # Asking again costs a round trip, and an engine that is started again is to be served at once.
             delay_ns = limits.backoff_first_ns
         else:
@@ -1207,7 +1289,8 @@ class RemoteEngine:
     def _has_something_to_say(self) -> bool:
         """Whether leases alone are worth a handshake: somebody wants one, or is owed its release and the last attempt
         to say so was a while ago."""
-        return bool(self._claims) and (("again", None) not in self._timers or bool(self._wanted))
+        is_owed = bool(self._claims) and self._departure.state is not departure.State.LEFT
+        return bool(self._wanted) or (is_owed and ("again", None) not in self._timers)
 
     @property
     def _is_awaited(self) -> bool:
@@ -1245,6 +1328,7 @@ class RemoteEngine:
             is_builtin=self._current is not None and self._current.is_builtin,
             ranks=self._current.ranks if self._current is not None else 0,
             backoff_until_ns=self._backoff_until_ns if is_backing_off else None,
+            leaves_ns=self._departure.until_ns if self._departure.state is departure.State.LEAVING else None,
             requests=len(self._requests),
             claims=len(self._claims),
             reads=sum(len(each.open_reads) for each in connections),
@@ -1306,6 +1390,7 @@ class RemoteEngine:
         other = type(self)(self.engine_id, self.address, self._limits, identity=self._identity)
         other._observe = self._observe
         other._peer = self._peer
+        other._departure = self._departure
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
         other._claims = {lease: claim.copy() for lease, claim in self._claims.items()}
@@ -1335,6 +1420,7 @@ class RemoteEngine:
             self._timers.freeze(now_ns),
             self._ranks,
             self._dues.freeze(now_ns),
+            self._departure.state,
         )
 
     def _freeze_request(self, value: request.Request, now_ns: int) -> request.Request:
@@ -1366,5 +1452,5 @@ class RemoteEngine:
         return self._timers.get(("deadline", request_id))
 
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE)
+MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)
 """What is composed here."""

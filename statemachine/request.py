@@ -19,6 +19,9 @@ failed(Quarantined): the client gets its answer, the blocks do not return to the
 Reads are numbered 0..n-1 within one attempt. All n count as in flight from the moment they are ordered. One that is
 never posted, because the request had failed by then, is quiescent without having run.
 
+Where checksums are compared, a READ whose bytes are not those that P has lent has failed (`Corrupt`), and is not tried
+again: what corrupts data may do so once more, unseen. So `done` needs both, equal checksums and the proof.
+
 The proof. `proven_until_ns` is the instant, on this process's clock, up to which P is known to keep the blocks
 (`hold.py`). It need not be known when a READ starts: a READ never waits for it. It must reach the end of the last READ
 before the request is `done`; where it does not, P is asked once more, and any answer `Held` proves it, because a lease
@@ -34,11 +37,11 @@ import msgspec
 
 from statemachine.failures import (
     AbortedByClient,
-    BadParams,
     DeadlineExceeded,
     Failure,
     LeaseNotProven,
     LeaseOver,
+    ParamsFailure,
     Quarantined,
     TransferError,
 )
@@ -100,13 +103,14 @@ class PeerFailed(Event, frozen=True, kw_only=True):
 
 
 class ParamsRejected(Event, frozen=True, kw_only=True):
-    """kv_transfer_params names blocks that the peer does not have."""
+    """kv_transfer_params names blocks that the peer does not have, or makes no sense, or nobody has given it out."""
 
-    failure: BadParams
+    failure: ParamsFailure
 
 
 class ReadCompleted(Event, frozen=True, kw_only=True):
-    """All bytes of one READ are here. P is known to have kept the blocks until `proven_until_ns`."""
+    """All bytes of one READ are here, and where that is verified they are those that were lent. P is known to have kept
+    the blocks until `proven_until_ns`."""
 
     read: int
     completed_ns: int

@@ -25,6 +25,9 @@ Rules:
 * A member is retired once. READs that hang may keep it for long, but it has made room already, and what is asked of
   it meanwhile is handed to it all the same: it ends in it, or in its successor.
 * An abort goes to the member that the request was handed to.
+* While too many blocks are in quarantine (`quarantine.py`), a request that is to be read is refused, whichever engine
+  has its KV; that engine is told, as of one that needs nothing. Who only waits in the queue is handed to its member
+  all the same: there may be room when its turn comes.
 
 Each event costs the same however many members there are, but for a newcomer to a full roster, which has all of them
 looked at. A connection concerns those who share its place or its engine.
@@ -37,9 +40,10 @@ from typing import Any, NamedTuple, Protocol
 
 from statemachine import request
 from statemachine.deadlines import Deadlines
-from statemachine.failures import BadParams, Failure, TooManyPeers
+from statemachine.failures import Failure, ParamsFailure, QuarantineFull, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
+from statemachine.quarantine import Quarantine
 
 
 class PeerKey(NamedTuple):
@@ -94,7 +98,7 @@ class Rejected(Event, frozen=True, kw_only=True):
     """A report is awaited, but the request's parameters do not say of which engine anything is wanted."""
 
     request_id: str
-    failure: BadParams
+    failure: ParamsFailure
     message: Any
     age_ns: int = 0
 
@@ -133,6 +137,21 @@ class RequestEnded(Event, frozen=True, kw_only=True):
     request_id: str
 
 
+class QuarantineBegan(Event, frozen=True, kw_only=True):
+    """A request has ended in a member, and so many blocks of it may still be written into."""
+
+    key: PeerKey
+    request_id: str
+    blocks: int
+
+
+class QuarantineEnded(Event, frozen=True, kw_only=True):
+    """They are written into no more."""
+
+    key: PeerKey
+    request_id: str
+
+
 class Ended(Event, frozen=True, kw_only=True):
     """Nothing is left of a member."""
 
@@ -154,6 +173,21 @@ class HandOver(Effect, frozen=True, kw_only=True):
 
     key: PeerKey
     message: Any
+
+
+class LetGo(Effect, frozen=True, kw_only=True):
+    """Tell a member that nothing will be read of what this message wants: it was refused."""
+
+    key: PeerKey
+    message: Any
+
+
+class NoteQuarantine(Effect, frozen=True, kw_only=True):
+    """The limit of the quarantine was reached, or room has come back. `blocks` are kept aside now."""
+
+    is_full: bool
+    blocks: int
+    limit_blocks: int
 
 
 class Retire(Effect, frozen=True, kw_only=True):
@@ -207,10 +241,13 @@ class Roster:
         members_max: how many members stay, at most. Those that were retired do not count.
         idle_ns: for how long a member is kept that is not connected and not asked for. It goes by twice that at the
             latest.
+        quarantine_blocks_max: see `quarantine.py`.
         member: how a member is asked; called only with keys of members.
     """
 
-    def __init__(self, *, members_max: int, idle_ns: int, member: Callable[[PeerKey], Member]) -> None:
+    def __init__(
+        self, *, members_max: int, idle_ns: int, quarantine_blocks_max: int, member: Callable[[PeerKey], Member]
+    ) -> None:
         self._members_max = members_max
         self._idle_ns = idle_ns
         self._member = member
@@ -225,6 +262,8 @@ class Roster:
         self._of_request: dict[str, PeerKey] = {}
         # When to see whether a member is idle: one entry for each that stays.
         self._timers: Deadlines[PeerKey] = Deadlines()
+        # Of all members, by member and request.
+        self._quarantine = Quarantine(quarantine_blocks_max)
         # Why nobody is admitted any more.
         self._stopped: Failure | None = None
 
@@ -235,6 +274,11 @@ class Roster:
     @property
     def open_requests(self) -> int:
         return len(self._of_request)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Of all members."""
+        return self._quarantine.blocks
 
     def next_deadline(self) -> int | None:
         """Never earlier than `idle_ns` after the event that brought it: who is admitted moves no deadline forward."""
@@ -274,6 +318,10 @@ class Roster:
                 return self._retire(self._replaced_by(key))
             case Disconnected(key=key):
                 return self._retire(self._idle_sharers_of(key))
+            case QuarantineBegan(key=key, request_id=request_id, blocks=blocks):
+                return self._keep_aside((key, request_id), blocks)
+            case QuarantineEnded(key=key, request_id=request_id):
+                return self._keep_aside((key, request_id), 0)
             case Ended(key=key):
                 self._forget(key)
             case Stopped(failure=failure):
@@ -293,6 +341,8 @@ class Roster:
         key, message = asked.key, asked.message
         entry = self._entries.get(key)
         effects: list[Effect] = []
+        if self._quarantine.is_full and asked.is_awaited and self._stopped is None:
+            return self._turn_away_for_now(asked, entry)
         if entry is None:
             if self._stopped is not None:
                 return self._turn_away(asked, self._stopped)
@@ -315,6 +365,25 @@ class Roster:
             return []
         failed = request.PeerFailed(failure=failure)
         return [_refuse(asked, asked.request_id, asked.lease, asked.key.engine_id, failed)]
+
+    def _turn_away_for_now(self, asked: Asked, entry: _Entry | None) -> list[Effect]:
+        """Nothing may be read at present. A member that has heard of the request holds the lease for it."""
+        full = QuarantineFull(blocks=self._quarantine.blocks, limit=self._quarantine.limit_blocks)
+        refused = self._turn_away(asked, full)
+        return refused if entry is None else [*refused, LetGo(key=asked.key, message=asked.message)]
+
+    def _keep_aside(self, owner: tuple[PeerKey, str], blocks: int) -> list[Effect]:
+        """So many blocks of a request are in quarantine now."""
+        quarantine = self._quarantine
+        was_full = quarantine.is_full
+        if blocks:
+            quarantine.keep(owner, blocks)
+        else:
+            quarantine.lift(owner)
+        if quarantine.is_full is was_full:
+            return []
+        limit = quarantine.limit_blocks
+        return [NoteQuarantine(is_full=quarantine.is_full, blocks=quarantine.blocks, limit_blocks=limit)]
 
     def _make_room(self) -> list[Effect]:
         """Retire one member; no effect if all are in use."""

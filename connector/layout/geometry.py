@@ -131,6 +131,12 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.regions[0].memory_kind
 
     @property
+    def num_blocks(self) -> int:
+        """How many block ids there are; all groups share them."""
+        groups = self.cache_groups
+        return max(region.num_blocks // groups[region.group].kernel_blocks_per_block for region in self.regions)
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         return self.groups or (
             CacheGroup(

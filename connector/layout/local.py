@@ -9,6 +9,7 @@ import msgspec
 from connector.layout.geometry import RankLayout
 from connector.layout.landing import Permute
 from connector.layout.shapes import LayerShape
+from connector.wire.identity import KvIdentity
 
 
 class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,5 +19,7 @@ class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Mapping[str, LayerShape]
     """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
+    identity: KvIdentity | None = None
+    """None: peers are told the hash alone."""
     permute: Permute = Permute.NEVER
     """From which peers READs may land in the peer's order, for the engine thread to permute."""

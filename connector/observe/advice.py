@@ -15,6 +15,10 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
     "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "NotAllowed": (
+        "compare allowed_peers and curve_directory of both engines; does each have the other's public key? (README, "
+        "Security)"
+    ),
     "WrongEngine": (
         "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
         "prefill again"
@@ -23,18 +27,31 @@ WHAT_TO_DO: dict[str, str] = {
     "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
     "PeerBackoff": "correct what made P fail; it is tried again by itself",
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
+    "PeerLeaving": (
+        "prefill again; end P only when it says that it has drained (nixl-actor drain), and raise drain_grace_seconds "
+        "on it if that comes too late"
+    ),
     "TooManyPeers": "raise the option peer_limit on D",
     "Incompatible": "start both engines with the same model and settings; the line has both values",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
+    "ParamsForged": (
+        "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "
+        "(params_keys_file); else somebody forges them"
+    ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
+    "Corrupt": "take P's and D's machines out of service one by one: a network card, driver or memory corrupts data",
     "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
     "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
     "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
+    "QuarantineFull": (
+        "see `nixl-actor ps` for the engines whose READs do not end, and restart these; or restart this engine"
+    ),
     "AbortedByClient": "nothing: the client went away",
     "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
     "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
+    "ConnectionCutOff": "see who that is; a firewall keeps out who has no business at the side channel",
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
     "ConnectorStopped": "restart this engine, and report what its log says",
     "ActorCrashed": "report it with the log and the trace: it is a bug",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from statemachine import hold, lease, lending, peer, remote_engine, request
-from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.failures import ConnectionCutOff, ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Machine
 
 PREFIX = "vllm:nixl_actor_"
@@ -40,8 +40,10 @@ WHY_GONE = {
     lending.UNKNOWN: "unknown",
     lending.CROWDED: "crowded",
     lending.AMBIGUOUS: "ambiguous",
+    lending.LEFT: "left",
     remote_engine.RESTARTED: "restarted",
     remote_engine.RESIZED: "resized",
+    remote_engine.LEFT: "engine_left",
     remote_engine.ASSUMED_OVER: "assumed_over",
 }
 """What P may say of a lease that it does not keep, as a label. P is another process: whatever else it says is OTHER."""
@@ -93,7 +95,7 @@ def kinds(failure: type[Failure] = Failure) -> Iterator[str]:
         yield from kinds(derived)
 
 
-_SAID_ONLY = {each.__name__ for each in (MessageMalformed, NotificationsDropped, ConsumerUnknown)}
+_SAID_ONLY = {each.__name__ for each in (MessageMalformed, NotificationsDropped, ConnectionCutOff, ConsumerUnknown)}
 """Failures that are logged, and end nothing."""
 
 ENDING_KINDS = tuple(sorted(kind for kind in kinds() if kind not in _SAID_ONLY))
@@ -276,6 +278,20 @@ UP = Metric(
     "broken. Restart the engine then.",
     side="both",
 )
+DRAINING = Metric(
+    name=f"{PREFIX}draining",
+    kind="gauge",
+    documentation="1 from when the engine was asked to end (nixl-actor drain, SIGTERM); 0 before.",
+    side="P",
+)
+DRAINED = Metric(
+    name=f"{PREFIX}drained",
+    kind="gauge",
+    documentation="1 when an engine that is to end lends nothing any more, or its grace period is over: it may be "
+    "taken away. An engine that makes no step meanwhile shows it with the next one; its log and nixl-actor ps do at "
+    "once.",
+    side="P",
+)
 BUILD_INFO = Metric(
     name=f"{PREFIX}build_info",
     kind="gauge",
@@ -346,6 +362,7 @@ WAKE_UP_SECONDS = Metric(
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
 ABSENT, UNUSABLE = "absent", "unusable"
+DRAINING_REASON, STOPPED_REASON = "draining", "stopped"
 
 COMPLETED = Metric(
     name=f"{PREFIX}completed_receives",
@@ -427,6 +444,15 @@ GRANTED_BLOCKS = Metric(
 GRANTED_TOKENS = Metric(
     name=f"{PREFIX}granted_tokens", kind="counter", documentation="Tokens whose KV was lent.", side="P"
 )
+PREFILLS_NOT_LENT = Metric(
+    name=f"{PREFIX}prefills_not_lent",
+    kind="counter",
+    documentation="Prefills that were answered without kv_transfer_params, so that D computes the prompt: the engine "
+    "drains (draining), or a worker has stopped (stopped).",
+    side="P",
+    labels=("reason",),
+    series=((DRAINING_REASON,), (STOPPED_REASON,)),
+)
 STRAY_RELEASES = Metric(
     name=f"{PREFIX}stray_releases",
     kind="counter",
@@ -452,6 +478,8 @@ TRANSITIONS = Metric(
 
 OURS = (
     UP,
+    DRAINING,
+    DRAINED,
     BUILD_INFO,
     REQUESTS,
     LEASES,
@@ -476,6 +504,7 @@ OURS = (
     GRANTED_LEASES,
     GRANTED_BLOCKS,
     GRANTED_TOKENS,
+    PREFILLS_NOT_LENT,
     HOLDS,
     RENEWALS,
     STRAY_RELEASES,

@@ -19,6 +19,8 @@ import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.live import EngineReport, Survey
+from connector.wire.handshake import incompatibilities
+from connector.wire.identity import Difference, differing_factors
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
 
 Level = Literal["problem", "warning", "note"]
@@ -172,29 +174,47 @@ def _fit(found: Survey) -> Iterator[Finding]:
         yield from _fit_of(prefill, decode)
 
 
+def _unlike(prefill: EngineReport, decode: EngineReport) -> tuple[list[str], bool]:
+    """What differs of that which decides whether KV means the same, and whether no option would skip it."""
+    pair = (_name(prefill), _name(decode))
+    theirs = [rank.advertisement for rank in prefill.ranks if rank.advertisement is not None]
+    ours = decode.ranks[0].advertisement
+    assert ours is not None
+    here = ours.actor.identity if ours.actor is not None else None
+    there = [said.actor.identity for said in theirs if said.actor is not None and said.actor.identity is not None]
+    if here is not None and there:
+        found = [each for one in there for each in incompatibilities(here, one, enforce_factors=True)]
+        refused = any(incompatibilities(here, one, enforce_factors=False) for one in there)
+        return _named(found, pair), refused
+    if theirs[0].compatibility_hash == ours.compatibility_hash:
+        return [], False
+    facts = (_first_facts(decode), _first_facts(prefill))
+    known = differing_factors(facts[0].factors, facts[1].factors) if facts[0] and facts[1] else []
+    values = f"compatibility hash {theirs[0].compatibility_hash} on {pair[0]}, {ours.compatibility_hash} on {pair[1]}"
+    return _named(known, pair) or [values], False
+
+
+def _named(found: Sequence[Difference], pair: tuple[str, str]) -> list[str]:
+    """Each once, though several ranks say the same."""
+    return list(
+        dict.fromkeys(f"{each.field} is {each.remote} on {pair[0]} and {each.local} on {pair[1]}" for each in found)
+    )
+
+
 def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
     pair = (_name(prefill), _name(decode))
     theirs, ours = (each.ranks[0].advertisement for each in (prefill, decode))
     assert theirs is not None
     assert ours is not None
-    if theirs.compatibility_hash != ours.compatibility_hash:
-        there, here = _first_facts(prefill), _first_facts(decode)
-        differing = []
-        if there is not None and here is not None:
-            names = sorted({*there.factors, *here.factors})
-            differing = [
-                f"{name} is {there.factors.get(name, UNSET)} on {pair[0]} and {here.factors.get(name, UNSET)} on "
-                f"{pair[1]}"
-                for name in names
-                if there.factors.get(name) != here.factors.get(name)
-            ]
-        values = f"compatibility hash {theirs.compatibility_hash} on {pair[0]}, {ours.compatibility_hash} on {pair[1]}"
-        enforced = here is None or here.options.get("enforce_handshake_compat", "true") == "true"
+    here = _first_facts(decode)
+    enforced = here is None or here.options.get("enforce_handshake_compat", "true") == "true"
+    differing, refused = _unlike(prefill, decode)
+    if differing:
         yield Finding(
-            level="problem" if enforced else "warning",
+            level="problem" if enforced or refused else "warning",
             check="fit",
             engines=pair,
-            what="; ".join(differing) or values,
+            what="; ".join(differing),
             advice=WHAT_TO_DO["Incompatible"],
         )
         return

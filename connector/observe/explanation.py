@@ -23,6 +23,7 @@ import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.history import History, Story, histories, stories
+from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
     AnyRow,
     EngineFacts,
@@ -498,13 +499,12 @@ def _after_failure(facts: EngineFacts | None) -> str:
 
 
 def _differing_factors(kind: str | None, ended: History, live: Live) -> list[str]:
-    """Which part of the compatibility hash differs, where both engines answer."""
+    """What differs of that which decides whether KV means the same, where both engines answer."""
     here, there = live.facts(ended.engine_id), live.facts(ended.peer)
     if kind != "Incompatible" or here is None or there is None:
         return []
-    names = sorted({*here.factors, *there.factors})
-    differing = [name for name in names if here.factors.get(name) != there.factors.get(name)]
-    return [f"{name}: {there.factors.get(name)} on P, {here.factors.get(name)} on D" for name in differing]
+    differing = differing_factors(here.factors, there.factors)
+    return [f"{each.field}: {each.remote} on P, {each.local} on D" for each in differing]
 
 
 def _explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:

@@ -19,7 +19,6 @@ Which values live now is not read from here but from the cores (`connector/runti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
@@ -57,6 +56,8 @@ class Step(NamedTuple):
     peer: str | None
     """Engine id of the other side, where the core has one."""
     amounts: AmountsNow
+    entered_ns: int
+    """When the instance came into the state that this step leaves."""
 
 
 class FlightRecorder:
@@ -88,20 +89,13 @@ class FlightRecorder:
 
 
 def render(
-    step: Step,
-    *,
-    number: int,
-    wall: float,
-    engine_id: str,
-    rank: int,
-    role: str,
-    entered_ns: int | None,
+    fields: tuple[Any, ...], *, number: int, wall: float, engine_id: str, rank: int, role: str
 ) -> TransitionRecord:
-    """`entered_ns`: when the instance came into the state that this step leaves; None: not known."""
-    before, after = step.before, step.after
+    """`fields`: of a `Step`; `wall`: the time of day of the step."""
+    at_ns, before, event, after, peer_id, amounts, entered_ns = fields
     failure: Failure | None = getattr(after, "failure", None)
     name, remote_request_id, lease_number = names(after)
-    blocks, length_bytes, descriptors = step.amounts
+    blocks, length_bytes, descriptors = amounts
     kept_until_ns: int | None = None
     if isinstance(after, lease.Lease):
         blocks = after.blocks or None  # not known before the grant
@@ -112,26 +106,24 @@ def render(
     return TransitionRecord(
         seq=number,
         wall=wall,
-        mono_ns=step.at_ns,
+        mono_ns=at_ns,
         engine_id=engine_id,
         rank=rank,
         role=role,
         machine=_MACHINES[type(after)],
         subject=name,
         from_state=before.state.value if before is not None else None,
-        event=type(step.event).__name__ if step.event is not None else "Created",
+        event=type(event).__name__ if event is not None else "Created",
         to_state=after.state.value,
         reason=failure.kind if failure is not None else getattr(after, "why", None),
         detail=str(failure) if failure is not None else None,
-        peer=step.peer,
+        peer=peer_id,
         remote_request_id=remote_request_id,
         lease_number=lease_number,
         blocks=blocks,
         bytes=length_bytes,
         descriptors=descriptors,
-        seconds_in_from=(
-            (step.at_ns - entered_ns) / NS_PER_SECOND if before is not None and entered_ns is not None else None
-        ),
+        seconds_in_from=(at_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
         age_seconds=None if age_ns is None else age_ns / NS_PER_SECOND,
         kept_until_ns=kept_until_ns,
     )
@@ -156,14 +148,3 @@ def is_about(value: Any, text: str) -> bool:
     if isinstance(value, hold.Hold):
         return text in value.lease.request_id
     return isinstance(value, lease.Lease) and text in value.name.request_id
-
-
-def key_of(value: Any, peer_id: str | None) -> Hashable:
-    """Names the instance among those of the process."""
-    if isinstance(value, request.Request):
-        return "request", peer_id, value.request_id
-    if isinstance(value, hold.Hold):
-        return "hold", peer_id, value.lease, value.rank
-    if isinstance(value, lease.Lease):
-        return "lease", value.name
-    return "peer", peer_id, value.engine_id

@@ -23,11 +23,14 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from connector.ports.curve_keys import CurveKeys
+from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import (
     ConnectionRefused,
     Link,
     LinkLost,
     NameNotResolved,
+    NotAllowed,
     NotASideChannel,
     SideChannel,
     SideChannelError,
@@ -45,6 +48,7 @@ from connector.wire.inspection import (
     EngineRow,
     HoldRow,
     Inspect,
+    Inspected,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
@@ -63,6 +67,8 @@ HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_PORT = 5600
 ENGINE_SECONDS = 2.0
 """For one engine: name look-up, handshake with each rank, all questions."""
+ASK_AGAIN_SECONDS = 0.5
+"""A worker that is asked for much at once drops questions."""
 FOLLOWED_SECONDS = 0.6
 """The same for an engine that nobody named: who explains a request must not wait long for a P that hangs, because that
 is what it explains."""
@@ -110,6 +116,12 @@ class RankReport:
     @property
     def engine(self) -> EngineRow | None:
         return next(iter(self.of(EngineRow)), None)
+
+    @property
+    def draining(self) -> str:
+        """Whether its engine is to end: "draining", "drained", or nothing."""
+        actor = self.advertisement.actor if self.advertisement is not None else None
+        return actor.draining if actor is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +261,14 @@ def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.e
     return [parse_address(f"{environment.get(HOST_VARIABLE) or '127.0.0.1'}:{port}")]
 
 
+def tool_access(directory: str | None) -> Access:
+    """What a tool with keys in this directory may do; None: a tool without keys. Raises KeyDirectoryError.
+
+    It asks engines without keys too: it tells them nothing but the id of a request.
+    """
+    return ANYBODY if directory is None else Access(keys=CurveKeys(directory), allows_insecure=True)
+
+
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
@@ -259,11 +279,15 @@ def survey(
     follow: bool = True,
     seconds: float = ENGINE_SECONDS,
     followed_seconds: float = FOLLOWED_SECONDS,
+    access: Access = ANYBODY,
 ) -> Survey:
-    """Ask all of them, and with `follow` the prefill engines that they name. Blocks no longer than the two together."""
+    """Ask all of them, and with `follow` the prefill engines that they name. Blocks no longer than the two together.
+
+    `access`: with which keys; see `tool_access`.
+    """
 
     async def run() -> Survey:
-        async with opened_surveyor(seconds, followed_seconds) as surveyor:
+        async with opened_surveyor(seconds, followed_seconds, access) as surveyor:
             return await surveyor.survey(addresses, questions, follow=follow)
 
     return trio.run(run)
@@ -275,6 +299,7 @@ def look_up(
     *,
     seconds: float = ENGINE_SECONDS,
     followed_seconds: float = FOLLOWED_SECONDS,
+    access: Access = ANYBODY,
 ) -> Survey:
     """Everything that engines know of requests with `text` in an id, on both sides.
 
@@ -283,7 +308,7 @@ def look_up(
     """
 
     async def run() -> Survey:
-        async with opened_surveyor(seconds, followed_seconds) as surveyor:
+        async with opened_surveyor(seconds, followed_seconds, access) as surveyor:
             found = await surveyor.survey(addresses, _questions_about(text))
             further = [name for name in found.names() if text not in name][:LOOKED_UP_MAX]
             if not further:
@@ -311,10 +336,10 @@ def _questions_about(text: str) -> list[Question]:
 
 @contextlib.asynccontextmanager
 async def opened_surveyor(
-    seconds: float = ENGINE_SECONDS, followed_seconds: float = FOLLOWED_SECONDS
+    seconds: float = ENGINE_SECONDS, followed_seconds: float = FOLLOWED_SECONDS, access: Access = ANYBODY
 ) -> AsyncIterator[Surveyor]:
     """Sockets for any number of surveys."""
-    side_channel = ZmqSideChannel()
+    side_channel = ZmqSideChannel(access)
     try:
         yield Surveyor(side_channel, seconds, followed_seconds)
     finally:
@@ -388,6 +413,8 @@ class Surveyor:
             return silent("AddressNotResolved", f"the host name {address.host} does not resolve here ({error.error})")
         except ConnectionRefused:
             return silent("ConnectionRefused", "nothing listens there: the engine has ended, or the address is wrong")
+        except NotAllowed as error:
+            return silent("NotAllowed", f"this tool may not ask it: {error.error} (--keys)")
         except NotASideChannel as error:
             return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.error}")
         except SideChannelError as error:
@@ -450,7 +477,7 @@ class Surveyor:
         where = f"its control socket at {actor.control_host}:{actor.control_port}"
         try:
             with trio.fail_at(deadline):
-                link = await self._side_channel.open_link(actor.control_host, actor.control_port)
+                link = await self._side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
                 number = 0
                 for question in questions:
                     first: int | None = 0
@@ -465,8 +492,7 @@ class Surveyor:
                             first=first,
                             rows=min(ROWS_MAX, question.rows_max - taken),
                         )
-                        link.send(encode_question(inspect))
-                        answer = decode_inspected(await link.receive())
+                        answer = await _answer_to(inspect, link)
                         round_trip = self._wall() - asked_at
                         ahead = answer.wall - asked_at - round_trip / 2
                         rows += answer.rows
@@ -489,3 +515,14 @@ class Surveyor:
             wall_ahead_seconds=ahead,
             round_trip_seconds=round_trip,
         )
+
+
+async def _answer_to(question: Inspect, link: Link) -> Inspected:
+    """Ask until it is answered. Raises LinkLost, BadFrame and DecodeFailed."""
+    while True:
+        link.send(encode_question(question))
+        with trio.move_on_after(ASK_AGAIN_SECONDS):
+            while True:
+                answer = decode_inspected(await link.receive())
+                if answer.number == question.number:
+                    return answer

@@ -7,6 +7,7 @@ Failures are data; this is the only place that makes them into text for a termin
     a request           it ended otherwise than loaded: kind, request, engine, age, what to do     warning
                         it has waited for WAIT_SAID_AFTER_SECONDS: for what, and how much longer   info
     a lease on P        nobody released it in time: who held it, for how long, what to do          warning
+    the quarantine      its limit is reached, and nothing is read any more; blocks have come back  warning
     what others send    it makes no sense, or names what is not lent                               warning
     a bug               with its traceback; what a peer does wrong never has one                   error
 
@@ -28,12 +29,13 @@ Three rules hold for every line:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from connector.clock import NS_PER_SECOND
 from connector.wire.bounded import shorten
@@ -74,13 +76,30 @@ Now = Callable[[], float]
 """A monotonic clock, in seconds."""
 
 
-def get_logger() -> logging.Logger:
-    """The connector's logger.
+class SafeLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines cost nobody more than the line.
+
+    Python's own handlers keep what goes wrong with a stream to themselves, as long as they can say so on stderr; with
+    that closed, or with a handler of somebody else's, an error of writing would come out of the call. Lines are
+    written in the middle of everything, also on the engine thread, so it ends here.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        # The frame that a line is said to come from is the caller's, not this one.
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
+
+
+def get_logger() -> SafeLogger:
+    """The connector's logger; its methods never raise.
 
     It lies below `vllm` because that is the only name for which vLLM sets up a handler and a level (and which follows
     VLLM_LOGGING_LEVEL); lines of any other logger below the level warning would be lost, and the rest unformatted.
     """
-    return logging.getLogger(_LOGGER_NAME)
+    return _logger
+
+
+_logger = SafeLogger(logging.getLogger(_LOGGER_NAME), {})
 
 
 class _Window:
@@ -127,6 +146,21 @@ class _Window:
         self._lines = 0
         self._lines_of.clear()
         self._left_out.clear()
+
+
+class RefusalLog:
+    """Whom a listener has not let in: a line for each power of two, so that a port scanner does not fill the log."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._count = 0
+
+    def __call__(self, why: str) -> None:
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            get_logger().warning(
+                "%s: refused a connection (number %d): %s", self._where, self._count, shorten(why, 500)
+            )
 
 
 class FailureLog:
@@ -206,10 +240,28 @@ class EventLog:
         """A request has waited for a while; `what` says for what, and until when."""
         self.write("waiting", f"{subject} still waits: {what}")
 
-    def write(self, cause: str, text: str) -> None:
+    def leaves(self, engine: str, grace_seconds: float) -> None:
+        """An engine is to end."""
+        self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")
+
+    def quarantine(self, blocks: int, limit_blocks: int, *, is_full: bool) -> None:
+        """The limit of quarantined blocks was reached, or there are fewer again. `blocks`: how many there are."""
+        if is_full:
+            text = (
+                f"{blocks} KV blocks are in quarantine, because READs that have not ended may still write into them, "
+                f"and quarantine_limit allows {limit_blocks}: from now on nothing is read from any engine, so that the "
+                "pool does not drain. Requests whose KV is elsewhere fail at once (QuarantineFull; what that means is "
+                "up to kv_load_failure_policy), all others are served. Another line says when blocks have come back"
+            )
+            self.write("quarantine full", text, logging.WARNING)
+        else:
+            text = f"blocks have come back from quarantine, {blocks} are left of which {limit_blocks} are allowed"
+            self.write("quarantine over", f"{text}: KV is read again", logging.WARNING)
+
+    def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
         """One line, unless there were too many with this cause."""
         if self._window.admits(cause):
-            get_logger().info("%s [%s]", shorten(text, SENTENCE_LENGTH_MAX), self._writer)
+            get_logger().log(level, "%s [%s]", shorten(text, SENTENCE_LENGTH_MAX), self._writer)
 
 
 class _PeerObserver:
@@ -300,6 +352,24 @@ def log_crash(actor_name: str, error: BaseException) -> None:
     lines = "".join(traceback.format_exception(error)).rstrip("\n").split("\n")
     shown = "\n".join("  | " + shorten(line, TRACEBACK_LINE_LENGTH_MAX) for line in _without_middle(lines))
     get_logger().error("%s crashed; please report this:\n%s", shorten(actor_name, SUBJECT_LENGTH_MAX), shown)
+
+
+class CrashCount:
+    """For what is only looked at (figures, records, spans), which must cost nobody anything: a mistake in it ends here,
+    with a line for the first, the second, the fourth and so on, because it may come with every step.
+
+    Args:
+        write: a line with a traceback: what raised it, what it raised.
+    """
+
+    def __init__(self, write: Callable[[str, BaseException], None] = log_crash) -> None:
+        self._write = write
+        self._crashes = 0
+
+    def note(self, what: str, error: BaseException) -> None:
+        self._crashes += 1
+        if self._crashes & (self._crashes - 1) == 0:
+            self._write(f"{what} (number {self._crashes})", error)
 
 
 def root_cause(error: BaseException) -> BaseException:

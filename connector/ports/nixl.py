@@ -9,6 +9,7 @@ Contract (each line is a test of the suite)
 * `post_read` gives an order and returns at once. The READ's end arrives as exactly one `ReadEnded` event, also when
   NIXL refused it, or the port was closed before its turn came: then `was_posted` is false, and nothing of it can write.
   A READ that never ends has no such event. Before it ends there may be one `ReadPosted`: NIXL has all of it.
+  What `post_read` raises it raises before anything is ordered.
 * `ReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
 * `ReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
   failed, while the transport may still be working on the others. `quiescent` says whether that is excluded: only if

@@ -11,12 +11,17 @@ Contract
 * `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
   way to the host; and when the process that listened there ends before it has greeted. A host that does not answer at
   all is a matter of the caller's timeout.
+* A side channel may have keys, and be restricted to address ranges. `ask` raises `NotAllowed`, before it connects, for
+  an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key that is
+  accepted here. Whoever is not let in by a listener has nothing handed out of what it sends, and is answered nothing.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
 * A `Link` is one connection to a listener, for any number of messages in both directions. It never reconnects: a new
   connection may lead to another process. `open_link` resolves the host name and begins to connect; frames sent before
   the connection stands wait for it. Messages arrive in the order in which they were sent.
+* A link to a listener with keys needs to be told which one is expected (`server_key`); it has to be accepted here.
+  `open_link` and `Link.receive` raise `NotAllowed` as `ask` does; `receive` does so for ever.
 * `Link.receive` raises `LinkLost` as soon as the connection was refused, reset or closed by the peer (also when the
   peer's process died), after it has returned what arrived before. So it does when the peer sends what is not a
   delimited message within the implementation's bounds. From then on `send` returns False and every `receive` raises
@@ -29,13 +34,16 @@ Contract
   delimiter or with nothing after it (`frames_untrusted` is never empty). `reply` never blocks: what
   cannot be queued for a slow or vanished requester is dropped and counted. Messages of one link carry the same reply
   address for as long as the link lives, and each may be answered any number of times, at any time.
+* Whoever serves a request says what it has cost (`Listener.charge`). A connection that costs too much is not heard
+  until others have had their share, and one that goes on is ended, as is one for which there is no room; the rules are
+  those of `statemachine/admission.py`. `on_cut_off` is told: address, why.
 * Closing is immediate (no linger) and idempotent. It wakes who waits with trio.ClosedResourceError.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -56,6 +64,10 @@ class ListenerCounts(msgspec.Struct, frozen=True):
     oversized_requests: int
     undelimited_requests: int
     dropped_replies: int
+    dropped_requests: int = 0
+    """Of connections that have sent more than they may."""
+    cut_off: int = 0
+    """Connections that were ended for what they sent, or for want of room."""
 
 
 class SideChannelError(Exception):
@@ -74,6 +86,10 @@ class ConnectionRefused(SideChannelError):
 
 class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
+
+
+class NotAllowed(SideChannelError):
+    """One of the two ends does not let the other one in, or does not connect to it. `error` says which, and why."""
 
 
 class NotASideChannel(SideChannelError):
@@ -123,7 +139,7 @@ class Link(Protocol):
     async def receive(self) -> tuple[bytes, ...]:
         """The next message from the peer (frames after the delimiter). One task at a time.
 
-        Raises LinkLost, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
+        Raises LinkLost, NotAllowed, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
         """
         ...
 
@@ -140,24 +156,42 @@ class Listener(Protocol):
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None: ...
 
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        """What a request has cost, in units of some 10 us. `understood`: it was one that an engine or a tool sends."""
+        ...
+
     def counts(self) -> ListenerCounts: ...
 
     def close(self) -> None: ...
 
 
 class SideChannel(Protocol):
+    @property
+    def public_key(self) -> str | None:
+        """What those have to expect who open a link to a listener of this channel; None: no key."""
+        ...
+
     def connect(self, host: str, port: int) -> Requester:
         """Raises SideChannelError for a host name or port that cannot be used."""
         ...
 
-    async def open_link(self, host: str, port: int) -> Link:
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> Link:
         """Resolve the host and begin to connect; does not wait for the connection.
 
-        Raises SideChannelError for an address that cannot be used or a name that does not resolve.
+        `server_key`: the `public_key` of the listener's channel, as the other end says. Raises SideChannelError for an
+        address that cannot be used or a name that does not resolve, and NotAllowed.
         """
         ...
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> Listener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> Listener:
         """Raises SideChannelError when the address is in use or not ours."""
         ...
 

@@ -12,19 +12,31 @@ Design
   descriptor, and one task can wait for it without others. A failed attempt to connect is the event CLOSED, the end of a
   connection is DISCONNECTED; neither says why.
 * A server of something else mostly ends the connection when it sees ZMQ's greeting: DISCONNECTED comes before
-  HANDSHAKE_SUCCEEDED. So it does when a process ends that the kernel has accepted a connection for, but then nobody
-  listens any more. Others wait for the end of a line, which the greeting has not, or say something themselves that
-  libzmq takes for the beginning of a message; this looks like a process that hangs. So when no greeting has come for a
-  while, a second connection is made, which sends a line, and looks at what comes back.
+  HANDSHAKE_SUCCEEDED, and another look at it shows no greeting. If nobody listens any more by then, a process has ended
+  that the kernel had accepted a connection for. Others wait for the end of a line, which the greeting has not, or say
+  something themselves that libzmq takes for the beginning of a message; this looks like a process that hangs. So when
+  no greeting has come for a while, a second connection is made, which sends a line, and looks at what comes back.
 * A link's socket would try to connect again after the end of its connection. It is set to do so after a long time, and
   closed long before. (libzmq can also be told never to try again, but then it throws away what has arrived.)
 * A requester is a DEALER that behaves like a REQ (empty delimiter frame first) for one exchange and is then closed. A
   REQ would keep a late reply out too, but cannot be abandoned half way and waits for ever if the peer was restarted.
 * Host names are looked up here (in trio's worker thread) and not by libzmq: its I/O thread would stop for all peers
   while a name server does not answer. ZMQ only ever sees numeric addresses to connect to.
-* Bounds: frames larger than `frame_bytes_max` are dropped here and counted; far larger ones make libzmq drop the
-  connection before it holds them in memory (not counted: they never arrive). Bytes that are not ZMTP end their
-  connection inside libzmq as well.
+* Who may connect is for the gate (`connector/ports/gate.py`). A client with keys has to know the key of the server
+  before it connects. A link is told it. A requester tries the accepted keys one after the other, beginning with the one
+  that the address had last; of a fleet whose engines share a few keys that is a matter of milliseconds, and of one
+  attempt later. A server that does not know the client's key says so. One that has another key than was expected, or
+  none, ends the connection without a word, and so does a server of something else: when no key has fitted, another
+  connection is made, which greets, and the greeting that comes back says what it is.
+* Bounds: frames larger than `frame_bytes_max` are dropped here and counted; those of more than twice that make libzmq
+  drop the connection before it holds them in memory (not counted: they never arrive). Bytes that are not ZMTP end their
+  connection inside libzmq as well, and so does a greeting that takes too long.
+* A listener hands out messages of all connections in turn, and libzmq reads no more of a connection while some of its
+  messages wait. How many connections there may be, what each may cost, and that a message must end, is for the doorman
+  (`connector/ports/doorman.py`). A message of too many frames is taken and dropped in pieces: no other can be read
+  meanwhile, but other tasks go on.
+* Replies are queued for each connection, and few: who reads none is cut off by the kernel after a while. A large reply
+  that is sent to many is kept once.
 """
 
 from __future__ import annotations
@@ -36,8 +48,8 @@ import math
 import re
 import select
 import socket
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -45,17 +57,21 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from connector.ports.doorman import Doorman, connections_max
+from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
     NameNotResolved,
+    NotAllowed,
     NotASideChannel,
     Reached,
     ReplyAddress,
     Request,
     SideChannelError,
 )
+from statemachine.admission import AdmissionLimits
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -77,11 +93,38 @@ LINK_QUEUED_MAX = 1000
 LINK_RECONNECT_SECONDS = 24 * 3600
 """See the module's text."""
 
-OVERSIZE_FACTOR = 16
+OVERSIZE_FACTOR = 2
 """A listener reads frames up to this many times its limit, to drop and count them; larger ones end the connection."""
 
-REPLIES_QUEUED_MAX = 1000
+REQUESTS_QUEUED_MAX = 8
+"""Messages of one connection that wait in a listener; libzmq reads no further ones meanwhile."""
+
+REPLIES_QUEUED_MAX = 256
 """Replies that wait for one slow requester before further ones are dropped."""
+
+UNREAD_SECONDS = 10
+"""So long a requester may leave replies unread before its connection is given up."""
+
+GREETING_LIMIT_SECONDS = 10
+"""So long a connection may take to greet a listener."""
+
+BACKLOG = 1024
+"""Connections that the kernel keeps for a listener until they are accepted."""
+
+RECEIVE_BUFFER_BYTES = 256 * 1024
+UNFINISHED_SLACK_BYTES = 1 << 20
+"""Of one connection of a listener, in the kernel: fixed, for `AdmissionLimits.unfinished_bytes_max` covers it."""
+
+DROPPED_UNITS = 4
+DROPPED_FRAME_UNITS = 1
+"""What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+
+TAKEN_AT_A_TIME = 64
+"""Messages or frames that a listener drops before other tasks have their turn."""
+
+SHARED_FRAME_BYTES_MIN = 64 * 1024
+SHARED_FRAMES_MAX = 16
+"""Frames of replies that are so large are kept for the next reply that is equal, so many of them."""
 
 KEEPALIVE_IDLE_SECONDS = 60
 """A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
@@ -97,7 +140,24 @@ A_LINE = b"GET / HTTP/1.0\r\n\r\n"
 
 LOOKED_AT_BYTES = 40
 
+OWN_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""The beginning of one, as far as it takes to be answered by a whole one; it names no mechanism yet."""
+GREETING_BYTES = 64
+MECHANISM_AT = slice(12, 32)
+
+ADDRESSES_REMEMBERED_MAX = 4096
+"""With the key that each had last."""
+
 REFUSED = "the connection was refused, or there is no way to the host"
+ENDED = "the connection was ended before anything was said"
+NOT_LET_IN = (
+    "it does not let this engine in: our address is not in its allowed_peers, or our public key not among its accepted "
+    "keys"
+)
+NOT_A_PEER = "the address {address} is not in allowed_peers of this engine"
+NO_KEY_HERE = "it speaks to those only who have a key, and this engine has none (curve_directory)"
+NO_KEY_THERE = "it has no key, and this engine speaks to those only who have one (allow_insecure_peers)"
+OTHER_KEY = "it has a key that is not among the {count} accepted keys of this engine"
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
@@ -111,18 +171,15 @@ class ZmqRequester:
         self._port = port
         self._socket: Socket | None = None
         self._monitor: Monitor | None = None
+        # By the last attempt; while there is one its monitor knows.
+        self._reached = Reached.NOTHING
         self._asked = False
         self._closed = False
         self._asking: trio.CancelScope | None = None
 
     @property
     def reached(self) -> Reached:
-        monitor = self._monitor
-        if monitor is None:
-            return Reached.NOTHING
-        if monitor.greeted:
-            return Reached.LISTENER
-        return Reached.PORT if monitor.connected else Reached.ADDRESS
+        return self._reached if self._monitor is None else self._monitor.reached
 
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
         """Raises NameNotResolved, ConnectionRefused and NotASideChannel; SideChannelError when no socket can be had."""
@@ -139,9 +196,34 @@ class ZmqRequester:
         raise trio.ClosedResourceError("this requester was closed while it waited")
 
     async def _exchange(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
-        address = await _numeric_address(self._host, self._port)
+        address = await self._channel.numeric_address(self._host, self._port)
+        for key in await self._channel.keys_to_try(self._host, self._port):
+            reply = await self._attempt(address, frames, key)
+            if reply is not None:
+                self._channel.remember_key(self._host, self._port, key)
+                return reply
+        mechanism = await self._look_at_greeting(address)
+        if mechanism == b"NULL" and self._channel.may_be_insecure:
+            reply = await self._attempt(address, frames, None)
+            if reply is not None:
+                self._channel.remember_key(self._host, self._port, None)
+                return reply
+        keys = self._channel.access.keys
+        if mechanism == b"CURVE":
+            error = NO_KEY_HERE if keys is None else OTHER_KEY.format(count=len(keys.accepted))
+        elif keys is not None and not self._channel.may_be_insecure:
+            error = NO_KEY_THERE
+        else:
+            raise ConnectionRefused(self._host, self._port, ENDED)
+        raise NotAllowed(self._host, self._port, error)
+
+    async def _attempt(self, address: str, frames: Sequence[bytes], key: bytes | None) -> tuple[bytes, ...] | None:
+        """Ask a server that has this key; None: it has another one, or is something else."""
+        if self._closed:  # while something was waited for that cannot be cancelled
+            raise trio.ClosedResourceError("this requester was closed while it waited")
+        self._close_sockets()
         try:
-            dealer = self._socket = self._channel.make_socket(zmq.DEALER, ipv6=":" in address)
+            dealer = self._socket = self._channel.make_client(address, key)
             dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_FRAME_BYTES_MAX)
             dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # how long to wait for a greeting is our own business
             monitor = self._monitor = self._channel.monitor(dealer)
@@ -157,10 +239,11 @@ class ZmqRequester:
             monitor.catch_up()
             if monitor.connection_failed:
                 raise ConnectionRefused(self._host, self._port, REFUSED)
+            if monitor.refused:
+                raise NotAllowed(self._host, self._port, NOT_LET_IN)
             if monitor.disconnected and not monitor.greeted:
-                if not await self._is_anybody_there(address):
-                    raise ConnectionRefused(self._host, self._port, REFUSED)  # it died before it came to the question
-                raise self._something_else("it closes the connection instead of greeting as ZMQ does")
+                await trio.lowlevel.checkpoint()
+                return None
             is_ungreeted = monitor.connected and not monitor.greeted
             with trio.move_on_after(GREETING_SECONDS if is_ungreeted and not has_looked else math.inf) as patience:
                 await monitor.until_news()
@@ -174,16 +257,6 @@ class ZmqRequester:
             raise self._something_else("what came back is not a delimited reply within bounds")
         return reply.frames[1:]
 
-    async def _is_anybody_there(self, address: str) -> bool:
-        """Whether a connection is still accepted. A process whose turn to greet has not come when it ends resets those
-        that the kernel has accepted for it."""
-        try:
-            with trio.move_on_after(GREETING_SECONDS):
-                await (await trio.open_tcp_stream(address, self._port)).aclose()
-        except OSError:
-            return False
-        return True
-
     async def _look_who_listens(self, address: str) -> None:
         """Raises NotASideChannel when it shows itself to be something else. A process that hangs shows nothing."""
         said = GREETING_FIRST_BYTE
@@ -194,6 +267,25 @@ class ZmqRequester:
         if not said.startswith(GREETING_FIRST_BYTE):
             raise self._something_else(f"it answers a line of text with {said!r}")
 
+    async def _look_at_greeting(self, address: str) -> bytes:
+        """The mechanism of security that the server names in its greeting.
+
+        Raises NotASideChannel when it does not greet, and ConnectionRefused when nobody listens any more.
+        """
+        said = b""
+        try:
+            with trio.move_on_after(GREETING_SECONDS):
+                async with await trio.open_tcp_stream(address, self._port) as stream:
+                    with contextlib.suppress(trio.BrokenResourceError):
+                        await stream.send_all(OWN_GREETING)
+                        while len(said) < GREETING_BYTES and (more := await stream.receive_some(GREETING_BYTES)):
+                            said += more
+        except OSError as error:
+            raise ConnectionRefused(self._host, self._port, REFUSED) from error
+        if not said.startswith(GREETING_FIRST_BYTE):
+            raise self._something_else("it closes the connection instead of greeting as ZMQ does")
+        return said[MECHANISM_AT].rstrip(b"\0")
+
     def _something_else(self, error: str) -> NotASideChannel:
         return NotASideChannel(self._host, self._port, error)
 
@@ -201,12 +293,18 @@ class ZmqRequester:
         if not self._closed:
             self._closed = True
             self._channel.forget(self)
-            if self._monitor is not None:
-                self._monitor.close()
-            if self._socket is not None:
-                self._socket.close()
+            self._close_sockets()
             if self._asking is not None:
                 self._asking.cancel()  # it may be waiting for a name server instead
+
+    def _close_sockets(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        socket, self._socket = self._socket, None
+        if monitor is not None:
+            self._reached = monitor.reached
+            monitor.close()
+        if socket is not None:
+            socket.close()
 
 
 class ZmqLink:
@@ -222,6 +320,8 @@ class ZmqLink:
         """What had arrived when the link was lost."""
         self._lost: str | None = None
         """Why the link is lost; its sockets are closed then."""
+        self._is_refused = False
+        """It is lost because the other end has not let it in."""
         self._closed = False
         self._receiving = False
         self._parked: trio.CancelScope | None = None
@@ -275,6 +375,8 @@ class ZmqLink:
             self._lose("what the peer sent is not a delimited message within bounds")
         if self._arrived:
             return self._arrived.popleft()
+        if self._is_refused:
+            raise NotAllowed(self._host, self._port, NOT_LET_IN)
         raise LinkLost(self._host, self._port, self._lost or "")
 
     def _look_at_connection(self) -> None:
@@ -284,13 +386,16 @@ class ZmqLink:
         self._monitor.catch_up()
         if self._monitor.connection_failed:
             self._lose(REFUSED)
+        elif self._monitor.refused:
+            self._is_refused = True
+            self._lose(NOT_LET_IN)
         elif self._monitor.disconnected:
             # libzmq has told of all that arrived before it told of the end.
             while message := _receive_bounded(self._dealer, LINK_FRAMES_MAX, LINK_FRAME_BYTES_MAX):
                 if not message.is_delimited:
                     break
                 self._arrived.append(message.frames[1:])
-            self._lose("the peer has closed the connection")
+            self._lose("the peer has closed the connection" if self._monitor.greeted else ENDED)
 
     def _lose(self, error: str) -> None:
         self._lost = error
@@ -312,9 +417,12 @@ class ZmqLink:
 class ZmqListener:
     """A bound ROUTER. Made by `ZmqSideChannel.listen`."""
 
-    def __init__(self, channel: ZmqSideChannel, router: Socket, frames_max: int, frame_bytes_max: int) -> None:
+    def __init__(
+        self, channel: ZmqSideChannel, router: Socket, doorman: Doorman, frames_max: int, frame_bytes_max: int
+    ) -> None:
         self._channel = channel
         self._router = router
+        self._doorman = doorman
         self._frames_max = frames_max
         self._frame_bytes_max = frame_bytes_max
         self._port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -324,6 +432,12 @@ class ZmqListener:
         self._oversized_requests = 0
         self._undelimited_requests = 0
         self._dropped_replies = 0
+        # Large frames of replies, the one that was sent last comes last.
+        self._shared: OrderedDict[bytes, zmq.Frame] = OrderedDict()
+        # Frames of a message that is being dropped are still to come; who has sent it.
+        self._dropping: bytes | None = None
+        # Only so much was taken at a time.
+        self._has_more = False
 
     @property
     def port(self) -> int:
@@ -336,63 +450,132 @@ class ZmqListener:
         self._receiving = True
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
-            request = self._take()
-            if request is not None:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-                return request
-            while request is None:
-                await self._park()
+            while True:
                 request = self._take()
-            return request
+                if request is not None:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                    return request
+                if self._has_more:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await self._park()
         finally:
             self._receiving = False
 
     async def _park(self) -> None:
-        """Wait until there may be something to receive: the descriptor says so, or `reply` does, or it is closed."""
+        """Wait until there may be something to do: a descriptor says so, `reply` does, it is time, or it is closed."""
         with trio.CancelScope() as self._parked:
-            await trio.lowlevel.wait_readable(self._router.FD)
+            with trio.move_on_after(self._doorman.seconds_to_look()):
+                await trio.lowlevel.wait_readable(self._doorman.fileno())
         self._parked = None
 
     def _take(self) -> Request | None:
-        """The next request within bounds, without waiting; None when there is none now."""
-        while not self._closed:
-            message = _receive_bounded(self._router, self._frames_max + 2, self._frame_bytes_max)
-            if message is None:
+        """The next request within bounds, without waiting; None when there is none now, or `_has_more` to look at."""
+        self._has_more = False
+        if self._closed:
+            raise trio.ClosedResourceError("this listener is closed")
+        self._doorman.look()
+        for _ in range(TAKEN_AT_A_TIME):
+            if self._dropping is not None:
+                self._drop_frame(self._dropping)
+                continue
+            try:
+                first = self._router.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return None
-            if len(message.frames) < 3 or message.frames[1] != b"":
+            identity = first.bytes
+            if not self._doorman.hears(identity, int(first.get(zmq.SRCFD))):
+                self._dropping = identity
+                continue
+            frames, oversized = self._receive_rest(identity)
+            if len(frames) < 2 or frames[0] != b"":
                 self._undelimited_requests += 1
-            elif message.oversized:
+            elif oversized:
                 self._oversized_requests += 1
             else:
-                return Request(message.frames[0], message.frames[2:])
-        raise trio.ClosedResourceError("this listener is closed")
+                return Request(identity, frames[1:])
+            self._doorman.charge(identity, DROPPED_UNITS, understood=False)
+        self._has_more = True
+        return None
+
+    def _receive_rest(self, identity: bytes) -> tuple[tuple[bytes, ...], bool]:
+        """The frames of a message after the identity, and whether some are missing or were cut."""
+        frames: list[bytes] = []
+        oversized = False
+        while self._router.getsockopt(zmq.RCVMORE):
+            if len(frames) > self._frames_max:
+                self._dropping = identity
+                return tuple(frames), True
+            frame = self._router.recv(zmq.NOBLOCK)
+            is_large = len(frame) > self._frame_bytes_max
+            oversized |= is_large
+            frames.append(b"" if is_large else frame)
+        return tuple(frames), oversized
+
+    def _drop_frame(self, identity: bytes) -> None:
+        """The next one of a message that is being dropped. They are there: libzmq delivers messages whole."""
+        if self._router.getsockopt(zmq.RCVMORE):
+            self._router.recv(zmq.NOBLOCK, copy=False)
+            self._doorman.charge(identity, DROPPED_FRAME_UNITS, understood=False)
+        else:
+            self._dropping = None
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None:
         """Raises trio.ClosedResourceError once the listener is closed."""
         if self._closed:
             raise trio.ClosedResourceError("this listener is closed")
         try:
-            self._router.send_multipart([address, b"", *frames], zmq.NOBLOCK)
+            self._router.send_multipart([address, b"", *map(self._shareable, frames)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:  # EHOSTUNREACH: the requester is gone. EAGAIN: it does not read.
             self._dropped_replies += 1
         if self._parked is not None and int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._parked.cancel()
 
+    def _shareable(self, frame: bytes) -> bytes | zmq.Frame:
+        """In a form that costs no memory for each requester that it is queued for, if it is large."""
+        if len(frame) < SHARED_FRAME_BYTES_MIN:
+            return frame
+        shared = self._shared.pop(frame, None) or zmq.Frame(frame, copy=True)
+        self._shared[frame] = shared
+        if len(self._shared) > SHARED_FRAMES_MAX:
+            self._shared.popitem(last=False)
+        return shared
+
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        self._doorman.charge(address, units, understood=understood)
+
     def counts(self) -> ListenerCounts:
-        return ListenerCounts(self._oversized_requests, self._undelimited_requests, self._dropped_replies)
+        return ListenerCounts(
+            oversized_requests=self._oversized_requests,
+            undelimited_requests=self._undelimited_requests,
+            dropped_replies=self._dropped_replies,
+            dropped_requests=self._doorman.dropped,
+            cut_off=self._doorman.cut_off,
+        )
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._channel.forget(self)
-            trio.lowlevel.notify_closing(self._router.FD)  # wakes the task that is parked on it
+            trio.lowlevel.notify_closing(self._doorman.fileno())  # wakes the task that is parked on it
+            self._doorman.close()
             self._router.close()
 
 
 class ZmqSideChannel:
-    """All side-channel sockets of a process, in one context with one I/O thread. Implements `SideChannel`."""
+    """All side-channel sockets of a process, in one context with one I/O thread. Implements `SideChannel`.
 
-    def __init__(self) -> None:
+    Args:
+        access: who is let in, and where it connects to.
+        on_refusal: told whom a listener has not let in, and why.
+    """
+
+    def __init__(self, access: Access = ANYBODY, on_refusal: Callable[[str], None] = lambda why: None) -> None:
+        self.access = access
+        self._on_refusal = on_refusal
+        self._gate: Gate | None = None
+        # Of addresses that were reached last; None: it had none.
+        self._keys: dict[tuple[str, int], bytes | None] = {}
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._monitors = itertools.count()
@@ -407,15 +590,50 @@ class ZmqSideChannel:
         self._open.add(requester)
         return requester
 
-    async def open_link(self, host: str, port: int) -> ZmqLink:
+    @property
+    def public_key(self) -> str | None:
+        keys = self.access.keys
+        return keys.public_key.decode() if keys is not None else None
+
+    @property
+    def may_be_insecure(self) -> bool:
+        """Whether connections without a key may be made."""
+        return self.access.keys is None or self.access.allows_insecure
+
+    async def numeric_address(self, host: str, port: int) -> str:
+        """The address of `host`, if this channel may connect to it. Raises NameNotResolved and NotAllowed."""
+        address = await _numeric_address(host, port)
+        if not self.access.allows_address(address):
+            raise NotAllowed(host, port, NOT_A_PEER.format(address=address))
+        return address
+
+    async def keys_to_try(self, host: str, port: int) -> Iterator[bytes | None]:
+        """Keys that the server at this address may have, the most likely one first."""
+        keys = self.access.keys
+        if keys is None:
+            return iter([None])
+        await keys.look_again()
+        known = self._keys.get((host, port), b"")
+        is_usable = known in keys.accepted if known is not None else self.access.allows_insecure
+        return itertools.chain([known] if is_usable else [], (key for key in keys.accepted if key != known))
+
+    def remember_key(self, host: str, port: int, key: bytes | None) -> None:
+        """The server at this address has this key."""
+        self._keys.pop((host, port), None)
+        self._keys[host, port] = key
+        if len(self._keys) > ADDRESSES_REMEMBERED_MAX:
+            del self._keys[next(iter(self._keys))]
+
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> ZmqLink:
         """Resolve the host and begin to connect. Raises SideChannelError."""
         self._refuse_if_closed()
         _check_address(host, port, port_min=1)
-        address = await _numeric_address(host, port)
+        address = await self.numeric_address(host, port)
+        key = await self._link_key(host, port, server_key)
         self._refuse_if_closed()
         try:
-            dealer = self.make_socket(zmq.DEALER, ipv6=":" in address)
-        except zmq.ZMQError as error:
+            dealer = self.make_client(address, key)
+        except (zmq.ZMQError, OSError) as error:
             raise SideChannelError(host, port, str(error)) from error
         try:
             dealer.setsockopt(zmq.MAXMSGSIZE, LINK_FRAME_BYTES_MAX)
@@ -435,7 +653,15 @@ class ZmqSideChannel:
         self._open.add(link)
         return link
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> ZmqListener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> ZmqListener:
         """Bind (host, port); port 0 takes a free one. Host: an address of this machine, an interface name, or "*"."""
         self._refuse_if_closed()
         if host != "*":
@@ -446,15 +672,32 @@ class ZmqSideChannel:
             raise SideChannelError(host, port, str(error)) from error
         try:
             router.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max * OVERSIZE_FACTOR)
+            router.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED_MAX)
             router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
+            router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
+            router.setsockopt(zmq.BACKLOG, BACKLOG)
+            router.setsockopt(zmq.HANDSHAKE_IVL, GREETING_LIMIT_SECONDS * 1000)
+            router.setsockopt(zmq.TCP_MAXRT, UNREAD_SECONDS * 1000)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
-            router.bind(_endpoint(host, port))
-        except zmq.ZMQError as error:
+            self._guard(router)
+            limits = AdmissionLimits(
+                connections_max=connections_max(),
+                unfinished_bytes_max=(REQUESTS_QUEUED_MAX + 2) * frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
+            )
+            events = self.make_socket(zmq.PAIR, ipv6=False)
+            doorman = Doorman(router, events, f"inproc://monitor-{next(self._monitors)}", limits, on_cut_off)
+        except (zmq.ZMQError, OSError) as error:
             router.close()
             raise SideChannelError(host, port, str(error)) from error
-        listener = ZmqListener(self, router, frames_max, frame_bytes_max)
+        try:
+            router.bind(_endpoint(host, port))
+        except zmq.ZMQError as error:
+            doorman.close()
+            router.close()
+            raise SideChannelError(host, port, str(error)) from error
+        listener = ZmqListener(self, router, doorman, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener
 
@@ -463,6 +706,8 @@ class ZmqSideChannel:
             self._closed = True
             for still_open in list(self._open):
                 still_open.close()
+            if self._gate is not None:
+                self._gate.close()
             self._context.term()
 
     def make_socket(self, kind: int, *, ipv6: bool) -> Socket:
@@ -471,6 +716,42 @@ class ZmqSideChannel:
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, int(ipv6))
         return made
+
+    def make_client(self, address: str, key: bytes | None) -> Socket:
+        """A socket that connects to a server with this key; None: to one that has none. Raises zmq.ZMQError."""
+        made = self.make_socket(zmq.DEALER, ipv6=":" in address)
+        keys = self.access.keys
+        if key is not None and keys is not None:
+            try:
+                made.setsockopt(zmq.CURVE_SERVERKEY, key)
+                made.setsockopt(zmq.CURVE_PUBLICKEY, keys.public_key)
+                made.setsockopt(zmq.CURVE_SECRETKEY, keys.secret_key)
+            except zmq.ZMQError:
+                made.close()
+                raise
+        return made
+
+    async def _link_key(self, host: str, port: int, server_key: str | None) -> bytes | None:
+        """The key to expect of a listener that says that it has this one. Raises NotAllowed."""
+        keys = self.access.keys
+        if server_key is None:
+            if not self.may_be_insecure:
+                raise NotAllowed(host, port, NO_KEY_THERE)
+            return None
+        if keys is None:
+            raise NotAllowed(host, port, NO_KEY_HERE)
+        await keys.look_again()
+        key = server_key.encode()
+        if key not in keys.accepted:
+            raise NotAllowed(host, port, OTHER_KEY.format(count=len(keys.accepted)))
+        return key
+
+    def _guard(self, listening: Socket) -> None:
+        """Put the gate in front of a socket that is not bound yet. Raises zmq.ZMQError."""
+        if self.access.networks or self.access.keys is not None:
+            if self._gate is None:
+                self._gate = Gate(self.access, self.make_socket(zmq.ROUTER, ipv6=False), self._on_refusal)
+            self._gate.guard(listening)
 
     def monitor(self, watched: Socket) -> Monitor:
         """Watch the connections of a socket that has none yet. Raises zmq.ZMQError."""
@@ -485,7 +766,13 @@ class ZmqSideChannel:
             raise trio.ClosedResourceError("this side channel is closed")
 
 
-_WATCHED_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+_WATCHED_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 class Monitor:
@@ -500,6 +787,8 @@ class Monitor:
         """A connection was accepted."""
         self.greeted = False
         """The other end speaks ZMQ."""
+        self.refused = False
+        """The other end has said that it does not let us in."""
         self.disconnected = False
         """A connection has ended."""
         try:
@@ -511,6 +800,13 @@ class Monitor:
             raise
         for each in (watched, events):
             self._both.register(each.FD, select.EPOLLIN)
+
+    @property
+    def reached(self) -> Reached:
+        """How far what was sent has come."""
+        if self.greeted:
+            return Reached.LISTENER
+        return Reached.PORT if self.connected else Reached.ADDRESS
 
     async def until_news(self) -> None:
         """Wait until there may be something to look at in the watched socket or here, or this is closed."""
@@ -529,6 +825,7 @@ class Monitor:
             self.connection_failed |= event == zmq.EVENT_CLOSED
             self.connected |= event == zmq.EVENT_CONNECTED
             self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             self.disconnected |= event == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:

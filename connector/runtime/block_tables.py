@@ -14,9 +14,12 @@ import numpy as np
 from connector.layout.blocks import GroupBlocks, GroupPair
 from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
+from connector.layout.verification import Compared, Match, compared
 from connector.ports.nixl import DescriptorIds
 from connector.protocol import GroupPull, Landed, Memory, StartPull
+from connector.runtime.handshake import ReadSource
 from connector.runtime.reads import DESCRIPTORS_PER_TURN
+from connector.runtime.verification import KnownSums
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -27,6 +30,15 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     remote_ids: DescriptorIds
 
 
+class Check(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """How one READ is compared with the checksums of the rank that it reads from."""
+
+    compared: Compared
+    known: KnownSums
+    match: Match
+    regions: tuple[str, ...]
+
+
 class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What has to be done for one request."""
 
@@ -35,6 +47,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Its blocks, if READs leave them in the peer's order."""
     unfilled: Memory | None
     """Parts of its blocks that no READ writes, and that have to be zeroed: their old content is another request's."""
+    checks: tuple[Check, ...] = ()
+    """One for each of `reads`, where these are compared with checksums."""
 
 
 def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
@@ -55,6 +69,19 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
     addresses, lengths = plan.unfilled(pairs[0])
     unfilled = Memory(addresses=addresses, lengths=lengths) if addresses.size else None
     return Resolved(reads=tuple(reads), landed=_landed(plan, groups), unfilled=unfilled)
+
+
+def checks(
+    resolved: Resolved, sources: Sequence[ReadSource], known: Sequence[KnownSums], *, sampled: bool
+) -> tuple[Check, ...]:
+    """`known`: for each of `sources`. Raises BlockIdError: a block is to be read that was not lent with this lease."""
+    found = []
+    for read in resolved.reads:
+        source, of_source = sources[read.source], known[read.source]
+        assert source.match is not None
+        each = compared(source.match, read.local_ids, read.remote_ids, of_source.blocks, sampled=sampled)
+        found.append(Check(compared=each, known=of_source, match=source.match, regions=source.regions))
+    return tuple(found)
 
 
 def _landed(plan: EnginePlan, groups: Sequence[GroupPull]) -> Landed | None:

@@ -34,6 +34,7 @@ class Connections:
         put: how an event reaches the actor.
         on_connected: called when a handshake has succeeded.
         on_disconnected: called when what it loaded has been taken back.
+        on_sums: called with what a rank has answered about checksums.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Connections:
         *,
         on_connected: Callable[[], None],
         on_disconnected: Callable[[], None],
+        on_sums: Callable[[int, int, control.Sums], None],
     ) -> None:
         self._context = context
         self._owner = owner
         self._put = put
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
+        self._on_sums = on_sums
         self._by_number: dict[int, Connection] = {}
         self._opened = 0
         self._nursery: trio.Nursery | None = None
@@ -58,6 +61,9 @@ class Connections:
 
     def __getitem__(self, number: int) -> Connection:
         return self._by_number[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
 
     def attach(self, nursery: trio.Nursery) -> None:
         """From now on tasks run here. Those of an earlier nursery are gone: what was open is listened to again."""
@@ -84,7 +90,7 @@ class Connections:
 
     def hold(self, number: int, rank: int, sent_ns: int, leases: tuple[LeaseName, ...]) -> None:
         """Ask a rank to keep these leases; HoldAnswered may follow."""
-        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases)
+        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases, hears_leaving=True)
         self._link(number, rank).send(control.encode_request(message))
 
     def release(self, number: int, rank: int, leases: tuple[LeaseName, ...]) -> None:
@@ -92,11 +98,22 @@ class Connections:
         message = control.Release(**self._sender(number, rank), leases=leases)
         self._link(number, rank).send(control.encode_request(message))
 
+    def ask_sums(self, number: int, rank: int, asked: control.AskSums) -> bool:
+        """Ask a rank for checksums; False: it is not connected any more."""
+        if number not in self._by_number:
+            return False
+        self._link(number, rank).send(control.encode_request(asked))
+        return True
+
     def notify(self, number: int, rank: int, message: bytes) -> None:
         """Send a notification of NIXL to a rank of a built-in engine. NotificationFailed may follow."""
         self._spawn(self._notify, number, rank, message)
 
     # --- how ----------------------------------------------------------------------------------------------------
+
+    def spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run a task of the actor's beside those of the connections."""
+        self._spawn(task, *args)
 
     def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
         if self._nursery is not None:
@@ -154,7 +171,10 @@ class Connections:
         try:
             while True:
                 answer = control.decode_answer(await link.receive())
-                self._put(_event_of(answer, number, rank))
+                if isinstance(answer, control.Sums):
+                    self._on_sums(number, rank, answer)
+                else:
+                    self._put(_event_of(answer, number, rank))
         except trio.ClosedResourceError:
             return  # it was torn down
         except (SideChannelError, BadFrame, DecodeFailed) as error:
@@ -189,7 +209,9 @@ class Connections:
             self._on_disconnected()
 
 
-def _event_of(answer: control.ControlAnswer, connection: int, rank: int) -> Event:
+def _event_of(answer: control.Released | control.HoldAnswer | control.Leaving, connection: int, rank: int) -> Event:
+    if isinstance(answer, control.Leaving):
+        return core.LeavingSaid(connection=connection, grace_ns=answer.grace_ns)
     if isinstance(answer, control.Released):
         return core.ReleaseAnswered(connection=connection, rank=rank, leases=answer.leases)
     return core.HoldAnswered(

@@ -18,6 +18,7 @@ from connector.protocol import Outcome
 from connector.runtime.pace import Pace
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
+from connector.runtime.verification import SumDesk
 from statemachine.failures import Failure
 from statemachine.remote_engine import EngineLimits
 
@@ -31,6 +32,7 @@ class ActorContext:
         pace: of long computations.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure.
+        sums: where the engine thread is asked for checksums.
         event_log: what becomes of peers, for people; None: nobody wants to know.
         log_crash: writes a line with a traceback: what raised it, what it raised.
     """
@@ -47,6 +49,7 @@ class ActorContext:
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
     event_log: EventLog | None
+    sums: SumDesk
 
 
 def engine_limits(options: ConnectorOptions) -> EngineLimits:

@@ -1,8 +1,8 @@
 """Counts what the machines do, in the trio thread, and hands the figures to the engine thread.
 
-The third reader of what the cores tell their observers, beside the trace and the flight recorder: how many instances
-are in each state, how often each state was entered and why, how long it lasted, and a few things that can be told from
-single transitions. It is always on, so it has to be cheap (`tests/bench/bench_trace.py`).
+The recorder (`connector/runtime/recorder.py`) tells of every step: from these come how many instances are in a state,
+how often it was entered and why, how long it lasted, and a few things that can be told from single transitions.
+It is always on, so it has to be cheap (`tests/bench/bench_trace.py`).
 
 Handing over costs neither thread a lock. The trio thread adds to integers in one list and appends durations to a deque;
 the engine thread copies the list, which is one call that nothing can come between, and subtracts what it saw last
@@ -14,15 +14,14 @@ long as a request waits or a lease is held, and the step that ends the last of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from connector.clock import NS_PER_SECOND, Clock
+from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
 from connector.observe.catalogue import Metric
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
-from statemachine.trace import Observer
 
 SAMPLES_MAX = 1 << 16
 """Durations that wait for the engine thread, which takes them with every step. If it makes none, the oldest go."""
@@ -95,14 +94,12 @@ def _states() -> dict[Any, _State]:
 
 
 _STATES = _states()
-_TERMINAL = frozenset(state for machine in catalogue.MACHINES for state in machine.terminal)
 
 
 class Figures:
-    """See the module's docstring. `observer` and `note_wake_up` belong to the trio thread, the rest to the engine's."""
+    """See the module's docstring. What counts and notes belongs to the trio thread, the rest to the engine's."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._now_ns = clock.now_ns
+    def __init__(self) -> None:
         # By slot; counters only ever grow.
         self._numbers = [0] * len(_KEYS)
         self._samples: deque[tuple[str, float]] = deque(maxlen=SAMPLES_MAX)
@@ -114,37 +111,40 @@ class Figures:
 
     # --- trio thread ------------------------------------------------------------------------------------------------
 
-    def observer(self) -> Observer:
-        """For one core."""
-        numbers, samples, now_ns = self._numbers, self._samples, self._now_ns
-        # When each living instance of this core entered its state, by its state's class and its subject.
-        entered_ns: dict[tuple[type, Hashable], int] = {}
+    def count(self, before: Any, event: Event | None, after: Any, in_before_ns: int) -> None:
+        """A step into another state, after so long in the one before; `before` and `event` are None for a value that
+        was made."""
+        numbers, state = self._numbers, after.state
+        self._changes += 1
+        here = _STATES[state]
+        numbers[here.by_reason.get(_reason(after), here.entered) if here.by_reason else here.entered] += 1
+        if here.living is not None:
+            numbers[here.living] += 1
+        if before is None:
+            return
+        there = _STATES[before.state]
+        if there.living is not None:
+            numbers[there.living] -= 1
+        seconds = in_before_ns / NS_PER_SECOND
+        self._samples.append((there.lasted, seconds))
+        special = _BETWEEN.get((before.state, state))
+        if special is not None:
+            special(numbers, self._samples, seconds, event, after)
 
-        def observe(machine: str, subject: Hashable, before: Any, event: Event | None, after: Any) -> None:
-            if before is after:
-                return
-            self._changes += 1
-            state = after.state
-            if before is not None and before.state is state:
-                _count_within(numbers, before, event)
-                return
-            here, key, at_ns = _STATES[state], (state.__class__, subject), now_ns()
-            numbers[here.by_reason.get(_reason(after), here.entered) if here.by_reason else here.entered] += 1
-            if here.living is not None:
-                numbers[here.living] += 1
-            if before is not None:
-                there = _STATES[before.state]
-                if there.living is not None:
-                    numbers[there.living] -= 1
-                seconds = (at_ns - entered_ns.pop(key, at_ns)) / NS_PER_SECOND
-                samples.append((there.lasted, seconds))
-                special = _BETWEEN.get((before.state, state))
-                if special is not None:
-                    special(numbers, samples, seconds, event, after)
-            if state not in _TERMINAL:
-                entered_ns[key] = at_ns
-
-        return observe
+    def count_within(self, before: Any, event: Event | None) -> None:
+        """A step that led to the same state."""
+        numbers = self._numbers
+        self._changes += 1
+        match event:
+            case hold.HeldByPeer():
+                numbers[_RENEWALS[catalogue.DECODE]] += 1
+            case lease.Held(engine_id=engine_id):
+                is_new = all(holder.engine_id != engine_id for holder in before.holders)
+                numbers[(_HOLDS if is_new else _RENEWALS)[catalogue.PREFILL]] += 1
+            case lease.Renewed():
+                numbers[_RENEWALS[catalogue.PREFILL]] += 1
+            case _:
+                pass
 
     def note_wake_up(self, seconds: float) -> None:
         """The actors have woken up so long after the engine's call."""
@@ -194,20 +194,6 @@ def _reason(value: Any) -> str:
         kind: str = failure.kind
         return kind
     return catalogue.WHY_GONE.get(getattr(value, "why", None) or "", catalogue.OTHER)
-
-
-def _count_within(numbers: list[int], before: Any, event: Event | None) -> None:
-    """A step that led to the same state."""
-    match event:
-        case hold.HeldByPeer():
-            numbers[_RENEWALS[catalogue.DECODE]] += 1
-        case lease.Held(engine_id=engine_id):
-            is_new = all(holder.engine_id != engine_id for holder in before.holders)
-            numbers[(_HOLDS if is_new else _RENEWALS)[catalogue.PREFILL]] += 1
-        case lease.Renewed():
-            numbers[_RENEWALS[catalogue.PREFILL]] += 1
-        case _:
-            pass
 
 
 # --- what single transitions tell -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ after its timeout must have no socket to arrive at.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import closing
 from typing import TypeVar
 
@@ -29,11 +29,13 @@ from connector.layout.plan_cache import geometry_in_steps
 from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
+from connector.layout.verification import Match, match
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import (
     ConnectionRefused,
     Link,
     NameNotResolved,
+    NotAllowed,
     NotASideChannel,
     Reached,
     SideChannelError,
@@ -99,6 +101,12 @@ class ReadSource(msgspec.Struct, frozen=True, kw_only=True):
     plan: ReadPlan
     local_list: DescriptorListHandle
     remote_list: DescriptorListHandle
+    rank: int
+    """Its place among `Connection.ranks`."""
+    match: Match | None
+    """How its READs are compared with checksums; None: they are not."""
+    regions: tuple[str, ...]
+    """Names of that rank's regions."""
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +136,9 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> 
     _require_one_life(peer, list(answers.values()))
     replies = [answers[rank] for rank in ranks]
     plan = await context.pace.run(_plan(context, peer, ranks, replies))
+    matches = _matches(context, peer, ranks, replies, plan)
     try:
-        return await _load(context, peer, owner, ranks, replies, plan)
+        return await _load(context, peer, owner, ranks, replies, plan, matches)
     except (NixlCallFailed, PortClosed) as error:
         raise _refused(peer, f"NIXL refused its metadata: {error}") from error
 
@@ -150,7 +159,13 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
     """One question about one rank. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
     frames_untrusted = await _ask(context, peer, rank)
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
-    reply = decode_reply(frames_untrusted, peer=peer.engine_id, address=str(peer), expected_hash=expected_hash)
+    reply = decode_reply(
+        frames_untrusted,
+        peer=peer.engine_id,
+        address=str(peer),
+        expected_hash=expected_hash,
+        identity=context.local.identity,
+    )
     if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:
         found = f"it answered about rank {(reply.actor.pp_rank, reply.actor.tp_rank)} when asked about {tuple(rank)}"
         raise _refused(peer, found)
@@ -169,6 +184,8 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
         raise HandshakeError(failures.ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
     except NameNotResolved as error:
         raise HandshakeError(_not_resolved(peer, error.error)) from error
+    except NotAllowed as error:
+        raise _not_allowed(peer, error) from error
     except NotASideChannel as error:
         malformed = HandshakeMalformed(peer=peer.engine_id, address=str(peer), field="greeting", detail=error.error)
         raise HandshakeError(malformed) from error
@@ -268,6 +285,32 @@ def _plan(
     return plan
 
 
+def _matches(
+    context: ActorContext,
+    peer: PeerAddress,
+    ranks: Sequence[RankId],
+    replies: Sequence[HandshakeReply],
+    plan: EnginePlan,
+) -> Mapping[RankId, Match]:
+    """How READs are compared with checksums, by rank; empty: they are not to be.
+
+    Raises HandshakeError(Incompatible) when they are to be and cannot: nothing is read unverified then.
+    """
+    wanted = context.options.verify
+    if wanted == "off":
+        return {}
+    by_rank = dict(zip(ranks, replies, strict=True))
+    try:
+        for reply in replies:
+            made = reply.actor.verify if reply.actor is not None else "off, in the built-in connector"
+            if made not in (wanted, "all"):
+                advice = "set the option verify on that engine too, or off on this one"
+                raise LayoutMismatch("verify", wanted, made, advice)
+        return {read.remote_rank: match(read, by_rank[read.remote_rank].metadata) for read in plan.reads}
+    except LayoutMismatch as mismatch:
+        raise _incompatible(peer, mismatch) from mismatch
+
+
 # --- what is loaded -------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +321,7 @@ async def _load(
     ranks: Sequence[RankId],
     replies: Sequence[HandshakeReply],
     plan: EnginePlan,
+    matches: Mapping[RankId, Match],
 ) -> Connection:
     reads = context.reads
     consumers = {read.remote_rank: read.consumers for read in plan.reads}
@@ -309,11 +353,22 @@ async def _load(
             await _unload(context, owner, list(agents.values()), remote_lists)
         raise
     sources = zip(plan.reads, local_lists, remote_lists, strict=True)
+    names = {rank: tuple(reply.metadata.region_names or ()) for rank, reply in zip(ranks, replies, strict=True)}
     return Connection(
         peer=peer,
         plan=plan,
         ranks=tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank], link=links.get(rank)) for rank in ranks),
-        sources=tuple(ReadSource(plan=read, local_list=local, remote_list=remote) for read, local, remote in sources),
+        sources=tuple(
+            ReadSource(
+                plan=read,
+                local_list=local,
+                remote_list=remote,
+                rank=ranks.index(read.remote_rank),
+                match=matches.get(read.remote_rank),
+                regions=names[read.remote_rank],
+            )
+            for read, local, remote in sources
+        ),
         is_builtin=not facts,
         life=" ".join(sorted(agents.values())),
         owner=owner,
@@ -326,16 +381,20 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
     host, port = facts.control_host, facts.control_port
     link: Link | None = None
     local = context.local.layout
-    probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
+    probe = Hold(
+        engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=(), hears_leaving=True
+    )
     try:
         with trio.fail_after(timeout_seconds):
-            link = await context.side_channel.open_link(host, port)
+            link = await context.side_channel.open_link(host, port, facts.control_key)
             link.send(encode_request(probe))
             if not isinstance(decode_answer(await link.receive()), HoldAnswer):
                 raise BadFrame("not the answer to a hold")
     except BaseException as error:
         if link is not None:
             link.close()
+        if isinstance(error, NotAllowed):
+            raise _not_allowed(peer, error) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
             detail = f"its control socket at {host}:{port} did not answer: {error or 'timeout'}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
@@ -369,6 +428,13 @@ def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError
             advice=mismatch.advice,
         )
     )
+
+
+def _not_allowed(peer: PeerAddress, error: NotAllowed) -> HandshakeError:
+    detail = error.error
+    if (error.host, error.port) != (peer.host, peer.port):
+        detail = f"its control socket at {error.host}:{error.port}: {detail}"
+    return HandshakeError(failures.NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
 
 
 def _refused(peer: PeerAddress, detail: str) -> HandshakeError:

@@ -3,8 +3,9 @@
     control socket --Inspect--> ask --> mailbox --> one task: looks at the cores, a slice at a time --> Inspected
 
 It changes nothing: it reads the views of the cores (`RemoteEngine.view`, `Lending.leases`, `Roster.view`), what `Reads`
-was given, and the flight recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait; one that
-does not fit is dropped, as if it had been lost on its way.
+was given, and the flight recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait, of one
+tool QUESTIONS_OF_ONE_MAX; one that does not fit is dropped, as if it had been lost on its way. Who asks is charged for
+the work (`Listener.charge`), so that tools cannot keep the thread busy.
 
 Nobody waits for it. What a question is about is listed in one go (references, some 10 ns each), and then looked through
 and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other task has
@@ -46,6 +47,9 @@ from statemachine.remote_engine import ClaimView, RequestView
 from statemachine.roster import PeerKey, Roster
 
 QUESTIONS_WAITING_MAX = 64
+QUESTIONS_OF_ONE_MAX = 4
+QUESTION_UNITS, BYTES_PER_UNIT, LOOKED_AT_PER_UNIT = 16, 512, 128
+"""What a question costs who asks it; see `Listener.charge`."""
 ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
 LOCAL_PREFILLS_KEPT = 1024
@@ -107,6 +111,8 @@ class Inspector:
         self._questions: Mailbox[tuple[Inspect, ReplyAddress]] = Mailbox()
         self._local_prefills: deque[tuple[int, LocalPrefill]] = deque(maxlen=LOCAL_PREFILLS_KEPT)
         self._local_prefills_count = 0
+        # For the question in hand.
+        self._looked_at = 0
 
     def note_local_prefills(self, seen: LocalPrefillsSeen) -> None:
         """Requests have come that say nothing of where their KV is."""
@@ -116,8 +122,11 @@ class Inspector:
 
     def ask(self, question: Inspect, reply_to: ReplyAddress) -> None:
         """Answer in time, unless too many questions wait already."""
-        if len(self._questions) < QUESTIONS_WAITING_MAX:
+        of_this_one = sum(each == reply_to for _, each in self._questions)
+        if len(self._questions) < QUESTIONS_WAITING_MAX and of_this_one < QUESTIONS_OF_ONE_MAX:
             self._questions.put((question, reply_to))
+        else:
+            self._control.charge(reply_to, 1)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -125,7 +134,11 @@ class Inspector:
             await self._questions.wait(math.inf)
             while (asked := self._questions.take_one()) is not None:
                 question, reply_to = asked
-                self._control.reply(reply_to, await self._answer(question))
+                self._looked_at = 0
+                frames = await self._answer(question)
+                work = QUESTION_UNITS + len(frames[0]) // BYTES_PER_UNIT + self._looked_at // LOOKED_AT_PER_UNIT
+                self._control.charge(reply_to, work)
+                self._control.reply(reply_to, frames)
 
     async def _answer(self, question: Inspect) -> tuple[bytes]:
         await trio.lowlevel.checkpoint()
@@ -146,6 +159,7 @@ class Inspector:
                 looked_at = rendered = 0
                 await trio.lowlevel.checkpoint()
         next_row = position if position < total else None
+        self._looked_at += max(0, position - question.first)
         return answer.frames(question, wall=self._clock.wall(), total=total, next_row=next_row)
 
     async def _source(self, question: Inspect) -> _Source:
@@ -248,6 +262,7 @@ class Inspector:
             counts["quarantined blocks"] += actor.quarantined_blocks()
             await trio.lowlevel.checkpoint()
         leases = self._lease_keeper.leases()
+        self._looked_at += len(leases)
         for first in range(0, len(leases), LOOKED_AT_PER_SLICE):
             for each in leases[first : first + LOOKED_AT_PER_SLICE]:
                 counts[f"leases {each.state.value}"] += 1
@@ -285,6 +300,7 @@ class Inspector:
             quarantined_requests=view.quarantined,
             quarantined_blocks=actor.quarantined_blocks(),
             unasked_seconds=self._passed(member.asked_ns),
+            leaving_seconds=self._left(view.leaves_ns),
         )
 
     def _request_row(
@@ -450,8 +466,9 @@ class Inspector:
         """When each instance of one machine came into the state that it was in last, as far back as steps are kept."""
         entered: Entered = {}
         steps = self._context.recorder.flight.oldest_first()
+        self._looked_at += len(steps)
         for first in range(0, len(steps), LOOKED_AT_PER_SLICE):
-            for at_ns, _, _, after, peer_id, _ in steps[first : first + LOOKED_AT_PER_SLICE]:
+            for at_ns, _, _, after, peer_id, *_ in steps[first : first + LOOKED_AT_PER_SLICE]:
                 if after.__class__ is kind:
                     entered.setdefault((peer_id, rank(after)), {})[name(after)] = at_ns
             await trio.lowlevel.checkpoint()

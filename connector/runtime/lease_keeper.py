@@ -11,7 +11,8 @@ through one inbox, so the core sees it in the order in which it came.
 Bounds. Commands are never refused: a grant that was lost would be blocks that never come back. Notifications come from
 whoever knows our agent, so only so many may wait; one that does not fit is dropped, and costs at most a lease that
 lasts to its deadline. The task of the control socket takes one message each time the loop comes round, so ZMQ's own
-bound holds for those who send more.
+bound holds for those who send more. Each message is charged to who sent it (`Listener.charge`), a question when it has
+been answered.
 
 A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback.
 """
@@ -42,12 +43,13 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
-from statemachine.lease import Lease
+from statemachine.lease import Lease, LeaseName
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
 from statemachine.trace import Observer
 
@@ -56,6 +58,8 @@ LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 RENEWAL_FRACTION = 2 / 3
 """A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
 NOTIFICATIONS_WAITING_MAX = 1 << 16
+MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 1, 2, 8
+"""What a message costs who sends it, beside a unit for each lease."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
 
@@ -83,6 +87,7 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
+        meet: told which engines a tool wants to be met; says how far each has come.
     """
 
     def __init__(
@@ -98,9 +103,11 @@ class LeaseKeeper:
         control: Listener | None,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
+        meet: Callable[[Meet], MeetReport] = lambda message: MeetReport(rows=()),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
+        self._meet = meet
         self._core = Lending(limits, observe)
         self._clock = clock
         self._emit = emit
@@ -114,10 +121,22 @@ class LeaseKeeper:
         self.notifications_dropped = 0
         # Releases of what is not lent (any more), by readers that were not the ones who ended it.
         self.late_releases = 0
+        # Checksums of what is lent now.
+        self._sums: dict[LeaseName, bytes] = {}
 
     @property
     def open_leases(self) -> int:
         return self._core.open_leases
+
+    @property
+    def leaves_ns(self) -> int | None:
+        """When the grace period of this engine, which is to end, is over; None: it is not to end."""
+        return self._core.leaves_ns
+
+    @property
+    def leases_with_sums(self) -> int:
+        """Leases whose checksums are kept for those who ask."""
+        return len(self._sums)
 
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
@@ -127,6 +146,8 @@ class LeaseKeeper:
 
     def deliver(self, command: LeaseCommand) -> None:
         """Take a command of the engine's scheduler. Never refused."""
+        if isinstance(command, LeaseGranted) and command.sums is not None:
+            self._sums[command.lease] = command.sums
         self._inbox.put(_command_event(command))
 
     def notify(self, sender: str, message_untrusted: bytes) -> None:
@@ -160,12 +181,24 @@ class LeaseKeeper:
                 message = wire.decode_request(asked.frames_untrusted)
             except (BadFrame, DecodeFailed) as error:
                 # No answer: there is none that such a sender would understand.
+                control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
                 self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
                 continue
-            if isinstance(message, Inspect):
-                self._inspect(message, asked.reply_address)
-            else:
-                self._inbox.put(_control_event(message, asked.reply_address))
+            match message:
+                case Inspect():  # which the inspector charges for, by what it answers
+                    self._inspect(message, asked.reply_address)
+                case wire.AskSums():
+                    control.charge(asked.reply_address, SUMS_UNITS)
+                    self._answer_sums(message, asked.reply_address)
+                case Meet(places=places):
+                    control.charge(asked.reply_address, MESSAGE_UNITS + len(places))
+                    self._answer(asked.reply_address, self._meet(message))
+                case Leave():
+                    control.charge(asked.reply_address, MESSAGE_UNITS)
+                    self._inbox.put(_control_event(message, asked.reply_address))
+                case _:
+                    control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
+                    self._inbox.put(_control_event(message, asked.reply_address))
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
         if not isinstance(message, NotificationReceived):
@@ -212,7 +245,12 @@ class LeaseKeeper:
                 self._answer(reply_to, wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone))
             case lending.AnswerRelease(reply_to=reply_to, leases=leases):
                 self._answer(reply_to, wire.Released(leases=leases))
+            case lending.TellLeaving(reply_to=reply_to, grace_ns=grace_ns):
+                self._answer(reply_to, wire.Leaving(grace_ns=grace_ns))
+            case lending.AnswerLeave(reply_to=reply_to, leases=open_leases):
+                self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
+                self._sums.pop(lease, None)
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
@@ -223,7 +261,14 @@ class LeaseKeeper:
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
-    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer) -> None:
+    def _answer_sums(self, asked: wire.AskSums, reply_to: ReplyAddress) -> None:
+        lease = self._core.lent_as(asked.lease)
+        encoded = self._sums.get(lease) if lease is not None else None
+        answer = wire.sums_answer(asked, encoded) if encoded is not None else None
+        if answer is not None:
+            self._answer(reply_to, answer)
+
+    def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken | MeetReport) -> None:
         assert self._control is not None
         assert isinstance(reply_to, bytes)
         self._control.reply(reply_to, wire.encode_answer(answer))
@@ -242,8 +287,10 @@ def _command_event(command: LeaseCommand) -> Event:
             return lending.Withdrawn(lease=lease)
 
 
-def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
+def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -> Event:
     match message:
+        case Leave(grace_ns=grace_ns):
+            return lending.Leave(reply_to=reply_to, grace_ns=grace_ns)
         case wire.Hold():
             return lending.HoldAsked(
                 reply_to=reply_to,
@@ -252,6 +299,7 @@ def _control_event(message: wire.LeaseRequest, reply_to: ReplyAddress) -> Event:
                 ranks=message.ranks,
                 sent_ns=message.sent_ns,
                 leases=message.leases,
+                hears_leaving=message.hears_leaving,
             )
         case wire.Release():
             return lending.ReleaseAsked(

@@ -5,22 +5,37 @@ that does not exist, costs its sender an error reply and nothing else. A bug cos
 is logged, and the task goes on.
 
 Once the engine's workers cannot serve any more, every request is answered with the reason, so that decode engines give
-up at once.
+up at once. An engine that is to end is told so here, and goes on answering: what it lends can still be read
+(`connector/runtime/draining.py`).
+
+Files of keys that the scheduler process uses are looked at again from here, every few seconds: its other thread must
+not wait for a file system.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import trio
 
 from connector.ports.side_channel import Listener, SideChannel
+from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
+from connector.wire.administration import encode_report, is_drain
 from connector.wire.bounded import BadFrame
 from connector.wire.handshake import encode_error, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
+LOOK_AGAIN_SECONDS = 2.0
+
+ASKED_BY_A_TOOL = "nixl-actor drain"
+"""Why an engine drains that was asked to on its side channel."""
+
+ANSWER_UNITS, ERROR_UNITS = 2, 8
+BYTES_PER_UNIT = 8192
+"""What a request costs who sends it; see `Listener.charge`."""
 
 
 class HandshakeListener:
@@ -29,7 +44,10 @@ class HandshakeListener:
     Args:
         perf_counter: seconds, for the replies; see `encode_reply`.
         log_bad_frame: told why a request was refused.
+        log_cut_off: told of each connection that was ended: its address, and why.
         log_crash: writes a line with a traceback: which task, what it raised.
+        look_again: called every LOOK_AGAIN_SECONDS, in a thread that may wait; None: there is nothing to look at.
+        draining: begins when a tool asks for it. None: this engine cannot be asked to.
     """
 
     def __init__(
@@ -41,17 +59,26 @@ class HandshakeListener:
         payloads: Mapping[tuple[int, int], bytes],
         perf_counter: Callable[[], float],
         log_bad_frame: Callable[[str], None],
+        log_cut_off: Callable[[str, str], None],
         log_crash: Callable[[str, BaseException], None],
+        look_again: Callable[[], None] | None = None,
+        draining: EngineDraining | None = None,
     ) -> None:
+        self._look_again = look_again
         self._side_channel = side_channel
         self._listener: Listener = side_channel.listen(
-            host, port, frames_max=REQUEST_FRAMES_MAX, frame_bytes_max=REQUEST_FRAME_BYTES_MAX
+            host,
+            port,
+            frames_max=REQUEST_FRAMES_MAX,
+            frame_bytes_max=REQUEST_FRAME_BYTES_MAX,
+            on_cut_off=log_cut_off,
         )
         self._payloads = dict(payloads)
         self._refusal: bytes | None = None  # the reply to everything, once the engine has stopped serving
         self._perf_counter = perf_counter
         self._log_bad_frame = log_bad_frame
         self._log_crash = log_crash
+        self._draining = draining
         self._stop_requested = trio.Event()
 
     @property
@@ -63,10 +90,17 @@ class HandshakeListener:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "handshake listener", self._serve, self._log_crash)
+                if self._look_again is not None:
+                    look = partial(self._look_at_files, self._look_again)
+                    nursery.start_soon(keep_running, "look at files of keys", look, self._log_crash)
+                if self._draining is not None:
+                    nursery.start_soon(keep_running, "draining", self._draining.run, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            if self._draining is not None:
+                self._draining.close()
             self._side_channel.close()
 
     def stop(self) -> None:
@@ -76,25 +110,45 @@ class HandshakeListener:
         """From now on answer every request with an error that says why."""
         self._refusal = encode_error(reason)
 
-    def deliver(self, reason: str) -> None:
-        """The one command that comes from the scheduler's thread: `stop_serving`."""
-        self.stop_serving(reason)
+    def answer_with(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
+        """From now on say this of the ranks."""
+        self._payloads = dict(payloads)
+
+    def deliver(self, command: Callable[[HandshakeListener], None]) -> None:
+        """What the scheduler's thread wants done."""
+        command(self)
+
+    def drain(self, cause: str, grace_ns: int) -> None:
+        """Begin to drain, unless that has begun."""
+        assert self._draining is not None
+        self._draining.ask(cause, grace_ns)
+
+    async def _look_at_files(self, look_again: Callable[[], None]) -> None:
+        while True:
+            await trio.sleep(LOOK_AGAIN_SECONDS)
+            await trio.to_thread.run_sync(look_again, abandon_on_cancel=True)
 
     async def _serve(self) -> None:
         while True:
             asked = await self._listener.receive()
-            payload = self._refusal or self._answer(asked.frames_untrusted)
-            self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
+            error, payload = self._answer(asked.frames_untrusted)
+            units = ERROR_UNITS if error is not None else ANSWER_UNITS + len(payload) // BYTES_PER_UNIT
+            self._listener.charge(asked.reply_address, units, understood=error is None)
+            if error is not None:
+                self._log_bad_frame(error)
+            self._listener.reply(asked.reply_address, encode_reply(self._refusal or payload, self._perf_counter()))
 
-    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> bytes:
+    def _answer(self, frames_untrusted: tuple[bytes, ...]) -> tuple[str | None, bytes]:
+        """What is wrong with a request, if anything is, and the payload of the reply."""
+        if self._draining is not None and is_drain(frames_untrusted):
+            self._draining.ask(ASKED_BY_A_TOOL)
+            return None, encode_report(self._draining.report())
         try:
             wanted = parse_request(frames_untrusted)
         except BadFrame as error:
-            self._log_bad_frame(error.detail)
-            return encode_error(error.detail)
+            return error.detail, encode_error(error.detail)
         payload = self._payloads.get((wanted.pp_rank, wanted.tp_rank))
         if payload is None:
             detail = f"there is no rank (pp {wanted.pp_rank}, tp {wanted.tp_rank}) here"
-            self._log_bad_frame(detail)
-            return encode_error(detail)
-        return payload
+            return detail, encode_error(detail)
+        return None, payload

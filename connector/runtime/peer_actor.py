@@ -19,10 +19,11 @@ core, and runs it again. What it is told meanwhile waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
@@ -32,22 +33,28 @@ from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
     HandshakeFailureNoted,
+    MeetPeer,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
     ReceiveEnded,
     StartPull,
+    SumsFound,
     TrackLease,
 )
-from connector.runtime.block_tables import Resolved, resolve
+from connector.runtime.block_tables import Check, Resolved, checks, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
 from connector.runtime.reads import ReadOrder
+from connector.runtime.verification import KnownSums, SumsOfPeer, corrupt, difference, known_sums, stretches
+from connector.wire.bounded import DecodeFailed
+from connector.wire.control import decode_sums
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
 from statemachine.trace import Observer
 
@@ -103,7 +110,11 @@ class PeerActor:
             self.tell,
             on_connected=lambda: tell_roster(roster.Connected(key=key)),
             on_disconnected=lambda: tell_roster(roster.Disconnected(key=key)),
+            on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )
+        self._sums = SumsOfPeer(self._connections.ask_sums)
+        # READs whose bytes are here and that the engine thread sums, by ticket.
+        self._unverified: dict[int, core.ReadEnded] = {}
         # The event that the core is handling.
         self._in_hand: Event | None = None
         self._is_running = False
@@ -125,6 +136,7 @@ class PeerActor:
             core.Report: self._report,
             core.LiftQuarantine: self._lift_quarantine,
             core.NoteHandshakeFailure: self._note_handshake_failure,
+            core.NoteLeaving: self._note_leaving,
         }
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -200,6 +212,8 @@ class PeerActor:
             if advance:
                 self._say_who_waits()
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
+                if self._unverified:
+                    self._tell_what_nobody_wants()
                 self._hear_all()
         except Exception as error:
             self._crash = error
@@ -296,6 +310,8 @@ class PeerActor:
         match command:
             case AbortPull(request_id=request_id):
                 return core.AbortAsked(request_id=request_id)
+            case MeetPeer(peer=address):
+                return core.MeetAsked(address=address)
             case StartPull(awaited=False):
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
@@ -328,6 +344,8 @@ class PeerActor:
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self._context.clock.now_ns()))
+        if self._unverified:
+            self._tell_what_nobody_wants()
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
@@ -335,9 +353,43 @@ class PeerActor:
         self._connections.open(effect.address)
 
     def _resolve_blocks(self, effect: core.ResolveBlocks) -> None:
-        pull = self._pulls[effect.request_id]
+        if any(source.match is not None for source in self._connections[effect.connection].sources):
+            self._connections.spawn(self._resolve_when_sums_are_known, effect)
+        else:
+            self._resolve(effect, None)
+
+    async def _resolve_when_sums_are_known(self, effect: core.ResolveBlocks) -> None:
+        """Nothing is in flight yet: if P never answers, the deadline of the request ends it."""
+        pull = self._pulls.get(effect.request_id)
+        if pull is None or effect.connection not in self._connections:
+            return  # it ended before this task began
+        known = []
+        for source in self._connections[effect.connection].sources:
+            assert source.match is not None
+            encoded = await self._sums.fetch(
+                effect.connection,
+                source.rank,
+                pull.command.lease,
+                lambda: self._pulls.get(effect.request_id) is pull,
+            )
+            if encoded is None:
+                return
+            try:
+                known.append(known_sums(decode_sums(encoded), source.match))
+            except DecodeFailed as error:
+                self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
+                return
+        if self._pulls.get(effect.request_id) is pull and effect.connection in self._connections:
+            self._resolve(effect, known)
+
+    def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> None:
+        connection, pull = self._connections[effect.connection], self._pulls[effect.request_id]
         try:
-            resolved = resolve(self._connections[effect.connection].plan, pull.command)
+            resolved = resolve(connection.plan, pull.command)
+            if known is not None:
+                sampled = self._context.options.verify == "sampled"
+                found = checks(resolved, connection.sources, known, sampled=sampled)
+                resolved = msgspec.structs.replace(resolved, checks=found)
         except BlockIdError as error:
             failure = BadParams(field="remote_block_ids", expected="blocks that the engine has", found=str(error))
             self._feed(core.BlocksRejected(request_id=effect.request_id, failure=failure))
@@ -374,7 +426,39 @@ class PeerActor:
         if pull is not None and event is not None and ended.failure is None:
             pull.bytes = (pull.bytes or 0) + event.bytes
             pull.descriptors = (pull.descriptors or 0) + event.descriptors
-        self.tell(ended)
+        is_here = ended.failure is None and ended.was_wanted and self.core.wants(ended.request_id)
+        if pull is None or pull.resolved is None or not pull.resolved.checks or not is_here:
+            self.tell(ended)
+            return
+        check, lease = pull.resolved.checks[ended.read], pull.command.lease
+        ticket = self._context.sums.order(
+            stretches(check.compared.landed), lambda found: self._compare(ended, check, lease, found)
+        )
+        self._unverified[ticket] = ended
+
+    def _compare(self, ended: core.ReadEnded, check: Check, lease: LeaseName, found: SumsFound) -> None:
+        """The engine thread has summed what a READ has left."""
+        del self._unverified[found.ticket]
+        failure: Failure | None = None
+        if found.error is not None:
+            failure = ActorCrashed(actor="checksums", error=found.error)
+        elif (differs := difference(check.compared, found.sums, check.known, check.match)) is not None:
+            failure = corrupt(
+                differs,
+                peer=self.core.engine_id,
+                address=str(self.core.address),
+                lease=lease,
+                regions=check.regions,
+            )
+        self.tell(msgspec.structs.replace(ended, failure=failure))
+
+    def _tell_what_nobody_wants(self) -> None:
+        """READs of requests that have failed meanwhile are over, whatever they have left."""
+        for ticket, ended in list(self._unverified.items()):
+            if not self.core.wants(ended.request_id):
+                del self._unverified[ticket]
+                self._context.sums.withdraw(ticket)
+                self.tell(ended)
 
     def _tear_down(self, effect: core.TearDown) -> None:
         self._connections.take_back(effect.connection)
@@ -401,6 +485,7 @@ class PeerActor:
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         if effect.is_quarantined:
             pull.quarantined_ns = self._context.clock.now_ns()
+            self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -416,10 +501,15 @@ class PeerActor:
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)
+        self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.emit(HandshakeFailureNoted())
+
+    def _note_leaving(self, effect: core.NoteLeaving) -> None:
+        if self._context.event_log is not None:
+            self._context.event_log.leaves(self._describe(), effect.grace_ns / NS_PER_SECOND)
 
     # --- for people ---------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class Reads:
                 self._post(order)
             except Exception as error:
                 # A mistake here costs this one READ, whose request ends in quarantine.
-                self._log_crash("posting of a READ", error)
+                self._log_crash("turn of a READ", error)
 
     def _has_room_for(self, order: ReadOrder) -> bool:
         if len(self._ahead) < ORDERS_AHEAD_MIN:
@@ -218,6 +218,11 @@ class Reads:
             handle = self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
         except PortClosed as closed:
             self._end(order, None, "post_read", str(closed))
+            return
+        except Exception as error:
+            # A bug of the port, which raises before it has ordered anything.
+            self._log_crash("posting of a READ", error)
+            self._end(order, None, "post_read", f"internal error: {error!r}; please report it")
             return
         self._ahead[handle] = order.local_ids.size
         self._descriptors_ahead += order.local_ids.size

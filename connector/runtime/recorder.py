@@ -17,10 +17,9 @@ from connector.observe.flight_recorder import (
     NO_AMOUNTS,
     AmountsNow,
     FlightRecorder,
-    Step,
-    key_of,
     render,
 )
+from connector.observe.log import CrashCount, log_crash
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
@@ -38,8 +37,11 @@ _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
 class Recorder:
-    """See the module's docstring. Without `sink` no trace is written; without `figures` nothing is counted; without
-    `flight` the flight recorder has its usual size."""
+    """See the module's docstring. Its observers never raise.
+
+    Without `sink` no trace is written; without `figures` nothing is counted; without `flight` the flight recorder has
+    its usual size. `log_crash` writes a line with a traceback: what raised it, what it raised.
+    """
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Recorder:
         sink: TraceSink | None,
         figures: Figures | None = None,
         flight: FlightRecorder | None = None,
+        log_crash: Callable[[str, BaseException], None] = log_crash,
     ) -> None:
         self.engine_id = engine_id
         self.rank = rank
@@ -59,69 +62,77 @@ class Recorder:
         self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
+        self._crashes = CrashCount(log_crash)
         self._seq = 0
-        # With a sink: when each living machine instance entered its state; dropped in the record of its end.
-        self._entered_ns: dict[Hashable, int] = {}
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
         """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
         peer or a lease comes to."""
         keep, keep_bad_end, now_ns = self.flight.keep, self.flight.keep_bad_end, self.clock.now_ns
         write = self._write if self._sink is not None else None
-        count = self._figures.observer() if self._figures is not None else None
+        figures = self._figures
+        # When each living instance of this core entered its state, by its state's class and its subject.
+        entered_ns: dict[tuple[type, Hashable], int] = {}
 
-        def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
-            if count is not None:
-                count(machine, subject, before, event, after)
-            state = after.state  # type: ignore[attr-defined]
-            is_same = before is not None and before.state is state  # type: ignore[attr-defined]
-            if is_same and (write is None or before is after):
+        def observe(machine: str, subject: Hashable, before: Any, event: Event | None, after: Any) -> None:
+            if before is after:
                 return
-            known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS  # type: ignore[attr-defined]
-            step = (now_ns(), before, event, after, peer_id, known)
-            if not is_same:
-                if log is not None and machine in _LOGGED:
+            # What only looks on must not cost a request anything: a mistake ends here.
+            state = after.state
+            is_same = before is not None and before.state is state
+            at_ns, key = now_ns(), (state.__class__, subject)
+            since_ns = entered_ns.get(key, at_ns)
+            if state in _ENDS:
+                entered_ns.pop(key, None)
+            elif not is_same:
+                entered_ns[key] = at_ns
+            try:
+                if figures is not None:
+                    if is_same:
+                        figures.count_within(before, event)
+                    else:
+                        figures.count(before, event, after, at_ns - since_ns)
+            except Exception as error:
+                self._crashes.note("counting of transitions", error)
+            if is_same and write is None:
+                return
+            try:
+                known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
+                step = (at_ns, before, event, after, peer_id, known, since_ns)
+                if not is_same:
+                    keep(step)
+                    if state in BAD_ENDS:
+                        keep_bad_end(step)
+                if write is not None:
+                    write(step)
+                if log is not None and not is_same and machine in _LOGGED:
                     log(machine, subject, before, event, after)
-                keep(step)
-                if state in BAD_ENDS:
-                    keep_bad_end(step)
-            if write is not None:
-                write(step)
+            except Exception as error:
+                self._crashes.note("recording of transitions", error)
 
         return observe
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
-        step = Step._make(fields)
-        passed_ns = self.clock.now_ns() - step.at_ns
+        passed_ns = self.clock.now_ns() - fields[0]
         return render(
-            step,
+            fields,
             number=number,
             wall=self.clock.wall() - passed_ns / 1e9,
             engine_id=self.engine_id,
             rank=self.rank,
             role=self.role,
-            entered_ns=None,
         )
 
-    def _write(self, fields: tuple[int, object, Event | None, object, str | None, AmountsNow]) -> None:
+    def _write(self, fields: tuple[int, Any, Event | None, Any, str | None, AmountsNow, int]) -> None:
         assert self._sink is not None
-        step = Step._make(fields)
-        now_ns, before, after = step.at_ns, step.before, step.after
-        key = key_of(after, step.peer)
-        entered_ns = self._entered_ns.get(key, now_ns)
-        if after.state in _ENDS:
-            self._entered_ns.pop(key, None)
-        elif before is None or before.state is not after.state:
-            self._entered_ns[key] = now_ns
         record = render(
-            step,
+            fields,
             number=self._seq,
             wall=self.clock.wall(),
             engine_id=self.engine_id,
             rank=self.rank,
             role=self.role,
-            entered_ns=entered_ns,
         )
         self._sink.write(record)
         self._seq += 1

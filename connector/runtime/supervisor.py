@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND, Clock, to_ns
@@ -34,26 +35,33 @@ from connector.protocol import (
     LeaseGranted,
     LeaseWithdrawn,
     LocalPrefillsSeen,
+    MeetPeer,
     Outcome,
     PeerAddress,
     ReceiveEnded,
     RejectPull,
     StartPull,
+    SumsFound,
     TrackLease,
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
 from connector.runtime.inspector import Inspector
+from connector.runtime.introductions import Introductions
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
+from connector.runtime.verification import SumDesk
+from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
-from statemachine.failures import ConnectorStopped, Failure
+from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
+from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Retire, Stop
 from statemachine.roster import PeerKey, Roster
 
@@ -119,6 +127,17 @@ class Supervisor:
             control=control,
             hear_engine=hear_engine,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
+            meet=self._meet,
+        )
+        self._introductions = Introductions(
+            options=options,
+            own_engine_id=local.layout.engine_id,
+            side_channel=side_channel,
+            clock=clock,
+            meet=self.deliver,
+            is_connected=lambda key: key in self._peers and self._peers[key].is_connected,
+            say=lambda line: event_log.write("known peers", line) if event_log is not None else None,
+            log_crash=log_crash,
         )
         self._context = ActorContext(
             options=options,
@@ -133,11 +152,17 @@ class Supervisor:
             log_failure=log_failure,
             log_crash=log_crash,
             event_log=event_log,
+            sums=SumDesk(emit),
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
         self._idle_ns = to_ns(options.engine_ttl or FOREVER_SECONDS)
-        self._roster = Roster(members_max=options.peer_limit, idle_ns=self._idle_ns, member=self._peers.__getitem__)
+        self._roster = Roster(
+            members_max=options.peer_limit,
+            idle_ns=self._idle_ns,
+            quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
+            member=self._peers.__getitem__,
+        )
         self._stopped: ConnectorStopped | None = None
         self._inspector = Inspector(
             facts=facts,
@@ -148,6 +173,7 @@ class Supervisor:
             control=control,
             stopped=lambda: self._stopped.detail if self._stopped is not None else None,
         )
+        self._introduces = False
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -161,7 +187,9 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
-                nursery.start_soon(self._retire_idle)
+                if self._context.options.known_peers:
+                    self._introduce()
+                nursery.start_soon(keep_running, "retirement of idle peers", self._retire_idle, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 await self._wind_down()
@@ -207,12 +235,36 @@ class Supervisor:
     # --- routing ------------------------------------------------------------------------------------------------
 
     def deliver(self, command: Command) -> None:
-        """Trio thread: hand a command to the actor that it concerns."""
+        """Trio thread: hand a command to the actor that it concerns. Never raises."""
+        try:
+            self._hand_out(command)
+        except Exception as error:
+            self._log_crash("supervisor", error)
+            if isinstance(command, StartPull | RejectPull):
+                self._report_lost(command, error)
+
+    def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
+        """A mistake costs the request that it occurred with. Whether a READ of it has begun nobody knows. If nobody
+        waits for the request, or it is reported by somebody else as well, the engine thread does not tell it."""
+        failure = ActorCrashed(actor="supervisor", error=repr(error))
+        self._context.log_failure(f"request {command.request_id}", failure)
+        self._context.emit(
+            ReceiveEnded(
+                request_id=command.request_id,
+                failure=failure,
+                local_block_ids=command.local_block_ids,
+                quarantined=True,
+            )
+        )
+
+    def _hand_out(self, command: Command) -> None:
         match command:
             case StartPull(awaited=is_awaited):
                 self._ask(command, is_awaited=is_awaited)
             case TrackLease():
                 self._ask(command, is_awaited=False)
+            case MeetPeer():
+                self._ask_to_meet(command)
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):
@@ -223,6 +275,8 @@ class Supervisor:
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():
                 self._inspector.note_local_prefills(command)
+            case SumsFound():
+                self._context.sums.deliver(command)
 
     def _route_notification(self, event: NotificationReceived) -> None:
         self._lease_keeper.notify(event.sender, event.message_untrusted)
@@ -233,7 +287,7 @@ class Supervisor:
         peer = command.peer
         self._tell_roster(
             roster.Asked(
-                key=PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size)),
+                key=_key(peer),
                 place=str(peer),
                 request_id=command.request_id,
                 lease=command.lease,
@@ -243,7 +297,36 @@ class Supervisor:
             )
         )
 
+    def _introduce(self) -> None:
+        """Begin to meet engines before requests need them."""
+        assert self._nursery is not None
+        self._introduces = True
+        self._nursery.start_soon(keep_running, "introductions", self._introductions.run, self._log_crash)
+
+    def _meet(self, message: Meet) -> MeetReport:
+        if not self._introduces:
+            self._introduce()
+        return self._introductions.name(message.places)
+
+    def _ask_to_meet(self, command: MeetPeer) -> None:
+        peer = command.peer
+        self._tell_roster(
+            roster.Asked(
+                key=_key(peer),
+                place=str(peer),
+                request_id="",
+                lease=LeaseName("", 0),
+                is_awaited=False,
+                message=command,
+            )
+        )
+
     def _tell_roster(self, event: Event) -> None:
+        match event:
+            case roster.Connected(key=key):
+                self._introductions.note_connected(key)
+            case roster.Disconnected(key=key) | roster.Ended(key=key):
+                self._introductions.note_lost(key)
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -257,6 +340,11 @@ class Supervisor:
                     self._peers[key].tell(Retire())
                 case roster.Refuse():
                     self._refuse(effect)
+                case roster.LetGo(key=key, message=command):
+                    self._peers[key].put(msgspec.structs.replace(command, awaited=False))
+                case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
+                    if self._context.event_log is not None:
+                        self._context.event_log.quarantine(blocks, limit, is_full=is_full)
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None
@@ -304,3 +392,7 @@ class Supervisor:
             sleep_ns = idle_ns if deadline_ns is None else max(0, deadline_ns - now_ns)
             await trio.sleep(sleep_ns / NS_PER_SECOND)
             self._carry_out(self._roster.advance(clock.now_ns()))
+
+
+def _key(peer: PeerAddress) -> PeerKey:
+    return PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size))

@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from connector.cpu_affinity import leave_single_cpu
+from connector.observe.log import log_crash
 from connector.thread_mailbox import ThreadMailbox
 
 C = TypeVar("C")
@@ -44,7 +45,8 @@ class ActorThread(Generic[C]):
     Args:
         name: of the thread.
         make_main: called in the thread, inside the trio run; makes the main and the doors it uses.
-        on_error: called in the thread for an exception of `deliver`, and for the one that the thread dies of.
+        on_error: called in the thread with what it dies of. What `deliver` raises is a line in the log, and the thread
+            goes on.
         on_wake_up: called in the thread when it has woken up for commands, with the seconds since it was called.
     """
 
@@ -57,7 +59,9 @@ class ActorThread(Generic[C]):
     ) -> None:
         self._name = name
         self._make_main = make_main
-        self._mailbox: ThreadMailbox[C] = ThreadMailbox(self._deliver, on_error, on_wake_up)
+        self._mailbox: ThreadMailbox[C] = ThreadMailbox(
+            self._deliver, lambda error: log_crash(f"mailbox of {name}", error), on_wake_up
+        )
         self._on_error = on_error
         self._thread: threading.Thread | None = None
         self._token: trio.lowlevel.TrioToken | None = None

@@ -15,9 +15,10 @@ looked at any more, not even those that have all they need, and with nothing run
 So the first time that such a request asks, it is told to come again: vLLM then puts it at the head of the ordinary
 queue, which is served after those that hold blocks (`_failed`).
 
-kv_transfer_params comes from outside. A request whose parameters cannot be decoded is parked like any other, and the
-worker fails it: only on that path the client gets an error under the policy `fail`, and a recomputation under
-`recompute`.
+kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
+fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
+gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
+that they name.
 
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
@@ -30,7 +31,8 @@ the prompt, because a state of one token more is another state.
 Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are
 and what the lease on them is called. A client may repeat a request's id; the number of the lease is not repeated, by
 this process or by one that is started in its place. Once a worker says that it serves no more, nothing is lent: the
-answer names no blocks, so the decode engine computes the prompt itself, and the listener refuses handshakes.
+answer names no blocks, so the decode engine computes the prompt itself, and the listener refuses handshakes. An engine
+that is to end lends what it has accepted, and no more (`draining`).
 
 Read-back (`bidirectional_kv_xfer`). D keeps the blocks of a finished request as P does, for `decoder_kv_blocks_ttl`,
 and its answer names them. The next prompt of the conversation comes to P with these parameters: P reads what it has not
@@ -64,9 +66,10 @@ from vllm.v1.request import RequestStatus
 
 from connector import DISTRIBUTION
 from connector.actor_death import act_on
-from connector.clock import NS_PER_SECOND, Clock
+from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
+from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.log import FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
@@ -85,7 +88,9 @@ from connector.protocol import (
     StartPull,
     TrackLease,
 )
+from connector.runtime.draining import Lent
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
+from connector.scheduler.draining import SchedulerDraining
 from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
@@ -101,8 +106,9 @@ from connector.wire.params import (
     classify,
     names_source,
     parse_remote_prefill,
+    require_genuine,
 )
-from statemachine.failures import BadParams
+from statemachine.failures import BadParams, ParamsFailure
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -126,13 +132,13 @@ class WaitingPull:
     """A request of the decode side that is not scheduled yet.
 
     Attributes:
-        remote: what its kv_transfer_params say, or why they make no sense.
+        remote: what its kv_transfer_params say, or why nothing is done about them.
         tokens: to be loaded, counted from the start of the request, prefix hits included.
         at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
     """
 
-    remote: RemotePrefill | BadParams
+    remote: RemotePrefill | ParamsFailure
     tokens: int
     at_least: int
     heard_ns: int
@@ -144,6 +150,8 @@ class ConnectorScheduler:
     Args:
         clock: of this process.
         life: a fresh random name for this run of the engine: 32 hex digits, as of a version 4 UUID.
+
+    Raises OptionError for keys that cannot be used.
     """
 
     def __init__(
@@ -157,6 +165,10 @@ class ConnectorScheduler:
     ) -> None:
         parallel = vllm_config.parallel_config
         self._options = options
+        # What parameters are signed with; None: they are not.
+        self._key_file = params_key_file(options)
+        self._listener_access = listener_access(options)
+        self._workers_access = own_workers_access(options)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
@@ -191,6 +203,11 @@ class ConnectorScheduler:
         self._local_prefills = 0
         self._local_prefills_named: list[LocalPrefill] = []
         self._listener: ListenerThread | None = None
+        # After SIGTERM vLLM waits for so long, and then kills.
+        shutdown_seconds = min(vllm_config.shutdown_timeout, options.drain_grace_seconds)
+        self._draining = SchedulerDraining(clock, lambda: self._listener, grace_ns=to_ns(shutdown_seconds))
+        # Prefills that came while it drained or after it had stopped, and are not lent.
+        self._not_lent = 0
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
         _log.info(
@@ -203,6 +220,7 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
+        warn_of_insecurity(options, f"{self._host}:{self._port}")
         self._figures = EngineFigures()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
@@ -214,9 +232,10 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on. Of one
         that will be lent, note when it came."""
-        if self._will_lend(request):
+        if self._will_lend(request) and self._draining.accepts:
             self._heard_ns[request.request_id] = self._clock.now_ns()
         if _wants_remote_decode(request):
+            self._note_not_lent()
             self._leave_tokens_to_decode(request)
             pull = self._pull_back(request)
         else:
@@ -264,7 +283,7 @@ class ConnectorScheduler:
             self._skip_load(request_id, pull)
             if self._spans is not None:
                 self._spans.forget(request_id)
-        if self._stopped is None and self._will_lend(request) and request_id not in self._computing:
+        if self._begins_lease(request):
             lease = self._computing[request_id] = self._new_lease(request_id)
             now_ns = self._clock.now_ns()
             age_seconds = (now_ns - self._heard_ns.pop(request_id, now_ns)) / NS_PER_SECOND
@@ -295,7 +314,7 @@ class ConnectorScheduler:
             return False, None
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         lease = self._computing.pop(request_id, None)
-        keeps = any(block_ids) and self._stopped is None and (_wants_remote_decode(request) or self._has_room())
+        keeps = any(block_ids) and self._lends_at_its_end(request, is_accepted=lease is not None)
         if not completed or not keeps:
             if lease is not None:
                 self._commands.append(LeaseWithdrawn(lease=lease))
@@ -340,7 +359,12 @@ class ConnectorScheduler:
 
     def take_stats(self) -> EngineStats | None:
         """Figures since the last step; None: nothing has changed."""
-        return self._figures.take(len(self._waiting), len(self._computing))
+        return self._figures.take(len(self._waiting), len(self._computing), self._draining.show())
+
+    @property
+    def keeps_stepping(self) -> bool:
+        """Whether vLLM has to go on although it has nothing to do: an engine that is to end has not drained."""
+        return self._draining.keeps_stepping
 
     # --- side channel -------------------------------------------------------------------------------------------
 
@@ -352,8 +376,23 @@ class ConnectorScheduler:
                 raise TypeError(f"rank {rank} sent {type(payload).__name__}, expected HandshakeMetadata")
             ranks[rank] = payload
         if self._listener is None:
-            self._listener = ListenerThread(self._host, self._port, ranks, self._life, self._note_listener_death)
+            look_again = self._key_file.look_again if self._key_file is not None else None
+            self._listener = ListenerThread(
+                self._host,
+                self._port,
+                ranks,
+                self._life,
+                self._note_listener_death,
+                look_again=look_again,
+                access=self._listener_access,
+                workers_access=self._workers_access,
+                clock=self._clock,
+                grace_ns=to_ns(self._options.drain_grace_seconds),
+                lease_ns=to_ns(self._options.kv_lease_duration),
+                count=self._count_lent,
+            )
             self._listener.start()
+            self._draining.catch_sigterm()
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
             _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
 
@@ -361,6 +400,7 @@ class ConnectorScheduler:
         self._block_pool = block_pool
 
     def shutdown(self) -> None:
+        self._draining.forget_sigterm()
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.stop()
@@ -431,6 +471,7 @@ class ConnectorScheduler:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
             remote = parse_remote_prefill(params_untrusted)
+            self._require_genuine(remote, lends_back=False)
             self._check_fit(remote, request)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
@@ -447,6 +488,7 @@ class ConnectorScheduler:
             return None
         try:
             remote = parse_remote_prefill(params_untrusted)
+            self._require_genuine(remote, lends_back=True)
         except ParamsError as error:
             self._log_failure(f"request {request.request_id}, which is computed whole", error.failure)
             return None
@@ -465,6 +507,12 @@ class ConnectorScheduler:
         tokens = max(equal, default=0)
         # A clipped table or a state is that of all of their tokens.
         return tokens if self._keeps_everything or ours > tokens == theirs else 0
+
+    def _require_genuine(self, remote: RemotePrefill, *, lends_back: bool) -> None:
+        """Raise ParamsError for parameters that no engine of this fleet has given out."""
+        if self._key_file is not None:
+            allows_unsigned = self._options.allow_insecure_peers
+            require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""
@@ -507,13 +555,13 @@ class ConnectorScheduler:
     def _load(self, request: Request, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
         request_id, remote, tokens = request.request_id, pull.remote, pull.tokens
         tables: Sequence[Sequence[int]] = (
-            [()] * len(self._groups) if isinstance(remote, BadParams) else remote.block_ids
+            remote.block_ids if isinstance(remote, RemotePrefill) else [()] * len(self._groups)
         )
         groups = tuple(
             group.pull(blocks.blocks[group.group_id], table, tokens)
             for group, table in zip(self._groups, tables, strict=True)
         )
-        if isinstance(remote, BadParams):
+        if not isinstance(remote, RemotePrefill):
             local = [block_id for group in groups for block_id in group.local_block_ids]
             age_seconds = self._age_seconds(pull)
             return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
@@ -550,6 +598,32 @@ class ConnectorScheduler:
     def _age_seconds(self, pull: WaitingPull) -> float:
         return (self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND
 
+    def _begins_lease(self, request: Request) -> bool:
+        """Whether what is computed of it from now on is to be lent."""
+        if self._stopped is not None or request.request_id in self._computing or not self._will_lend(request):
+            return False
+        return self._draining.accepts or request.request_id in self._heard_ns
+
+    def _lends_at_its_end(self, request: Request, *, is_accepted: bool) -> bool:
+        """Whether the blocks of a request that has finished are lent. `is_accepted`: it was announced to be."""
+        if self._stopped is not None:
+            return False
+        if self._draining.accepts:
+            return _wants_remote_decode(request) or self._has_room()
+        return is_accepted and _wants_remote_decode(request) and self._draining.grants
+
+    def _note_not_lent(self) -> None:
+        """A prefill has come whose blocks will not be lent, if this is one."""
+        if self._stopped is None and self._draining.accepts:
+            return
+        self._not_lent += 1
+        self._figures.note_not_lent(catalogue.DRAINING_REASON if self._stopped is None else catalogue.STOPPED_REASON)
+
+    def _count_lent(self) -> Lent:
+        """In the listener's thread."""
+        accepted = len(self._heard_ns) + len(self._computing)
+        return Lent(lent=accepted + self._figures.leases_held, not_lent=self._not_lent)
+
     def _will_lend(self, request: Request) -> bool:
         """Whether its blocks are kept for another engine when it has finished."""
         return _wants_remote_decode(request) or (self._lends_back and bool(request.kv_transfer_params))
@@ -576,7 +650,13 @@ class ConnectorScheduler:
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
         blocks = sum(map(len, lent))
         self._commands.append(
-            LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=blocks, is_renewable=is_for_decode)
+            LeaseGranted(
+                lease=lease,
+                lease_seconds=lease_seconds,
+                blocks=blocks,
+                is_renewable=is_for_decode,
+                block_ids=tuple(lent) if self._options.verify != "off" else None,
+            )
         )
         self._figures.grant(request.request_id, blocks, tokens)
         return build_remote_prefill(
@@ -592,6 +672,7 @@ class ConnectorScheduler:
             lease_number=lease.number,
             expires_seconds=expires_seconds,
             prefix_digests=digests,
+            keys=self._key_file.keys if self._key_file is not None else None,
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 
 from connector.observe import catalogue
 from connector.observe.stats import EngineStats
+from statemachine.draining import State
 
 _QUEUED = catalogue.REQUESTS.key(catalogue.QUEUED)
 _COMPUTING, _HELD = catalogue.LEASES.key("computing"), catalogue.LEASES.key("held")
 _LENT_BLOCKS, _LENT_TOKENS = catalogue.LENT_BLOCKS.key(), catalogue.LENT_TOKENS.key()
 _QUARANTINED, _UP = catalogue.QUARANTINED_BLOCKS.key(), catalogue.UP.key()
+_DRAINING, _DRAINED = catalogue.DRAINING.key(), catalogue.DRAINED.key()
 _GRANTED_LEASES = catalogue.GRANTED_LEASES.key()
 _GRANTED_BLOCKS, _GRANTED_TOKENS = catalogue.GRANTED_BLOCKS.key(), catalogue.GRANTED_TOKENS.key()
 
@@ -40,7 +42,13 @@ class EngineFigures:
         self._is_up = True
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
-        self._queued_and_computing = (0, 0)
+        # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains.
+        self._shown = (0, 0, State.SERVING)
+
+    @property
+    def leases_held(self) -> int:
+        """Those whose blocks vLLM has not freed."""
+        return len(self._lent)
 
     def grant(self, request_id: str, blocks: int, tokens: int) -> None:
         """A lease begins."""
@@ -81,6 +89,11 @@ class EngineFigures:
         self._next.count(catalogue.LOCAL_PREFILLS.key(reason), 1)
         self._has_news = True
 
+    def note_not_lent(self, reason: str) -> None:
+        """A prefill has come that a decode engine was to read, and that it will not."""
+        self._next.count(catalogue.PREFILLS_NOT_LENT.key(reason), 1)
+        self._has_news = True
+
     def take_over(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
         """What ranks say of themselves; nothing of a rank: as before."""
         if by_rank:
@@ -92,21 +105,23 @@ class EngineFigures:
         self._is_up = False
         self._has_news = True
 
-    def take(self, queued: int, computing: int) -> EngineStats | None:
+    def take(self, queued: int, computing: int, draining: State = State.SERVING) -> EngineStats | None:
         """Figures since the last call; None: nothing has changed.
 
         Args:
             queued: requests that will load KV and are not scheduled yet.
             computing: of the leases that are not granted yet.
+            draining: whether this engine is to end.
         """
-        if not self._has_news and self._queued_and_computing == (queued, computing):
+        shown = (queued, computing, draining)
+        if not self._has_news and self._shown == shown:
             return None
-        self._has_news, self._queued_and_computing = False, (queued, computing)
+        self._has_news, self._shown = False, shown
         stats, self._next = self._next, EngineStats()
-        stats.set_gauges(self._gauges(queued, computing))
+        stats.set_gauges(self._gauges(*shown))
         return stats
 
-    def _gauges(self, queued: int, computing: int) -> dict[str, float]:
+    def _gauges(self, queued: int, computing: int, draining: State) -> dict[str, float]:
         gauges: dict[str, float] = {}
         for of_rank in self._by_rank.values():
             for key, value in of_rank.items():
@@ -119,4 +134,6 @@ class EngineFigures:
             _LENT_TOKENS: self._lent_tokens,
             _QUARANTINED: len(self._quarantined),
             _UP: int(self._is_up),
+            _DRAINING: int(draining is not State.SERVING),
+            _DRAINED: int(draining is State.DRAINED),
         }

@@ -1,17 +1,26 @@
-"""The listener's thread in the scheduler process: started when there is something to serve, joined at shutdown."""
+"""The listener's thread in the scheduler process: started when there is something to serve, joined at shutdown.
+
+What the engine's workers are told when it is to end goes out from here too (`connector/runtime/draining.py`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 
-from connector.observe.log import get_logger, root_cause
+import msgspec
+
+from connector.clock import Clock
+from connector.observe.log import RefusalLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
+from connector.ports.gate import ANYBODY, Access
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.runtime.draining import EngineDraining, Lent
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import HandshakeMetadata
 from connector.wire.handshake import encode_payload
+from statemachine.draining import Draining, State
 
 STOP_TIMEOUT_SECONDS = 5.0
 
@@ -23,6 +32,11 @@ class ListenerThread:
 
     Args:
         on_death: called in its thread, with the reason, when that ends without being asked to.
+        grace_ns, lease_ns: of the grace period when the engine is to end, and of a lease.
+        count: what the engine lends now. Called in its thread.
+        look_again: see `HandshakeListener`.
+        access: who is let in.
+        workers_access: what the engine's own workers let in.
     """
 
     def __init__(
@@ -32,16 +46,34 @@ class ListenerThread:
         ranks: Mapping[tuple[int, int], HandshakeMetadata],
         life: str,
         on_death: Callable[[str], None],
+        *,
+        clock: Clock,
+        grace_ns: int,
+        lease_ns: int,
+        count: Callable[[], Lent],
+        look_again: Callable[[], None] | None = None,
+        access: Access = ANYBODY,
+        workers_access: Access = ANYBODY,
     ) -> None:
+        self._access = access
+        self._workers_access = workers_access
         self._on_death = on_death
+        self._look_again = look_again
         self._host = host
         self._port = port
-        self._payloads = {
-            rank: encode_payload(metadata.compatibility_hash, metadata.agent_metadata, metadata.extension(life))
-            for rank, metadata in ranks.items()
-        }
+        self._ranks = dict(ranks)
+        self._life = life
+        self._clock = clock
+        self._grace_ns = grace_ns
+        self._count = count
         self._bad_frames = 0
-        self._thread: ActorThread[str] = ActorThread("kv-handshake-listener", self._make, self._log_error)
+        self._cut_off = 0
+        self.draining = Draining(lease_ns=lease_ns)
+        """Whether the engine is to end, and how far it has come. Replaced in the listener's thread."""
+        self._listener: HandshakeListener | None = None
+        self._thread: ActorThread[Callable[[HandshakeListener], None]] = ActorThread(
+            "kv-handshake-listener", self._make, self._log_error
+        )
 
     def start(self) -> None:
         """Bind and serve. Raises ThreadStartError when the address cannot be used."""
@@ -49,29 +81,73 @@ class ListenerThread:
 
     def stop_serving(self, reason: str) -> None:
         """From now on every handshake is refused, with this reason."""
-        self._thread.post(reason)
+        self._thread.post(lambda listener: listener.stop_serving(reason))
         self._thread.flush()
+
+    def drain(self, cause: str, grace_ns: int) -> None:
+        """Begin to drain, unless that has begun. May be called in a signal handler."""
+        self._thread.post(lambda listener: listener.drain(cause, grace_ns))
+        self._thread.flush()
+
+    @property
+    def is_dead(self) -> bool:
+        return self._thread.is_dead
 
     def stop(self) -> None:
         if not self._thread.stop(STOP_TIMEOUT_SECONDS):
             _log.error("the handshake listener did not stop within %g s", STOP_TIMEOUT_SECONDS)
 
     async def _make(self) -> HandshakeListener:
-        return HandshakeListener(
-            side_channel=ZmqSideChannel(),
+        self._listener = HandshakeListener(
+            side_channel=ZmqSideChannel(self._access, RefusalLog("side channel")),
             host=self._host,
             port=self._port,
-            payloads=self._payloads,
+            payloads=self._payloads(),
             perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
+            log_cut_off=self._log_cut_off,
             log_crash=log_actor_crash,
+            look_again=self._look_again,
+            draining=EngineDraining(
+                side_channel=ZmqSideChannel(self._workers_access),
+                workers=[(each.control_host, each.control_port, each.control_key) for each in self._ranks.values()],
+                clock=self._clock,
+                grace_ns=self._grace_ns,
+                lease_ns=self.draining.lease_ns,
+                count=self._count,
+                on_change=self._show_draining,
+                say=lambda line: _log.warning("%s", line),
+            ),
         )
+        return self._listener
+
+    def _show_draining(self, draining: Draining) -> None:
+        self.draining = draining
+        if self._listener is not None:
+            self._listener.answer_with(self._payloads())
+
+    def _payloads(self) -> dict[tuple[int, int], bytes]:
+        state = "" if self.draining.state is State.SERVING else self.draining.state.value
+        return {
+            rank: encode_payload(
+                metadata.compatibility_hash,
+                metadata.agent_metadata,
+                msgspec.structs.replace(metadata.extension(self._life), draining=state),
+            )
+            for rank, metadata in self._ranks.items()
+        }
 
     def _log_bad_frame(self, detail: str) -> None:
         """Powers of two only: a port scanner must not fill the log."""
         self._bad_frames += 1
         if self._bad_frames & (self._bad_frames - 1) == 0:
             _log.warning("side channel: refused a bad request (number %d): %s", self._bad_frames, detail)
+
+    def _log_cut_off(self, address: str, why: str) -> None:
+        """Powers of two only, for the same reason."""
+        self._cut_off += 1
+        if self._cut_off & (self._cut_off - 1) == 0:
+            _log.warning("side channel: ended a connection from %s (number %d): %s", address, self._cut_off, why)
 
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)

@@ -2,7 +2,10 @@
 
     D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
     D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
+    D -> P   AskSums    the checksums of a lease          -> Sums        a part of them; only to a P that makes them
+    P -> D   Leaving    P is to end, and keeps what it lends for so long; to those only whose Hold said `hears_leaving`
     tool     Inspect    show what lives                   -> Inspected   see `connector.wire.inspection`
+    own engine, tool    see `connector.wire.administration`
 
 One msgpack map in one frame each. Only durations cross: `Hold.sent_ns` is D's own clock, which P echoes and does not
 read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; who has more sends more
@@ -18,6 +21,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
 from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
@@ -30,6 +34,10 @@ RANKS_MAX = 1024
 MESSAGE_BYTES_MAX = 2 << 20
 """More than the largest message there is: 512 leases with an id and a reason of the longest kind, 4 bytes to a
 character."""
+
+SUMS_PART_BYTES = 1 << 20
+SUMS_PARTS_MAX = 256
+"""Enough for 33 million checksums: a prompt of a million tokens in blocks of 16, in 500 layers."""
 
 _NUMBER_MAX = 2**63 - 1
 _Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
@@ -73,6 +81,8 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """How many ranks of that engine deal with this P rank."""
     sent_ns: _Nanoseconds
     leases: tuple[LeaseName, ...]
+    hears_leaving: bool = False
+    """The sender understands Leaving, and wants to be told."""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)
@@ -117,11 +127,53 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
         _require_bounded(self.leases)
 
 
+class AskSums(msgspec.Struct, frozen=True, kw_only=True, tag="ask_sums"):
+    """D wants the checksums of the blocks of a lease, of which `part` is the next part. Not answered while P has none:
+    the lease has not been granted, or is over, which the answer to a hold says."""
+
+    lease: LeaseName
+    part: Annotated[int, Meta(ge=0, lt=SUMS_PARTS_MAX)]
+
+    def __post_init__(self) -> None:
+        _require_bounded([self.lease])
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True, tag="sums"):
+    """Part `part` of `parts` of what `encode_sums` made."""
+
+    lease: LeaseName
+    part: Annotated[int, Meta(ge=0, lt=SUMS_PARTS_MAX)]
+    parts: Annotated[int, Meta(ge=1, le=SUMS_PARTS_MAX)]
+    content: Annotated[bytes, Meta(max_length=SUMS_PART_BYTES)]
+
+    def __post_init__(self) -> None:
+        _require_bounded([self.lease])
+
+
+class LeaseSums(msgspec.Struct, frozen=True, kw_only=True):
+    """The checksums of a lease on one rank.
+
+    Attributes:
+        blocks: kernel blocks, by cache group: little-endian int32, one after another.
+        sums: region by region, as advertised, those of the blocks of its group, in their order: little-endian int64.
+    """
+
+    blocks: Annotated[tuple[bytes, ...], Meta(max_length=4096)]
+    sums: bytes
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """P is to end. It serves what it lends for `grace_ns` from when it said so, and then no more."""
+
+    grace_ns: _Nanoseconds
+
+
 LeaseRequest: TypeAlias = Hold | Release
-ControlRequest: TypeAlias = LeaseRequest | Inspect
-ControlAnswer: TypeAlias = HoldAnswer | Released
+ControlRequest: TypeAlias = LeaseRequest | AskSums | Inspect | Leave | Meet
+ControlAnswer: TypeAlias = HoldAnswer | Released | Sums | Leaving
 
 _encoder = msgspec.msgpack.Encoder()
+_sums_decoder = msgspec.msgpack.Decoder(LeaseSums)
 _request_decoder: msgspec.msgpack.Decoder[ControlRequest] = msgspec.msgpack.Decoder(ControlRequest)
 _answer_decoder: msgspec.msgpack.Decoder[ControlAnswer] = msgspec.msgpack.Decoder(ControlAnswer)
 
@@ -131,9 +183,32 @@ def encode_request(message: ControlRequest) -> tuple[bytes]:
     return (_encoder.encode(message),)
 
 
-def encode_answer(message: ControlAnswer) -> tuple[bytes]:
-    """The frames of a message from P to D."""
+def encode_answer(message: ControlAnswer | LeaveTaken | MeetReport) -> tuple[bytes]:
+    """The frames of a message from a worker."""
     return (_encoder.encode(message),)
+
+
+def encode_sums(sums: LeaseSums) -> bytes:
+    """What travels in parts."""
+    return _encoder.encode(sums)
+
+
+def parts_of_sums(encoded: bytes) -> int:
+    return max(1, -(-len(encoded) // SUMS_PART_BYTES))
+
+
+def sums_answer(asked: AskSums, encoded: bytes) -> Sums | None:
+    """The part that was asked for; None: there is no such part."""
+    parts = parts_of_sums(encoded)
+    if not asked.part < parts <= SUMS_PARTS_MAX:
+        return None
+    first = asked.part * SUMS_PART_BYTES
+    return Sums(lease=asked.lease, part=asked.part, parts=parts, content=encoded[first : first + SUMS_PART_BYTES])
+
+
+def decode_sums(encoded_untrusted: bytes) -> LeaseSums:
+    """All parts, joined. Raises DecodeFailed."""
+    return decode_msgpack(_sums_decoder, encoded_untrusted, bytes_max=SUMS_PART_BYTES * SUMS_PARTS_MAX)
 
 
 def gone_lease(lease: LeaseName, why: str) -> GoneLease:

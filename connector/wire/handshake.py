@@ -7,9 +7,10 @@
 
 The payload is decoded in two phases, so that engines of different versions get a clear answer instead of a decoding
 error: first the outer map, then the hash is compared, and only when it is equal the metadata inside. `actor` is this
-connector's own addition: facts about P that no client is believed on, and where P's control socket is. The built-in
-decoder ignores it, and its absence tells us that the peer is a built-in engine. A built-in D reads the error payload as
-a malformed one, which fails its handshake just as well.
+connector's own addition: facts about P that no client is believed on, where P's control socket is, and what its KV is
+(`identity`), which is compared instead of the hash where both state it. The built-in decoder ignores it, and its
+absence tells us that the peer is a built-in engine. A built-in D reads the error payload as a malformed one, which
+fails its handshake just as well.
 
 The listener's clock is for built-in peers, which measure the offset between the two clocks with it. We ignore it:
 nothing of ours compares the clocks of two processes.
@@ -18,7 +19,7 @@ nothing of ours compares the clocks of two processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -33,17 +34,22 @@ from connector.wire.bounded import (
     render_untrusted,
     shorten,
 )
+from connector.wire.identity import Difference, KvIdentity, differing_factors, differing_layers
 from connector.wire.metadata import METADATA_BYTES_MAX, AgentMetadata, decode_agent_metadata
 from statemachine.failures import Failure, HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
 
 GET_METADATA = b"get_meta_msg"
 REQUEST_BYTES_MAX = 64
+PUBLIC_KEY_PATTERN = r"\A[!-~]{40}\Z"
+"""A key of CURVE in its text form (Z85)."""
 LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
 EXTENSION_VERSION = 2
 RANK_MAX = 1023
 PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + (1 << 20)
 ERROR_LENGTH_MAX = 500
 """Longest error text sent or quoted, in characters."""
+OTHERS_NAMED_MAX = 5
+"""Fields that differ beside the first one."""
 
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, le=RANK_MAX)]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANK_MAX + 1)]
@@ -81,8 +87,18 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     control_host: Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
     control_port: Annotated[int, Meta(ge=1, le=65535)]
     """Where this rank's worker takes the messages of `connector.wire.control`."""
+    control_key: Annotated[str, Meta(pattern=PUBLIC_KEY_PATTERN)] | None = None
+    """The public key of that socket; None: it has none, and speaks without encryption."""
     inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
+    verify: Annotated[str, Meta(max_length=16)] = "off"
+    """Of which blocks it has checksums: the value of its option `verify`."""
+    identity: KvIdentity | None = None
+    """None: an older engine of ours, of which the hash says all."""
+    administration: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Version of `connector.wire.administration` that it understands; 0: it is never sent any of that."""
+    draining: Literal["", "draining", "drained"] = ""
+    """Whether P is to end, and how far it has come (`statemachine.draining`); for tools."""
 
     def __post_init__(self) -> None:
         # Holds where we make one, and msgspec turns it into a failed decode where a peer did.
@@ -180,12 +196,17 @@ def encode_reply(payload: bytes, clock_seconds: float) -> tuple[bytes, bytes]:
 
 
 def decode_reply(
-    frames_untrusted: Sequence[bytes], *, peer: str, address: str, expected_hash: str | None
+    frames_untrusted: Sequence[bytes],
+    *,
+    peer: str,
+    address: str,
+    expected_hash: str | None,
+    identity: KvIdentity | None = None,
 ) -> HandshakeReply:
     """Read a peer's reply. `peer` is the engine id that should answer at `address`.
 
-    `expected_hash` is our own compatibility hash, or None to skip the comparison (enforce_handshake_compat false).
-    Raises HandshakeError with HandshakeMalformed, HandshakeRefused, Incompatible or WrongEngine.
+    `expected_hash` is our own compatibility hash, or None to skip the comparison (enforce_handshake_compat false);
+    `identity` is our own. Raises HandshakeError with HandshakeMalformed, HandshakeRefused, Incompatible or WrongEngine.
     """
 
     def malformed(field: str, detail: str) -> HandshakeError:
@@ -202,7 +223,12 @@ def decode_reply(
         raise HandshakeError(HandshakeRefused(peer=peer, address=address, detail=detail))
     if payload.compatibility_hash is None or payload.agent_metadata_bytes is None:
         raise malformed("payload", "compatibility_hash or agent_metadata_bytes is missing")
-    if expected_hash is not None and payload.compatibility_hash != expected_hash:
+    theirs = payload.actor.identity if payload.actor is not None else None
+    if identity is not None and theirs is not None:
+        differing = incompatibilities(identity, theirs, enforce_factors=expected_hash is not None)
+        if differing:
+            raise HandshakeError(_differs(peer, address, differing))
+    elif expected_hash is not None and payload.compatibility_hash != expected_hash:
         raise HandshakeError(_hash_mismatch(peer, address, expected_hash, payload.compatibility_hash))
     try:
         metadata = decode_agent_metadata(payload.agent_metadata_bytes)
@@ -227,6 +253,27 @@ def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
         metadata=decode_agent_metadata(agent_metadata) if agent_metadata is not None else None,
         actor=payload.actor,
         error=shorten(payload.error, ERROR_LENGTH_MAX) if payload.error is not None else None,
+    )
+
+
+def incompatibilities(ours: KvIdentity, theirs: KvIdentity, *, enforce_factors: bool) -> list[Difference]:
+    """Why two engines cannot exchange KV as far as their identities go; empty: they can. The first is the plainest."""
+    factors = differing_factors(ours.factors, theirs.factors) if enforce_factors else []
+    return [*factors, *differing_layers(ours.layers, theirs.layers)]
+
+
+def _differs(peer: str, address: str, differing: Sequence[Difference]) -> Incompatible:
+    first = differing[0]
+    others = ", ".join(each.field for each in differing[1 : OTHERS_NAMED_MAX + 1])
+    unnamed = len(differing) - 1 - OTHERS_NAMED_MAX
+    also = f". Also differ: {others}" + (f" and {unnamed} more" if unnamed > 0 else "") if others else ""
+    return Incompatible(
+        peer=peer,
+        address=address,
+        field=first.field,
+        local=first.local,
+        remote=first.remote,
+        advice=first.advice + also,
     )
 
 

@@ -84,7 +84,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         versions: of this package, vLLM, NIXL, Python.
         options: those in force, as JSON values.
         environment: variables of UCX, NIXL and vLLM's side channel that are set in this process.
-        factors: what the compatibility hash is made of.
+        factors: those of `identity.KvIdentity`, without the model's configuration.
         devices: RDMA devices of this machine, as Linux lists them.
         addresses: IP addresses of this machine.
     """
@@ -138,6 +138,7 @@ class PeerRow(Row, frozen=True, kw_only=True):
         queued: requests that are announced and wait in vLLM's queue; `requests` have their blocks.
         holds: leases that are wanted of it, or owed a release.
         quarantined_blocks: that READs from it may still write into.
+        leaving_seconds: it is to end, and keeps what it lends for so long at most; None: it has not said so.
     """
 
     engine_id: str
@@ -158,6 +159,7 @@ class PeerRow(Row, frozen=True, kw_only=True):
     quarantined_requests: int
     quarantined_blocks: int
     unasked_seconds: float
+    leaving_seconds: float | None = None
 
 
 class RequestRow(Row, frozen=True, kw_only=True):

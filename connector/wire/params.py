@@ -5,8 +5,8 @@ P puts the dict that `build_remote_prefill` makes into its response, the router 
 type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
 what was found. Keys that are not listed here are ignored, because routers add their own.
 
-The keys and their meaning are those of the built-in connector. Two are ours, and ignored by a built-in engine, which
-does not send them: `lease_number` and `prefix_digests` (see `RemotePrefill`).
+The keys and their meaning are those of the built-in connector. Three are ours, and ignored by a built-in engine, which
+does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are the fields looked at one by one to find the culprit, so the common case stays cheap.
@@ -23,12 +23,14 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.bounded import HOST_LENGTH_MAX, HOST_PATTERN, IDENTIFIER_PATTERN, render_untrusted
-from statemachine.failures import BadParams
+from connector.wire.signatures import ParamsKeys
+from statemachine.failures import BadParams, ParamsFailure, ParamsForged
 
 LEASE_NUMBER_MAX = 2**63 - 1
 """Largest number of a lease. 0 is not a number in the parameters: it stands for their silence."""
 
 PREFIX_DIGESTS_MAX = 8
+SIGNATURE_LENGTH_MAX = 256
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 """All of which parameters have that name an engine to read from."""
 
@@ -49,8 +51,12 @@ class ParamLimits(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULT_LIMITS = ParamLimits()
 
 
-class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of one prefilled request lies. Checked for form only: P may still not know the request."""
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the KV of one prefilled request lies. Checked for form only: P may still not know the request.
+
+    Everything that the reader acts on is here, because these fields are what is signed: their names, their order and
+    their defaults are part of the wire.
+    """
 
     engine_id: str
     request_id: str
@@ -69,6 +75,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """Tells apart leases of requests with the same id on P; None when P is a built-in one."""
     prefix_digests: tuple[tuple[int, str], ...] = ()
     """From D, for P: numbers of tokens that the blocks hold, and a digest of so many."""
+    signature: str | None = None
+    """Of all the others; see `require_genuine`."""
 
 
 class ParamsKind(enum.Enum):
@@ -82,9 +90,9 @@ class ParamsKind(enum.Enum):
 
 
 class ParamsError(ValueError):
-    """`kv_transfer_params` is malformed; `failure` says which field, what was expected and what was found."""
+    """`kv_transfer_params` is malformed or not genuine; `failure` says what is wrong with it."""
 
-    def __init__(self, failure: BadParams) -> None:
+    def __init__(self, failure: ParamsFailure) -> None:
         super().__init__(str(failure))
         self.failure = failure
 
@@ -140,7 +148,26 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
         num_tokens=wire.remote_num_tokens,
         lease_number=wire.lease_number,
         prefix_digests=wire.prefix_digests,
+        signature=wire.signature,
     )
+
+
+def require_genuine(
+    remote: RemotePrefill, keys: ParamsKeys, *, lends_back: bool, allows_unsigned: bool = False
+) -> None:
+    """Raise ParamsError (ParamsForged) unless an engine with one of these keys has given these parameters out.
+
+    `lends_back`: in which direction they are used; those of D, for P, are no parameters of P, for D.
+    """
+    if remote.signature is None:
+        if allows_unsigned:
+            return
+        fault: str | None = "it is not signed"
+    else:
+        unsigned = msgspec.structs.replace(remote, signature=None)
+        fault = keys.find_fault(remote.signature, unsigned, lends_back=lends_back)
+    if fault is not None:
+        raise ParamsError(ParamsForged(why=fault))
 
 
 def build_remote_prefill(
@@ -157,6 +184,7 @@ def build_remote_prefill(
     pp_size: int = 1,
     expires_seconds: float | None = None,
     prefix_digests: Sequence[tuple[int, str]] = (),
+    keys: ParamsKeys | None = None,
 ) -> dict[str, Any]:
     """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
 
@@ -164,8 +192,27 @@ def build_remote_prefill(
     the conversation; it is the end of the lease by the clock that the listener tells (`time.perf_counter`), in seconds.
     Only a built-in P takes it from there; ours asks. For a D it has to be None: a built-in one takes it for the end of
     a lease that nobody renews.
+
+    `keys`: to sign with; None: not signed.
     """
     lends_back = expires_seconds is not None
+    digests = tuple(prefix_digests) if lends_back else ()
+    signature: str | None = None
+    if keys is not None:
+        remote = RemotePrefill(
+            engine_id=engine_id,
+            request_id=request_id,
+            host=host,
+            port=port,
+            block_ids=tuple(map(tuple, block_ids)),
+            tp_size=tp_size,
+            dcp_size=dcp_size,
+            pp_size=pp_size,
+            num_tokens=num_tokens,
+            lease_number=lease_number,
+            prefix_digests=digests,
+        )
+        signature = keys.sign(remote, lends_back=lends_back)
     return {
         "do_remote_prefill": not lends_back,
         "do_remote_decode": lends_back,
@@ -181,7 +228,8 @@ def build_remote_prefill(
         "remote_blocks_expiry_time": expires_seconds,
         "transfer_mode": "pull",
         "lease_number": lease_number,
-        **({"prefix_digests": [list(each) for each in prefix_digests]} if lends_back else {}),
+        **({"prefix_digests": [list(each) for each in digests]} if lends_back else {}),
+        **({"signature": signature} if signature is not None else {}),
     }
 
 
@@ -244,6 +292,12 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
             Annotated[tuple[tuple[length, digest], ...], Meta(max_length=PREFIX_DIGESTS_MAX)],
             f"at most {PREFIX_DIGESTS_MAX} pairs of a number of tokens and a digest",
             (),
+        ),
+        _WireField(
+            "signature",
+            Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,
+            f"a text of at most {SIGNATURE_LENGTH_MAX} characters, or null",
+            None,
         ),
     )
 

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
@@ -21,8 +23,20 @@ from vllm.utils.network_utils import get_ip
 from connector.actor_death import act_on
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
+from connector.key_files import channel_access
+from connector.layout.geometry import RankLayout
+from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
-from connector.observe.log import EventLog, FailureLog, distribution_version, get_logger, log_crash, root_cause
+from connector.observe.log import (
+    CrashCount,
+    EventLog,
+    FailureLog,
+    RefusalLog,
+    distribution_version,
+    get_logger,
+    log_crash,
+    root_cause,
+)
 from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
@@ -30,15 +44,17 @@ from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
 from connector.runtime.thread import ActorThread, ThreadStartError
+from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import MESSAGE_BYTES_MAX, encode_sums
 from connector.wire.metadata import encode_agent_metadata
+from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -49,6 +65,7 @@ from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
+from statemachine.failures import ConnectionCutOff, Failure
 from statemachine.trace import TraceSink
 
 if TYPE_CHECKING:
@@ -70,12 +87,16 @@ _log = get_logger()
 
 
 class ConnectorWorker:
-    """See the module's docstring. Every method is called from the engine thread."""
+    """See the module's docstring. Every method is called from the engine thread.
+
+    Raises OptionError for keys that cannot be used.
+    """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
+        self._access = channel_access(options)
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._rank_number = 0
@@ -88,10 +109,14 @@ class ConnectorWorker:
         self._pull_timer = PullTimer() if makes_spans(vllm_config) else None
         self._staging: HostStaging | None = None
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
+        # With the option verify.
+        self._block_sums: BlockSums | None = None
+        self._layout: RankLayout | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
-        self._figures = Figures(self._clock)
+        self._figures = Figures()
+        self._crashes = CrashCount()
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
@@ -125,6 +150,8 @@ class ConnectorWorker:
             and current_platform.is_rocm()
             and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
         )
+        if self._options.verify != "off":
+            self._block_sums, self._layout = BlockSums(registered.values()), layout
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -211,8 +238,8 @@ class ConnectorWorker:
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
-        side_channel = ZmqSideChannel()
-        control_host, control = _open_control_socket(side_channel)
+        side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
+        control_host, control = _open_control_socket(side_channel, log_failure)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
@@ -223,6 +250,9 @@ class ConnectorWorker:
             pp_rank=layout.pp_rank,
             control_host=control_host,
             control_port=control.port,
+            control_key=side_channel.public_key,
+            identity=registration.identity,
+            verify=self._options.verify,
         )
         return Supervisor(
             options=self._options,
@@ -292,8 +322,32 @@ class ConnectorWorker:
             if thread.is_dead:
                 self.ledger.refuse(command)
             else:
-                thread.post(command)
+                thread.post(self._with_sums(command))
         self._switch_interval.shorten(self.ledger.is_open)
+        thread.flush()
+
+    def _with_sums(self, command: Command) -> Command:
+        """A grant with the checksums of what is lent: nobody can read it before. Without them nobody verifies it."""
+        if not isinstance(command, LeaseGranted) or command.block_ids is None or self._block_sums is None:
+            return command
+        assert self._layout is not None
+        blocks = lent_blocks(self._layout, command.block_ids, sampled=self._options.verify == "sampled")
+        try:
+            sums = lease_sums(blocks, self._block_sums.of(stretches(lent_runs(self._layout, blocks))))
+        except RuntimeError as error:
+            log_crash("checksums", error)
+            return command
+        return msgspec.structs.replace(command, block_ids=None, sums=encode_sums(sums))
+
+    def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command]) -> None:
+        """Of what READs have left, for the actors that compare."""
+        assert self._block_sums is not None
+        for each in wanted:
+            try:
+                found = SumsFound(ticket=each.ticket, sums=self._block_sums.of(each.stretches))
+            except RuntimeError as error:
+                found = SumsFound(ticket=each.ticket, sums=np.empty(0, np.int64), error=repr(error))
+            thread.post(found)
         thread.flush()
 
     def _end_sends(self, commands: Sequence[Command]) -> None:
@@ -314,6 +368,8 @@ class ConnectorWorker:
             self.ledger.fail_closed(self._thread.death)
             self._figures.clear()
         results = self.ledger.take_results()
+        if (wanted := self.ledger.take_sums_wanted()) and self._thread is not None:
+            self._find_sums(wanted, self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
         if self._pull_timer is not None:
@@ -322,16 +378,20 @@ class ConnectorWorker:
         return results
 
     def take_stats(self) -> ConnectorStats | None:
-        """Figures since the last call, or None when nothing happened."""
-        stats, taken = self.ledger.take_stats(), self._figures.take()
-        if taken is None:
+        """Figures since the last call, or None when nothing happened. Never raises: a figure is not worth a step."""
+        try:
+            stats, taken = self.ledger.take_stats(), self._figures.take()
+            if taken is None:
+                return stats
+            stats = stats or ConnectorStats()
+            for key, count in taken.counts.items():
+                stats.count(key, count)
+            for key, values in taken.samples.items():
+                stats.sample(key, *values)
             return stats
-        stats = stats or ConnectorStats()
-        for key, count in taken.counts.items():
-            stats.count(key, count)
-        for key, values in taken.samples.items():
-            stats.sample(key, *values)
-        return stats
+        except Exception as error:
+            self._crashes.note("figures of a step", error)
+            return None
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler process, if there are any."""
@@ -340,22 +400,28 @@ class ConnectorWorker:
         if thread is None:
             return report
         late = self._late
-        if thread.is_called or late is not _NOT_LATE:
-            self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
-        if (found := self._figures.take_gauges()) is None and self._late == late:
-            return report
-        gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
-        if gauges == self._gauges:
-            return report
-        self._gauges = gauges
-        report = report or WorkerReport()
-        report.gauges[self._rank_number] = gauges
+        try:
+            if thread.is_called or late is not _NOT_LATE:
+                self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
+            if (found := self._figures.take_gauges()) is None and self._late == late:
+                return report
+            gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
+            if gauges == self._gauges:
+                return report
+            self._gauges = gauges
+            report = report or WorkerReport()
+            report.gauges[self._rank_number] = gauges
+        except Exception as error:  # what the report says of requests and blocks is told all the same
+            self._crashes.note("gauges of a step", error)
         return report
 
     def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
-        for request_id in finished:
-            if (times := timer.take(request_id)) is not None:
-                self.ledger.note_pull(times)
+        try:
+            for request_id in finished:
+                if (times := timer.take(request_id)) is not None:
+                    self.ledger.note_pull(times)
+        except Exception as error:
+            self._crashes.note("times of a request", error)
 
 
 def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
@@ -365,15 +431,27 @@ def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
     return (messages, late_by) if late_by else _NOT_LATE
 
 
-def _open_control_socket(side_channel: SideChannel) -> tuple[str, Listener]:
+def _open_control_socket(
+    side_channel: SideChannel, log_failure: Callable[[str, Failure], None]
+) -> tuple[str, Listener]:
     """Where this worker's control socket listens, as peers are told, and the socket. Raises SideChannelError."""
+
+    def listen(host: str) -> Listener:
+        return side_channel.listen(
+            host,
+            0,
+            frames_max=2,
+            frame_bytes_max=MESSAGE_BYTES_MAX,
+            on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
+        )
+
     host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     try:
-        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        return host, listen(host)
     except SideChannelError:
         # The variable is the scheduler process's; a worker on another node has no such address.
         host = get_ip()
-        return host, side_channel.listen(host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        return host, listen(host)
 
 
 def _make_device_current(device_id: int) -> None:

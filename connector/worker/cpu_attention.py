@@ -7,6 +7,8 @@ computes with. All known ones are lanes (`Component.bytes_per_lane`):
 * amx: K is a single lane, of tiles of 16 tokens; V has a lane for each 16 elements, of tiles of 2 tokens. What a tile
   does with the tokens in it does not matter, because blocks of whole tiles are all that this instruction set accepts.
 
+Which of these a layer has is told to peers (`element_order`): blocks in another order are refused in the handshake.
+
 The metadata builder writes the instruction set into the layer before any cache is registered. Of one that is not in the
 table blocks can be exchanged as they are, but only with an engine whose blocks are of the same size.
 """
@@ -41,6 +43,16 @@ def as_stored(
         if layer.get_attn_backend().get_name() == CPU_ATTENTION
     }
     return {**shapes, **in_order}
+
+
+def element_order(layer: AttentionLayerBase) -> str:
+    """How K and V of a head lie in a block: texts that are equal for equal orders; empty: as the shape says."""
+    if layer.get_attn_backend().get_name() != CPU_ATTENTION:
+        return ""
+    instruction_set = str(getattr(layer, "isa", ""))
+    # Instruction sets with the same lanes keep K and V in the same order.
+    lanes = _LANES.get(instruction_set)
+    return next((name for name, each in _LANES.items() if each == lanes), instruction_set)
 
 
 def _as_stored(shape: LayerShape, spec: KVCacheSpec, instruction_set: str) -> LayerShape:

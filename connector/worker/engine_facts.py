@@ -16,8 +16,8 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from connector.config import ConnectorOptions
+from connector.wire.identity import CONFIG
 from connector.wire.inspection import LIST_LENGTH_MAX, EngineFacts, text, texts
-from connector.worker.compatibility_hash import compatibility_factors
 from connector.worker.registration import Registration
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def engine_facts(
     """`control`: where this worker's control socket listens."""
     layout, transfer = registration.layout, vllm_config.kv_transfer_config
     port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
-    factors = compatibility_factors(vllm_config, layout.attention_backend)
+    identity = registration.identity
+    assert identity is not None
     return EngineFacts(
         role=text(transfer.kv_role),
         model=text(vllm_config.model_config.model),
@@ -55,7 +56,8 @@ def engine_facts(
             {name: msgspec.json.encode(value).decode() for name, value in msgspec.to_builtins(options).items()}
         ),
         environment=texts({name: value for name, value in os.environ.items() if name.startswith(SHOWN_VARIABLES)}),
-        factors=texts(factors),
+        # Of the model's configuration peers and tools are told in the handshake.
+        factors=texts({name: value for name, value in identity.factors.items() if not name.startswith(CONFIG)}),
         backends=tuple(text(backend) for backend in options.backends[:LIST_LENGTH_MAX]),
         devices=tuple(text(device) for device in _rdma_devices()[:LIST_LENGTH_MAX]),
         addresses=(text(get_ip()),),

@@ -21,7 +21,7 @@ from collections import deque
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
-from connector.observe.log import root_cause
+from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
@@ -33,6 +33,7 @@ from connector.protocol import (
     RejectPull,
     SendEnded,
     StartPull,
+    SumsWanted,
     TrackLease,
     WorkerStopped,
 )
@@ -58,11 +59,13 @@ class TransferLedger:
         self._lease_ns = to_ns(lease_seconds)
         self._outcomes: deque[Outcome] = deque()
         self._stats = ConnectorStats()
+        self._crashes = CrashCount()
         self._report = WorkerReport()
         # Whether outcomes have come since the last `take_stats`, and whether the report says anything.
         self._has_figures = False
         self._has_news = False
         self._loaded: list[Loaded] = []
+        self._sums_wanted: list[SumsWanted] = []
         # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
@@ -132,7 +135,13 @@ class TransferLedger:
             outcome = self._outcomes.popleft()
             if self._is_repeated(outcome):
                 continue
-            self._stats.add(outcome)
+            if isinstance(outcome, SumsWanted):
+                self._sums_wanted.append(outcome)
+                continue
+            try:
+                self._stats.add(outcome)
+            except Exception as error:  # a figure is not worth a request
+                self._crashes.note("counting of outcomes", error)
             self._has_figures = True
             match outcome:
                 case ReceiveEnded():
@@ -153,6 +162,11 @@ class TransferLedger:
         """Those whose READs have ended, as `take_results` found. Each is told to vLLM when it has been finished."""
         loaded, self._loaded = self._loaded, []
         return loaded
+
+    def take_sums_wanted(self) -> list[SumsWanted]:
+        """What is to be summed, as `take_results` found."""
+        wanted, self._sums_wanted = self._sums_wanted, []
+        return wanted
 
     def note_pull(self, times: PullTimes) -> None:
         """For the spans that the scheduler process makes."""

@@ -3,9 +3,10 @@
 `register_kv_caches` hands us one tensor view per layer; usually all of them share one allocation. From them and the
 engine's configuration `derive_registration` makes four things: what each layer caches in the whole model
 (`families`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
-what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and the compatibility
-hash. A built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their
-names and the granularity follow the built-in connector of the same vLLM version:
+what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and what tells engines
+that can exchange KV from those that cannot (`compatibility_hash`, `kv_identity`). A built-in D has to accept the result
+and a built-in P has to look the same to us, so the order of regions, their names and the granularity follow the
+built-in connector of the same vLLM version:
 
 * regions are in natural order of layer names (layers.2 before layers.10), but with ring buffers in vLLM's own order;
 * blocks are kernel blocks: when the attention backend cannot work with the configured block size, vLLM splits each
@@ -45,6 +46,7 @@ from connector.wire.metadata import AgentMetadata
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored
+from connector.worker.kv_identity import kv_identity
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 
 
@@ -147,6 +149,7 @@ def derive_registration(
         shapes=shapes,
         ranges=_ranges([kv_caches[layer] for layer in layers]),
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
+        identity=kv_identity(vllm_config, backend_name, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),
         permute=_permute(vllm_config, layout.memory_kind),
     )
     _require_complete_metadata(registration)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import trio
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions
+from connector.key_files import channel_access, listener_access
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
@@ -38,6 +39,8 @@ from connector.protocol import (
     ReceiveEnded,
     SendEnded,
     StartPull,
+    SumsFound,
+    SumsWanted,
     TrackLease,
 )
 from connector.runtime.listener import HandshakeListener
@@ -45,12 +48,15 @@ from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
+from tests.rig import sums
 from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
+from tests.rig.sums import with_sums
 
 LAYERS = 3
 BLOCKS = 64
@@ -106,8 +112,13 @@ class Outcomes(list[Outcome]):
     """What the engine thread was told. `breaks_on` is an outcome kind on which telling it raises, once."""
 
     breaks_on: type[Outcome] | None = None
+    deliver: Callable[[SumsFound], None]
+    """To the actors, which the engine thread does later."""
 
     def tell(self, outcome: Outcome) -> None:
+        if isinstance(outcome, SumsWanted):
+            trio.lowlevel.current_trio_token().run_sync_soon(lambda: self.deliver(sums.found(outcome)))
+            return
         if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
             self.breaks_on = None
             raise RuntimeError("injected")
@@ -158,6 +169,9 @@ class Engine:
     outcomes: Outcomes
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
+    refused: list[str]
+    """Why its sockets have not let somebody in."""
+    control_key: str | None = None
     stages: int = 1
     """Of the engine."""
     life: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -187,9 +201,12 @@ class Engine:
             self.local.layout,
             self.port.agent_metadata,
             compatibility_hash=self.local.compatibility_hash,
+            identity=self.local.identity,
+            verify=self.options.verify,
             life=self.life,
             control_host=HOST,
             control_port=self.control.port,
+            control_key=self.control_key,
             stages=self.stages,
         )
 
@@ -212,11 +229,12 @@ class Engine:
 
     # --- as the scheduler would ---------------------------------------------------------------------------------
 
-    def lend(self, request_id: str) -> None:
-        """Finish a prefill."""
+    def lend(self, request_id: str, blocks: Sequence[int] = range(BLOCKS)) -> None:
+        """Finish a prefill. `blocks`: those that have checksums, if any have."""
         lease = lease_of(request_id)
         self.supervisor.deliver(LeaseComputing(lease=lease))
-        self.supervisor.deliver(LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1))
+        granted = LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1)
+        self.supervisor.deliver(with_sums(granted, self.local.layout, [list(blocks)], self.options.verify))
 
     def borrow(
         self,
@@ -294,6 +312,7 @@ async def parallel_engine(
     port: int = 0,
     life: str | None = None,
     compatibility_hash: str = HASH,
+    identity: KvIdentity | None = None,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
@@ -318,6 +337,7 @@ async def parallel_engine(
             compatibility_hash,
             tokens,
             layout_name,
+            identity=identity,
             permute=permute,
             clock=clock or BootClock(),
             descriptors_ahead_max=descriptors_ahead_max,
@@ -333,12 +353,13 @@ async def parallel_engine(
                 await nursery.start(each.supervisor.run)
             if serves:
                 ranks[0].listener = HandshakeListener(
-                    side_channel=ZmqSideChannel(),
+                    side_channel=ZmqSideChannel(listener_access(ranks[0].options), ranks[0].refused.append),
                     host=HOST,
                     port=port,
                     payloads={each.local.layout.rank: each.payload() for each in ranks},
                     perf_counter=time.perf_counter,
                     log_bad_frame=lambda detail: None,
+                    log_cut_off=lambda address, why: None,
                     log_crash=lambda name, error: ranks[0].crashes.append((name, error)),
                 )
                 await nursery.start(ranks[0].listener.run)
@@ -365,6 +386,7 @@ def _rank(
     tokens: int,
     layout_name: str,
     *,
+    identity: KvIdentity | None,
     permute: Permute,
     clock: Clock,
     descriptors_ahead_max: int,
@@ -383,11 +405,14 @@ def _rank(
         tp_size=tp_size,
         layout_name=layout_name,
     )
-    local = LocalRank(layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, permute=permute)
+    local = LocalRank(
+        layout=layout, shapes=shapes, compatibility_hash=compatibility_hash, identity=identity, permute=permute
+    )
     port = HeardPort.open(uuid.uuid4().hex, [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert isinstance(port, HeardPort)
     port.clock = clock
-    side_channel = ZmqSideChannel()
+    refused: list[str] = []
+    side_channel = ZmqSideChannel(channel_access(options), refused.append)
     control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
     trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
@@ -409,8 +434,22 @@ def _rank(
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
         descriptors_ahead_max=descriptors_ahead_max,
     )
+    outcomes.deliver = supervisor.deliver
     return Engine(
-        engine_id, options, local, memory, supervisor, port, control, clock, trace, outcomes, failures, crashes
+        engine_id,
+        options,
+        local,
+        memory,
+        supervisor,
+        port,
+        control,
+        clock,
+        trace,
+        outcomes,
+        failures,
+        crashes,
+        refused,
+        control_key=side_channel.public_key,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import trio
@@ -12,6 +13,7 @@ from connector.ports.nixl import PortBroken
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease
 from connector.runtime import peer_actor
+from connector.wire.identity import KvIdentity, LayerIdentity
 from statemachine.failures import BadParams, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
@@ -118,6 +120,46 @@ def test_other_model_is_refused_by_its_hash() -> None:
             p.lend("remote-a")
             d.pull("a", p, [1], [1])
             assert (await failure_of(d, "a")).kind == "Incompatible"
+
+    run(test)
+
+
+def identity(weights: str = "w", *, model: str = "m", **of_layer: Any) -> KvIdentity:
+    layer = LayerIdentity(**({"dtype": "fp8", "order": "vec", "k_scales": (0.5,)} | of_layer))
+    return KvIdentity(factors={"model": model, "weights": weights}, layers={"layer": layer})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (identity("others"), "weights is others there and w here"),
+        (identity(dtype="fp8_e5m2"), "KV cache dtype of layer is fp8_e5m2 there and fp8 here"),
+        (identity(k_scales=(0.25,)), "k_scale of layer is 0.25 there and 0.5 here"),
+        (identity(order="amx"), "order of elements in a block of layer is amx there and vec here"),
+    ],
+)
+def test_one_factor_that_differs_is_named_with_both_values(theirs: KvIdentity, said: str) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True, identity=theirs) as p, engine("d", identity=identity()) as d:
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
+            failure = await failure_of(d, "a")
+            assert failure.kind == "Incompatible"
+            assert said in str(failure)
+            assert d.counts().remote_agents == d.counts().descriptor_lists == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(identity(), None), (None, identity()), (identity(model="/here"), identity(model="/elsewhere"))],
+    ids=["an older P", "an older D", "the same weights at another path"],
+)
+def test_engines_that_tell_each_other_enough_are_served(ours: KvIdentity | None, theirs: KvIdentity | None) -> None:
+    async def test() -> None:
+        async with engine("p", serves=True, identity=theirs) as p, engine("d", identity=ours) as d:
+            await reads(d, p, "a")
 
     run(test)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.log import get_logger
 from connector.protocol import QuarantineLifted
-from tests.actors.engines import Engine, engine, lend_by_all, until
+from statemachine.failures import QuarantineFull
+from tests.actors.engines import BLOCKS, Engine, engine, lend_by_all, until
 from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_peers import reads
 from tests.actors.test_pull import run
@@ -81,5 +87,77 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
                 while not await served(number):
                     await trio.sleep(0.1)
                     number += 1
+
+    run(test)
+
+
+FEW = msgspec.structs.replace(OPTIONS, quarantine_limit=2.5 / BLOCKS)
+"""Two blocks fill the quarantine."""
+
+
+class Texts(logging.Handler):
+    """Keeps what is logged about the quarantine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "quarantine" in record.getMessage() and record.levelno == logging.WARNING:
+            self.found.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    handler = Texts()
+    get_logger().logger.addHandler(handler)
+    yield handler.found
+    get_logger().logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("ends", ["the READ ends", "torn down, and the grace has passed"])
+def test_a_full_quarantine_refuses_what_is_new_until_its_blocks_have_come_back(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], ends: str
+) -> None:
+    """The READ hangs for as long as NIXL says so; or it has failed, and may go on until its connection is torn down and
+    the grace of the back end is over, which is later than the request can wait for. Another engine is not to blame, but
+    nothing is read from it either, and its blocks are given back to it."""
+    hangs = ends == "the READ ends"
+    options = FEW if hangs else msgspec.structs.replace(FEW, backend_grace_seconds=1.5)
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("q", serves=True) as q, engine("d", options=options) as d:
+            for each, name in ((p, "before-p"), (q, "before-q")):
+                await reads(d, each, name)
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT if hangs else Answer.ERROR)
+            d.borrow("a", lend_by_all([p], "remote-a"), p.address, [10, 11], [1, 2])
+            ended = await until(lambda: d.received("a"))
+            assert ended.quarantined
+            if not hangs:
+                late.let_go()
+            assert len(said) == 1
+            assert "2 KV blocks are in quarantine" in said[0]
+
+            lease = lend_by_all([q], "remote-b")
+            d.wait_for("b", lease, q.address)
+            await trio.sleep(0.05)
+            assert q.sent("remote-b") is None
+            d.borrow("b", lease, q.address, [20], [1])
+            refused = d.received("b")
+            assert refused is not None, "it fails at once"
+            assert refused.failure == QuarantineFull(blocks=2, limit=2)
+            assert not refused.quarantined
+            await until(lambda: q.sent("remote-b"), 3.0)  # long before its lease is over
+            assert late.posted == 1
+            assert len(said) == 1
+
+            if hangs:
+                late.let_go()
+            await until(lambda: is_lifted(d, [10, 11]))
+            assert len(said) == 2
+            assert "KV is read again" in said[1]
+            d.memory[:, [10, 11]] = NEXT_OWNER
+            await reads(d, q, "after")
+            assert set(d.blocks([10, 11]).flatten().tolist()) == {NEXT_OWNER}
 
     run(test)

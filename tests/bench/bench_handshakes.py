@@ -207,6 +207,7 @@ async def serve() -> None:
                     payloads=payloads(model, engine, memory, of_engine, control.port),
                     perf_counter=time.perf_counter,
                     log_bad_frame=print,
+                    log_cut_off=lambda address, why: None,
                     log_crash=print,
                 )
                 await nursery.start(listener.run)

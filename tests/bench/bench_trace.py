@@ -8,8 +8,8 @@ that a busy machine disturbs them alike.
 Columns, microseconds per transition, from the fastest round unless it says median; on a busy machine the fastest round
 is the one in which nobody else had the processor, and the median shows what the others took
   table       `Machine.step` alone, without a core
-  flight      what the recorder's observer adds to that: a tuple in the flight recorder, for people who ask afterwards;
-              aimed at less than 0.1, which the call alone takes. Production always keeps it
+  flight      what the recorder's observer adds to that: a tuple in the flight recorder, for people who ask afterwards,
+              and since when each instance is in its state. Production always does
   metrics     what the figures add to that; production always counts
   trace       what the trace adds to that, the making of the record and the write to the file included
   all         the three together; aimed at less than 5
@@ -127,8 +127,8 @@ def measure(life: Life, sink: JsonLinesSink) -> tuple[Cost, Cost]:
     variants: list[Callable[[], float]] = [
         lambda: table_alone(life),
         lambda: observed(life, None),
-        lambda: observed(life, None, Figures(BootClock())),
-        lambda: observed(life, sink, Figures(BootClock())),
+        lambda: observed(life, None, Figures()),
+        lambda: observed(life, sink, Figures()),
     ]
     rounds = [[variant() for variant in variants] for _ in range(ROUNDS)]
     microseconds = 1e6 / (INSTANCES_PER_ROUND * len(life[2]))
@@ -152,8 +152,9 @@ def measure_taking() -> Taking:
     """From the fastest rounds."""
     rounds = []
     for _ in range(ROUNDS):
-        figures = Figures(BootClock())
-        observe = figures.observer()
+        figures = Figures()
+        recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="", clock=BootClock(), sink=None, figures=figures)
+        observe = recorder.observer(ENGINE_ID)
         seconds = []
         for requests in (1, INSTANCES_PER_ROUND, 0):
             for number in range(requests):

@@ -21,6 +21,7 @@ from connector.ports.side_channel import (
     LinkLost,
     Listener,
     NameNotResolved,
+    NotAllowed,
     Reached,
     Requester,
     SideChannel,
@@ -75,6 +76,10 @@ class SideChannelSuite(ABC):
     @abstractmethod
     def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
         """A fresh peer that `channel` can reach; leaving the context ends it."""
+
+    @abstractmethod
+    def make_guarded(self) -> tuple[SideChannel, SideChannel, SideChannel]:
+        """Inside the trio run: one whose listeners let the second in and not the third, which is a stranger."""
 
     def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 120.0) -> None:
         """Run a scenario on a fresh channel and close it."""
@@ -669,3 +674,83 @@ class SideChannelSuite(ABC):
                 await link.receive()
 
         self.run(scenario)
+
+    # Strangers
+
+    def run_guarded(self, scenario: Callable[[SideChannel, SideChannel, SideChannel], Awaitable[None]]) -> None:
+        async def main() -> None:
+            channels = self.make_guarded()
+            try:
+                with trio.fail_after(120.0):
+                    await scenario(*channels)
+            finally:
+                for channel in channels:
+                    channel.close()
+
+        self.run_trio(main)
+
+    def run_trio(self, main: Callable[[], Awaitable[None]]) -> None:
+        trio.run(main)
+
+    def test_a_stranger_is_refused_at_once_and_not_heard(self) -> None:
+        async def scenario(guarded: SideChannel, member: SideChannel, stranger: SideChannel) -> None:
+            listener = guarded.listen(HOST, 0)
+            heard: list[tuple[bytes, ...]] = []
+
+            def answer(frames: tuple[bytes, ...]) -> Sequence[bytes]:
+                heard.append(frames)
+                return frames
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, answer)
+                for turn in range(5):
+                    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(NotAllowed) as refused:
+                        await stranger.connect(HOST, listener.port).ask([b"let me in"])
+                    assert (refused.value.host, refused.value.port) == (HOST, listener.port)
+                    assert refused.value.error
+                    assert await member.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
+                nursery.cancel_scope.cancel()
+            assert heard == [(b"%d" % turn,) for turn in range(5)]
+
+        self.run_guarded(scenario)
+
+    def test_a_link_of_a_stranger_is_lost_at_once_and_not_heard(self) -> None:
+        async def scenario(guarded: SideChannel, member: SideChannel, stranger: SideChannel) -> None:
+            listener = guarded.listen(HOST, 0)
+            known = await member.open_link(HOST, listener.port, guarded.public_key)
+            link = await stranger.open_link(HOST, listener.port, guarded.public_key)
+            link.send([b"let me in"])  # false if the refusal has come already
+            for _ in range(2):
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(NotAllowed):
+                    await link.receive()
+                assert not link.send([b"into the void"])
+            assert known.send([b"hello"])
+            request = await listener.receive()
+            assert request.frames_untrusted == (b"hello",)
+            listener.reply(request.reply_address, [b"welcome"])
+            assert await known.receive() == (b"welcome",)
+
+        self.run_guarded(scenario)
+
+    def test_many_strangers_keep_no_member_out(self) -> None:
+        async def scenario(guarded: SideChannel, member: SideChannel, stranger: SideChannel) -> None:
+            listener = guarded.listen(HOST, 0)
+            refused = 0
+
+            async def knock() -> None:
+                nonlocal refused
+                with pytest.raises(NotAllowed):
+                    await stranger.connect(HOST, listener.port).ask([b"let me in"])
+                refused += 1
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                async with trio.open_nursery() as strangers:
+                    for _ in range(CLIENTS):
+                        strangers.start_soon(knock)
+                    for turn in range(10):
+                        assert await member.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
+                nursery.cancel_scope.cancel()
+            assert refused == CLIENTS
+
+        self.run_guarded(scenario)

@@ -306,6 +306,15 @@ class Unsteady(NetworkRules):
         return self.is_ordered
 
 
+class Guarded(NetworkRules):
+    """One host is let in nowhere."""
+
+    STRANGER = "stranger"
+
+    def admits(self, source: str, target: str) -> bool:
+        return source != self.STRANGER
+
+
 class TestFakeSideChannel(OnVirtualTime, SideChannelSuite):
     def make_channel(self) -> SideChannel:
         agenda = Agenda()
@@ -324,6 +333,15 @@ class TestFakeSideChannel(OnVirtualTime, SideChannelSuite):
 
     def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
         return self._peer_process(channel)
+
+    def make_guarded(self) -> tuple[SideChannel, SideChannel, SideChannel]:
+        agenda = Agenda()
+        trio.lowlevel.spawn_system_task(agenda.run)
+        network = FakeNetwork(agenda, Guarded())
+        return FakeSideChannel(network), FakeSideChannel(network, "member"), FakeSideChannel(network, Guarded.STRANGER)
+
+    def run_trio(self, main: Callable[[], Awaitable[None]]) -> None:
+        self.run_virtually(main)
 
     def run(self, scenario: Callable[[SideChannel], Awaitable[None]], limit_seconds: float = 60.0) -> None:
         async def main() -> None:

@@ -34,6 +34,7 @@ from connector.ports.zmq_bridge import (
     ZmqSideChannel,
 )
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
+from tests.rig.key_files import Fleet
 from tests.rig.network import OTHER_SERVERS, BlackHole
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,19 @@ class TestZmqSideChannel(SideChannelSuite):
 
     def peer_process(self, channel: SideChannel) -> AbstractAsyncContextManager[PeerProcess]:
         return peer_process()
+
+    @pytest.fixture(autouse=True)
+    def fleet(self, tmp_path: Path) -> None:
+        self.fleet_of = Fleet(tmp_path)
+
+    def make_guarded(self) -> tuple[SideChannel, SideChannel, SideChannel]:
+        """A stranger with keys of its own, which it would accept everybody with."""
+        fleet = self.fleet_of
+        member, guarded, stranger = (fleet.member(name) for name in ("member", "guarded", "stranger"))
+        fleet.accept(member, by=guarded)
+        fleet.accept(guarded, by=member)
+        fleet.accept(guarded, by=stranger)
+        return guarded.channel(), member.channel(), stranger.channel()
 
     def test_a_req_socket_is_served_many_times(self) -> None:
         """The built-in decode side asks with one REQ socket for each rank in turn."""

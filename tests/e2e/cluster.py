@@ -85,8 +85,8 @@ class Traces:
 
     def stories(self, request_id: str) -> list[Story]:
         """Everything that went by this name."""
-        # The first part of what vLLM appends to the id, so that `a` is not found in `a-next`.
-        return matching(stories(histories(read_trace(self.directory))), f"{request_id}-0")
+        # With what vLLM puts around the id, so that `a` is found neither in `b-a` nor in `a-next`.
+        return matching(stories(histories(read_trace(self.directory))), f"cmpl-{request_id}-0")
 
     def request_ids(self) -> set[str]:
         """The ids that clients have sent with all that D has been asked to read so far."""

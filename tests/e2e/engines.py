@@ -105,8 +105,9 @@ class EngineOptions:
     data_parallel_size: int = 1
     """Each with ranks of its own; the handshakes of the n-th are served n ports above `side_channel_port`."""
     block_size: int = BLOCK_SIZE_TOKENS
-    connector: Literal["actor", "plugin", "builtin"] = "actor"
-    """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own."""
+    connector: Literal["actor", "plugin", "builtin"] | None = "actor"
+    """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own; None: an
+    engine that transfers nothing."""
     module_path: str = "connector"
     """Where that path leads; a test may put a class of its own in between."""
     beside_offloading: Literal["before", "after"] | None = None
@@ -151,7 +152,6 @@ class EngineOptions:
 
     def server_arguments(self) -> list[str]:
         """Of the API server's command line."""
-        transfer = self._transfer_config()
         command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
         if self.pipeline_parallel_size == 1:
@@ -163,7 +163,9 @@ class EngineOptions:
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         command += ["--data-parallel-size", str(self.data_parallel_size)]
-        command += ["--generation-config", "vllm", "--kv-transfer-config", json.dumps(transfer)]
+        command += ["--generation-config", "vllm"]
+        if self.connector is not None:
+            command += ["--kv-transfer-config", json.dumps(self._transfer_config())]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         if self.attention_backend is not None:
             command += ["--attention-backend", self.attention_backend]

@@ -27,13 +27,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, GroupPull, LeaseComputing, LeaseGranted, PeerAddress, StartPull
-from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata, StepMetadata
 from connector.worker.host_staging import CopyOperationMissing
 from statemachine.lease import LeaseName
 from tests.integration.house import BLOCK_TOKENS, check_loaded
 from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, RequestSpec, free_port, prompt
 from tests.rig.accelerator import DEVICE_TYPE, copy_blocks
+from tests.rig.listener import make_listener_thread
 from tests.unit.cache_families import FAMILIES, make_caches
 from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
 
@@ -202,7 +202,7 @@ def workers(
         metadata = prefill.connector.get_handshake_metadata()
         assert isinstance(metadata, HandshakeMetadata)
         address = PeerAddress(engine_id="p", host="127.0.0.1", port=free_port(), tp_size=1)
-        listener = ListenerThread(address.host, address.port, {(0, 0): metadata}, "0" * 32, on_death=lambda _: None)
+        listener = make_listener_thread(address.host, address.port, {(0, 0): metadata})
         stack.callback(listener.stop)
         listener.start()
         yield prefill, decode, address

@@ -1,11 +1,12 @@
-"""A thousand requests of all kinds, and then a shutdown: what is left is counted, in both processes."""
+"""What is left is counted: after a thousand requests of all kinds and a shutdown, in both processes; and in a decode
+engine after prefill engines have come and gone."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.integration.house import check_loaded
 from tests.rig import (
     OURS,
     BlackHole,
+    EngineOptions,
     EngineRig,
     Holdings,
     RequestOutcome,
@@ -22,6 +24,8 @@ from tests.rig import (
     Snapshot,
     dead_params,
     engine_pair,
+    expected_output,
+    free_port,
     prompt,
 )
 
@@ -180,3 +184,105 @@ def test_a_thousand_requests_and_a_shutdown_leave_nothing(load: Load) -> None:
         assert [target for target in closed.left_open if target.startswith("socket:")] == []
         assert closed.left_open == ()
         assert closed.seconds < 20
+
+
+# --- prefill engines that come and go ---------------------------------------------------------------------------------
+
+_LIVES_TO_WARM_UP = 3
+_LIVES = 9
+_LOADED_IN_A_LIFE = 4
+_LIFE_BLOCKS = 64
+_LIFE_OPTIONS = {
+    "kv_lease_duration": 3.0,
+    "handshake_timeout_seconds": 1.0,
+    "quiesce_timeout_seconds": 1.0,
+    "backoff_initial_seconds": 0.2,
+    "backoff_max_seconds": 0.4,
+    "engine_ttl": 1.0,
+}
+_GROWTH_OF_A_LIFE_BYTES_MAX = 1 << 17
+"""For each life of a prefill engine, in the mean; it was 10 kB (docs/performance.md)."""
+
+
+@dataclass
+class Lives:
+    """A decode engine that computes what it cannot load, over TCP, and one prefill engine after another."""
+
+    decode: EngineRig
+    directory: Path
+    lives: int = 0
+
+    def live(self) -> None:
+        """A prefill engine starts, serves, and is killed in the middle of a READ."""
+        self.lives += 1
+        options = replace(
+            self.decode.options,
+            kv_role="kv_producer",
+            engine_id=f"life-{self.lives}",
+            side_channel_port=free_port(),
+        )
+        with EngineRig(options, self.directory) as prefill:
+            prefill.wait_ready()
+            for number in range(_LOADED_IN_A_LIFE):
+                name = f"life-{self.lives}-{number}"
+                tokens = prompt(name, 150 + 50 * number)
+                check_loaded(self.decode.decode(name, tokens, prefill.prefill(name, tokens), 2), tokens, 2)
+            name = f"life-{self.lives}-last"
+            tokens = prompt(name, 400)
+            params = prefill.prefill(name, tokens)
+            prefill.freeze()
+            self.decode.submit(RequestSpec(name, tokens, 2, params))
+            self._wait_for_a_read()
+            prefill.kill()
+            outcome = self.decode.wait(name)
+            assert outcome.receive_failed
+            assert outcome.output_token_ids == expected_output(tokens, 2)
+
+    def settle(self) -> Snapshot:
+        """Until no engine is known and every block is free."""
+        deadline = time.monotonic() + 60
+        while (inside := self.decode.inspect().holdings) is None or inside.peer_actors:
+            assert time.monotonic() < deadline, inside
+            time.sleep(0.1)
+        return self.decode.wait_until_whole(60)
+
+    def _wait_for_a_read(self) -> None:
+        deadline = time.monotonic() + 30
+        while (inside := self.decode.inspect().holdings) is None or not inside.reads:
+            assert time.monotonic() < deadline, inside
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    options = EngineOptions(
+        OURS,
+        "kv_consumer",
+        free_port(),
+        kv_load_failure_policy="recompute",
+        extra_config=_LIFE_OPTIONS,
+        environment={"UCX_TLS": "tcp,self"},
+        layers=4,
+        blocks=_LIFE_BLOCKS,
+        max_batched_tokens=512,
+    )
+    with EngineRig(options, tmp_path) as decode:
+        decode.wait_ready()
+        yield Lives(decode, tmp_path)
+
+
+def test_prefill_engines_that_come_and_go_leave_nothing_behind(lives: Lives) -> None:
+    """Scenarios 47 to 50 over TCP, where an engine that dies breaks READs: agents, lists, actors, threads,
+    descriptors, and the memory of the decode engine that computes the prompts instead."""
+    for _ in range(_LIVES_TO_WARM_UP):
+        lives.live()
+    before = lives.settle()
+    for _ in range(_LIVES):
+        lives.live()
+    after = lives.settle()
+    assert lives.decode.inspect().holdings == Holdings(remote_agents=0, descriptor_lists=1, reads=0)
+    assert after.threads == before.threads
+    assert after.native_threads <= before.native_threads + _THREADS_GROWTH_MAX
+    assert after.open_files <= before.open_files + _DESCRIPTORS_GROWTH_MAX
+    grown_bytes = after.resident_bytes - before.resident_bytes
+    assert grown_bytes <= _LIVES * _GROWTH_OF_A_LIFE_BYTES_MAX, f"{grown_bytes / _LIVES / 1e6:.2f} MB for each life"

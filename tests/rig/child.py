@@ -240,6 +240,9 @@ class EngineProcess:
                 self._overwrite_free_blocks(ticket)
             case messages.ArrangeFreeBlocks(ticket, shuffle_seed):
                 self._arrange_free_blocks(ticket, shuffle_seed)
+            case messages.DamageBlock(ticket, block_id):
+                self._worker.damage_block(block_id)
+                self._send(self._snapshot(ticket))
             case messages.TakeSnapshot(ticket, reset_times):
                 self._send(self._snapshot(ticket))
                 if reset_times:

@@ -271,6 +271,13 @@ class EngineRig:
         assert isinstance(answer, messages.FreeBlocks)
         return answer.blocks
 
+    def damage_block(self, block_id: int) -> None:
+        """Change one bit of a block, as faulty memory does, or a network card on the way."""
+        self._ticket += 1
+        ticket = self._ticket
+        self._send(messages.DamageBlock(ticket, block_id))
+        assert isinstance(self._answer(ticket), Snapshot)
+
     def arrange_free_blocks(self, shuffle_seed: int | None = None) -> int:
         """Have free blocks handed out in rising order, or shuffled as in a pool that has served for long; their number.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension, encode_payload
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 
@@ -19,6 +21,9 @@ def facts(
     pp_rank: int = 0,
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
+    control_key: str | None = None,
+    identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> ActorExtension:
     """Of the only rank of its engine, unless told otherwise."""
     return ActorExtension(
@@ -30,7 +35,11 @@ def facts(
         pp_rank=pp_rank,
         control_host=control_host,
         control_port=control_port,
+        control_key=control_key,
         inspection=INSPECTION_VERSION,
+        identity=identity,
+        administration=ADMINISTRATION_VERSION,
+        verify=verify,
     )
 
 
@@ -43,6 +52,9 @@ def payload_of(
     control_host: str,
     control_port: int,
     stages: int = 1,
+    control_key: str | None = None,
+    identity: KvIdentity | None = None,
+    verify: str = "off",
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
     extension = facts(
@@ -54,5 +66,8 @@ def payload_of(
         pp_rank=layout.pp_rank,
         control_host=control_host,
         control_port=control_port,
+        control_key=control_key,
+        identity=identity,
+        verify=verify,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -138,6 +138,14 @@ class ArrangeFreeBlocks:
 
 
 @dataclass(frozen=True)
+class DamageBlock:
+    """Change one bit of a block, in one layer, as faulty memory does. Answered with a `Snapshot`."""
+
+    ticket: int
+    block_id: int
+
+
+@dataclass(frozen=True)
 class TakeSnapshot:
     """Ask for a `Snapshot`; `reset_times` starts the connector times anew after it."""
 
@@ -168,6 +176,7 @@ Command = (
     | Abort
     | SetPaused
     | OverwriteFreeBlocks
+    | DamageBlock
     | ArrangeFreeBlocks
     | TakeSnapshot
     | Inspect

@@ -151,6 +151,10 @@ class _Pages:
             different += int(blocks[wrong].unique().numel())
         return different, int(blocks.unique().numel()) * len(layers)
 
+    def damage(self, block_id: int) -> None:
+        """Change one bit, in the last layer."""
+        self._layers[-1][block_id, 0, 1, 0] ^= 1 << 4
+
     def overwrite(self, block_ids: list[int]) -> None:
         """Fill blocks with bytes that belong to no token."""
         for layer in self._layers:
@@ -364,6 +368,11 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         """Blocks of a request, as of the last step it was scheduled in; empty when it never was."""
         request = self._requests.get(request_id)
         return () if request is None else tuple(request.block_ids)
+
+    def damage_block(self, block_id: int) -> None:
+        """Change one bit of it, in one layer."""
+        assert self._pages is not None
+        self._pages.damage(block_id)
 
     def overwrite_blocks(self, block_ids: list[int]) -> None:
         """Fill blocks with bytes that belong to no token."""

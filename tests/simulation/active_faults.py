@@ -90,6 +90,9 @@ class ActiveFaults(NetworkRules, NixlRules):
     def read_errs_early(self, initiator: str, target: str) -> bool:
         return self.hits(Kind.READ_ERRS_EARLY, initiator, target) is not None
 
+    def read_lies(self, initiator: str, target: str) -> bool:
+        return self.hits(Kind.READ_LIES, initiator, target) is not None
+
     def stray_seconds(self, initiator: str, target: str) -> float:
         return self._chance.choice([0.001, 0.05, 1.0, 5.0, inf])
 
@@ -97,6 +100,7 @@ class ActiveFaults(NetworkRules, NixlRules):
         # A READ needs both directions.
         found = (
             self.hits(Kind.READ_STALL, initiator, target),
+            self.hits(Kind.FULL_QUARANTINE, initiator),
             self.find(Kind.PARTITION, initiator, target),
             self.find(Kind.PARTITION, target, initiator),
         )

@@ -195,6 +195,7 @@ class Prefill:
             payloads={(0, number): rank.payload() for number, rank in enumerate(self.ranks)},
             perf_counter=time.perf_counter,
             log_bad_frame=lambda detail: _refuse_crash(detail, ValueError()),
+            log_cut_off=lambda address, why: None,
             log_crash=_refuse_crash,
         )
         self.address = PeerAddress(engine_id=engine_id, host=host, port=self.listener.port, tp_size=ranks)

@@ -50,7 +50,17 @@ from tests.simulation.engines import (
 )
 from tests.simulation.fake_network import FakeNetwork
 from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlWorld, FlyingRead
-from tests.simulation.faults import Fault, Kind, Plan, Shape, draw_shape, engine_of, generator, rank_of
+from tests.simulation.faults import (
+    QUIESCE_SECONDS,
+    Fault,
+    Kind,
+    Plan,
+    Shape,
+    engine_of,
+    generator,
+    rank_of,
+    shape_of,
+)
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
 from tests.simulation.process import PORT, RANK_LAG_SECONDS_MAX, SLEW_PPB_MAX, Process, Rank, Surroundings, Variant
 from tests.simulation.verdict import Violation
@@ -163,12 +173,14 @@ def options_of(shape: Shape) -> ConnectorOptions:
         lease_limit_seconds=shape.lease_limit_seconds,
         request_timeout_seconds=shape.request_timeout_seconds,
         handshake_timeout_seconds=shape.handshake_timeout_seconds,
-        quiesce_timeout_seconds=1.5,
+        quiesce_timeout_seconds=QUIESCE_SECONDS,
         backend_grace_seconds=1.2 * STRAY_GRACE_SECONDS,  # by whatever clock
         backoff_initial_seconds=0.1,
         backoff_max_seconds=1.0,
         incompatible_backoff_seconds=3.0,
         peer_limit=shape.peer_limit,
+        quarantine_limit=1.0,  # but for an engine whose quarantine is to be filled: `Surroundings.options_of`
+        verify=shape.verify,
     )
 
 
@@ -195,7 +207,7 @@ class Cluster:
         self._nursery: trio.Nursery
 
     def _draw_shape(self) -> Shape:
-        return draw_shape(self._plan.seed)
+        return shape_of(self._plan)
 
     def _options(self) -> ConnectorOptions:
         return options_of(self._shape)
@@ -256,6 +268,9 @@ class Cluster:
             reads_inline=self._shape.reads_inline,
             model=self._shape.model,
             engines=self._shape.engines,
+            small_quarantines=frozenset(
+                fault.target for fault in self._plan.faults if fault.kind is Kind.FULL_QUARANTINE
+            ),
         )
 
     async def _live(self) -> None:
@@ -476,7 +491,9 @@ class Cluster:
         engine.crash()
         await trio.sleep(RESTART_SECONDS_MIN)
         chance = generator(self._plan.seed, f"variant at {fault.at_seconds}")
-        wrong = self._restart(engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS]))
+        wrong = self._restart(
+            engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS, Variant.OTHER_WEIGHTS])
+        )
         await trio.sleep_until(max(fault.end_seconds, trio.current_time()))
         if engine.process is wrong and not wrong.has_died():
             engine.crash()
@@ -656,6 +673,9 @@ class Cluster:
         found = [f"has READs: {counts}"] if counts.reads else []
         if supervisor._lease_keeper.open_leases:
             found.append("has open leases")
+        quarantined = sum(actor.quarantined_blocks() for actor in supervisor._peers.values())
+        if (counted := supervisor._roster.quarantined_blocks) or quarantined:
+            found.append(f"counts {counted} blocks in quarantine, and has {quarantined}")
         if len(supervisor._peers) > self._shape.peer_limit:
             found.append(f"knows {len(supervisor._peers)} peers")
         connections = [each for actor in supervisor._peers.values() for each in actor._connections._by_number.values()]

@@ -42,6 +42,7 @@ from connector.protocol import (
 )
 from statemachine.failures import BadParams, Failure
 from statemachine.lease import LeaseName
+from statemachine.quarantine import limit_of
 from tests.simulation.agenda import Signal
 from tests.simulation.faults import Kind
 from tests.simulation.model import (
@@ -266,7 +267,13 @@ class PrefillEngine(Engine):
         self._still_lending[request_id] = {rank.tp_rank for rank in process.ranks}
         self.around.oracles.grant(self.owner, request_id, [rank.clock.now_ns() for rank in process.ranks])
         granted = LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=len(blocks))
-        self.agenda.after(self.step_seconds(), lambda: process.deliver(granted))
+        block_ids = [table.blocks for table in of_groups]
+
+        def grant() -> None:
+            for rank in process.ranks:
+                rank.grant(granted, block_ids)
+
+        self.agenda.after(self.step_seconds(), grant)
         return Prefilled(
             address=process.address,
             engine=self.name,
@@ -525,9 +532,21 @@ class DecodeEngine(Engine):
         self.give(pull.blocks)
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        if isinstance(outcome, ReceiveEnded):
-            self.around.oracles.report(outcome.request_id, tp_rank, outcome.failure)
+        oracles = self.around.oracles
+        match outcome:
+            case ReceiveEnded():
+                oracles.report(outcome.request_id, tp_rank, outcome.failure)
+                if outcome.quarantined:
+                    self._keep_aside(tp_rank, len(outcome.local_block_ids))
+            case QuarantineLifted():
+                self._keep_aside(tp_rank, -len(outcome.local_block_ids))
+            case _:
+                pass
         super().hear(tp_rank, outcome)
+
+    def _keep_aside(self, tp_rank: int, blocks: int) -> None:
+        limit_blocks = limit_of(self.around.options_of(self.name).quarantine_limit, self.pool.blocks)
+        self.around.oracles.keep_aside(self.name, tp_rank, blocks, limit_blocks)
 
     def act_on(self, tp_rank: int, outcome: Outcome) -> None:
         match outcome:

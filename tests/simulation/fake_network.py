@@ -25,6 +25,7 @@ from connector.ports.side_channel import (
     LinkLost,
     ListenerCounts,
     NameNotResolved,
+    NotAllowed,
     Reached,
     ReplyAddress,
     Request,
@@ -40,6 +41,7 @@ LINK_QUEUED_MAX = 1000
 """Messages of a link that are under way or wait for its connection."""
 
 REFUSED = "Connection refused"
+NOT_LET_IN = "it does not let this engine in"
 RESET = "Connection reset by peer"
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,253}")
@@ -59,6 +61,10 @@ class NetworkRules:
     def refuses(self, source: str, target: str) -> bool:
         """Whether a connection is refused although somebody listens."""
         return False
+
+    def admits(self, source: str, target: str) -> bool:
+        """Whether a listener lets a process in that connects to it."""
+        return True
 
     def resolves(self, host: str) -> bool:
         """Whether a name server knows the host."""
@@ -146,7 +152,10 @@ class FakeNetwork:
         listener = self._listeners.get((letter.host, letter.port))
         requester = self._requesters.get(letter.identity)
         is_refused = requester is not None and self.rules.refuses(requester.source, letter.host)
-        if listener is not None and not is_refused:
+        if listener is not None and requester is not None and not self.rules.admits(requester.source, letter.host):
+            for delay_seconds in self.rules.delays(letter.host, requester.source):
+                self.agenda.after(delay_seconds, requester.take_rejection)
+        elif listener is not None and not is_refused:
             if requester is not None:
                 requester.reached = Reached.LISTENER
             listener.take_in(letter.identity, letter.frames)
@@ -201,6 +210,8 @@ class FakeNetwork:
         listener = self._listeners.get((link.host, link.port))
         if listener is None or self.rules.refuses(link.source, link.host):
             self._end(link, REFUSED)
+        elif not self.rules.admits(link.source, link.host):
+            self._send_back(link, lambda: link.lose(NOT_LET_IN, is_refused=True))
         else:
             link.establish(listener)
 
@@ -245,6 +256,7 @@ class FakeRequester:
         self._identity: ReplyAddress | None = None
         self._reply: tuple[bytes, ...] | None = None
         self._is_refused = False
+        self._is_rejected = False
         self.reached = Reached.NOTHING
         self._is_dead = False
         self._news = trio.Event()
@@ -270,6 +282,8 @@ class FakeRequester:
             return self._reply
         if self._is_refused:
             raise ConnectionRefused(self._host, self._port, REFUSED)
+        if self._is_rejected:
+            raise NotAllowed(self._host, self._port, NOT_LET_IN)
         raise trio.ClosedResourceError
 
     def take_in(self, frames: tuple[bytes, ...]) -> None:
@@ -282,6 +296,12 @@ class FakeRequester:
         """The host has said that nobody listens."""
         if not self._is_closed and not self._is_dead:
             self._is_refused = True
+            self._news.set()
+
+    def take_rejection(self) -> None:
+        """The listener has said that it does not let this process in."""
+        if not self._is_closed and not self._is_dead:
+            self._is_rejected = True
             self._news.set()
 
     def die(self) -> None:
@@ -315,6 +335,7 @@ class FakeLink:
         self._to_send: list[tuple[bytes, ...]] = []
         self._arrived: deque[tuple[bytes, ...]] = deque()
         self._lost: str | None = None
+        self._is_refused = False
         self._is_closed = False
         self._is_dead = False
         self._is_receiving = False
@@ -350,6 +371,8 @@ class FakeLink:
             raise trio.ClosedResourceError
         if self._arrived:
             return self._arrived.popleft()
+        if self._is_refused:
+            raise NotAllowed(self.host, self.port, NOT_LET_IN)
         raise LinkLost(self.host, self.port, self._lost or "")
 
     def establish(self, listener: FakeListener) -> None:
@@ -368,10 +391,11 @@ class FakeLink:
             self._arrived.append(frames)
             self._news.set()
 
-    def lose(self, error: str) -> None:
-        """The news of its end have arrived."""
+    def lose(self, error: str, *, is_refused: bool = False) -> None:
+        """The news of its end have arrived. `is_refused`: the listener has not let it in."""
         if not self._is_closed and not self._is_dead and self._lost is None:
             self._lost = error
+            self._is_refused = is_refused
             self._network.close_link(self.identity)
             self._news.set()
 
@@ -441,6 +465,9 @@ class FakeListener:
             dropped_replies=self._dropped_replies,
         )
 
+    def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
+        """This network has room for all, and only engines send."""
+
     def take_in(self, identity: ReplyAddress, frames: tuple[bytes, ...]) -> None:
         """A request has arrived."""
         if not frames:
@@ -495,7 +522,12 @@ class FakeSideChannel:
         if not _HOST.fullmatch(host) or not 1 <= port <= 65535:
             raise SideChannelError(host, port, "Invalid argument")
 
-    async def open_link(self, host: str, port: int) -> FakeLink:
+    @property
+    def public_key(self) -> None:
+        """There are no keys here; who is let in is up to the rules."""
+        return None
+
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> FakeLink:
         self._check(host, port)
         await trio.lowlevel.checkpoint()
         self._check(host, port)
@@ -511,7 +543,15 @@ class FakeSideChannel:
         self._keep(requester)
         return requester
 
-    def listen(self, host: str, port: int, *, frames_max: int = 4, frame_bytes_max: int = 64 * 1024) -> FakeListener:
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        frames_max: int = 4,
+        frame_bytes_max: int = 64 * 1024,
+        on_cut_off: Callable[[str, str], None] = lambda address, why: None,
+    ) -> FakeListener:
         if self._is_closed:
             raise trio.ClosedResourceError
         if host != self._host:

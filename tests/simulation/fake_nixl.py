@@ -93,6 +93,10 @@ class NixlRules:
         still on its way. The connection stays."""
         return False
 
+    def read_lies(self, initiator: AgentName, target: AgentName) -> bool:
+        """Whether a READ ends without an error, and one bit of what it has written is wrong."""
+        return False
+
     def stray_seconds(self, initiator: AgentName, target: AgentName) -> float:
         """How long after such an end the last piece arrives (inf: never, though it may at any time). The others are
         spread over that time."""
@@ -161,6 +165,7 @@ class FlyingRead:
     seconds: float
     fails: bool
     errs_early: bool
+    lies: bool
     is_inline: bool
     """It is over when it is posted, which takes its time."""
     copied: int = 0
@@ -199,6 +204,8 @@ class FakeNixlWorld:
         """Told in words of what a real agent would not forgive."""
         self._ports: dict[int, FakeNixlPort] = {}
         self._opened = 0
+        self.lies = 0
+        """READs that have ended well and left something wrong."""
         self._reads: dict[FlyingRead, None] = {}
         self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
 
@@ -333,7 +340,16 @@ class FakeNixlWorld:
             read.copied += 1
         if read.copied == len(read.pieces):
             self.note_copied(read)
+            if read.lies:
+                self._lie(read)
         return True
+
+    def _lie(self, read: FlyingRead) -> None:
+        """Another bit of another piece in each READ: which one follows from how many have lied."""
+        self.lies += 1
+        to, _, length = read.pieces[self.lies * 7 % len(read.pieces)]
+        wrong = ctypes.c_uint8.from_address(to + self.lies * 5 % length)
+        wrong.value ^= 1 << self.lies % 8
 
     def launch_inline(self, read: FlyingRead) -> None:
         self._reads[read] = None
@@ -657,6 +673,7 @@ class FakeNixlPort:
             seconds=rules.read_seconds(self._agent_name, target, int(lengths.sum())),
             fails=rules.read_error(self._agent_name, target),
             errs_early=rules.read_errs_early(self._agent_name, target),
+            lies=rules.read_lies(self._agent_name, target),
             is_inline=self._reads_inline,
         )
 

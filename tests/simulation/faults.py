@@ -17,6 +17,7 @@ import enum
 import functools
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -66,12 +67,14 @@ class Kind(enum.Enum):
 
     READ_LATE = "read_late"
     READ_ERRS_EARLY = "read_errs_early"
+    READ_LIES = "read_lies"
     LINK_RESET = "link_reset"
     HANDSHAKE_REFUSED = "handshake_refused"
     CLOCK_SLEW = "clock_slew"
 
     WRONG_SIZES = "wrong_sizes"
     WORKER_STOPS = "worker_stops"
+    FULL_QUARANTINE = "full_quarantine"
 
     METADATA_DROPPED = "metadata_dropped"
 
@@ -112,14 +115,17 @@ LEVEL2_ONLY = frozenset(
         Kind.PREPARE_REFUSED,
         Kind.WRONG_SIZES,
         Kind.WORKER_STOPS,
+        Kind.FULL_QUARANTINE,
         Kind.METADATA_DROPPED,
+        Kind.READ_LIES,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
-LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
-NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE}
-"""Use that the clients of vLLM's schedulers make by themselves, and lives that those engines do not lead."""
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY and kind is not Kind.READ_LIES)
+"""READ_LIES is for plans that name it: without `verify` nothing could notice it."""
+NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE}
+"""Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
@@ -162,7 +168,10 @@ DECODE_KINDS = (
     Kind.LONG_QUEUE,
     Kind.ROUTER_RETRY,
     Kind.WRONG_SIZES,
+    Kind.FULL_QUARANTINE,
 )
+"""FULL_QUARANTINE: some of its READs hang, whoever they are from, until requests end in quarantine, which a few blocks
+fill. If all hung at once nothing new would begin: all blocks were those of requests that hang."""
 
 PROCESS_KINDS = frozenset(
     {
@@ -184,6 +193,16 @@ LATENCY_SECONDS = 50e-6
 DEATH_NOTICED_SECONDS = 0.055
 """How long after the death of a process its connections break."""
 READ_SLOWDOWN = 50
+QUARANTINE_SHARE = 0.1
+"""Of the blocks of an engine whose quarantine is to be filled."""
+QUARANTINE_PROBABILITY = 0.1
+"""How many READs hang for that."""
+QUARANTINE_AFTER_SECONDS_MAX = 1.0
+"""When READs begin to hang for that: before the first request that hung by itself can have ended in quarantine."""
+QUARANTINE_SECONDS = 2.0
+"""How long they go on hanging when the first request has."""
+QUIESCE_SECONDS = 1.5
+"""How long a failed request waits for its READs."""
 ONE_RANK_SHARE = 0.5
 """How many of the faults that can hit one rank only do so, where there are several."""
 FAULTS_MAX = 16
@@ -228,7 +247,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster of a seed."""
+    """The cluster of a seed. `verify`: that option of all engines."""
 
     prefills: int
     decodes: int
@@ -244,6 +263,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_seconds: float
     model: Model
     engines: dict[str, EngineShape]
+    verify: Literal["off", "sampled", "all"] = "off"
 
     @property
     def prefill_names(self) -> list[str]:
@@ -306,6 +326,19 @@ def draw_model_and_engines(
         name: EngineShape(tp_size=chance.randint(1, 2), block_tokens=chance.choice(sizes[name[0]])) for name in names
     }
     return Model(heads=chance.randint(1, 2), second=second), engines
+
+
+def shape_of(plan: Plan) -> Shape:
+    """The cluster of the plan: that of its seed, and where READs lie one whose engines can verify and do."""
+    shape = draw_shape(plan.seed)
+    if all(fault.kind is not Kind.READ_LIES for fault in plan.faults):
+        return shape
+    engines = {
+        name: msgspec.structs.replace(each, tp_size=2 if name.startswith("p") else 1, block_tokens=BLOCK_TOKENS)
+        for name, each in shape.engines.items()
+    }
+    model = Model(heads=2)
+    return msgspec.structs.replace(shape, model=model, engines=engines, verify="all", request_timeout_seconds=6.0)
 
 
 def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
@@ -396,9 +429,14 @@ def draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
     at_seconds = chance.uniform(0.0, shape.safety_seconds * 0.8)
     if kind in MESSAGE_KINDS and chance.random() < 0.6:
         at_seconds = 0.0  # engines speak on the side channel when they meet, and rarely afterwards
+    if kind is Kind.FULL_QUARANTINE:
+        at_seconds = min(at_seconds, QUARANTINE_AFTER_SECONDS_MAX)
     longest = shape.safety_seconds - at_seconds
     duration_seconds = min(longest, chance.choice([0.05, 0.3, 1.0, 4.0, longest]))
     probability = chance.choice([0.1, 0.5, 1.0])
+    if kind is Kind.FULL_QUARANTINE:
+        duration_seconds = min(longest, shape.request_timeout_seconds + QUIESCE_SECONDS + QUARANTINE_SECONDS)
+        probability = QUARANTINE_PROBABILITY
     return Fault(
         kind=kind,
         target=_draw_target(kind, shape, chance),

@@ -19,6 +19,8 @@ the engines that have asked for it, and it has been read when each of them has r
     in time         a lease that nobody keeps alive any more ends at its deadline
     proof           when a request is reported done, no rank of P had ended its lease before the last READ was over
     params          a request that names sizes which are not those of P ends as BadParams
+    quarantine      while as many blocks are in quarantine as the options allow, a request that is to be read ends at
+                    once as QuarantineFull, and otherwise none does
     retries         a request is tried again as often as the options say, no more
     agents          an agent is removed only when no READ from it is in flight
     bound           every awaited request ends in time, faults or not
@@ -41,7 +43,7 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
-from statemachine.failures import BadParams, Failure, LeaseOver
+from statemachine.failures import BadParams, ConnectorStopped, Failure, LeaseOver, QuarantineFull
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX
@@ -119,6 +121,31 @@ class Holder:
         return len(self.released) >= self.ranks
 
 
+@dataclass
+class Quarantined:
+    """Blocks of one rank that are kept aside, as it has said. `full`: from when to when they were too many; the last
+    time may go on."""
+
+    limit_blocks: int
+    blocks: int = 0
+    full: list[tuple[float, float]] = field(default_factory=list)
+
+    def change(self, blocks: int) -> None:
+        was_full = self.blocks >= self.limit_blocks
+        self.blocks += blocks
+        now = trio.current_time()
+        if self.blocks >= self.limit_blocks and not was_full:
+            self.full.append((now, inf))
+        elif was_full and self.blocks < self.limit_blocks:
+            self.full[-1] = (self.full[-1][0], now)
+
+    def is_full_throughout(self, since: float, until: float) -> bool:
+        return any(begin < since and until < end for begin, end in self.full)
+
+    def is_ever_full(self, since: float, until: float) -> bool:
+        return any(begin <= until and since <= end for begin, end in self.full)
+
+
 class Consumer(NamedTuple):
     """A request on one rank of a decode engine."""
 
@@ -181,6 +208,8 @@ class Oracles:
     """By owner and request, one for each rank of the owner."""
     coverage: Counter[str] = field(default_factory=Counter)
     """What must occur somewhere in the seeds, so that a test can say that it did."""
+    _kept_aside: dict[tuple[str, int], Quarantined] = field(default_factory=dict)
+    """By decode engine and rank."""
     _crashes: list[tuple[str, float]] = field(default_factory=list)
     _pull_of_block: dict[tuple[str, int], Pull] = field(default_factory=dict)
     """By engine and block, the last one that reads into it."""
@@ -227,13 +256,36 @@ class Oracles:
             self._check_proof(pull, tp_rank)
             self._acquainted.setdefault((pull.decode, tp_rank, pull.owner), trio.current_time())
         self._check_params(pull, failure)
+        self._check_quarantine(pull, tp_rank, failure)
         self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank)
         self._check_cause(f"request {request_id}", failure)
         self._check_isolation(pull, failure)
         self._check_bound(pull)
 
+    def keep_aside(self, decode: str, tp_rank: int, blocks: int, limit_blocks: int) -> None:
+        """A rank has said that so many blocks more may still be written into (less than none: so many fewer), of which
+        so many are allowed."""
+        self._kept_aside.setdefault((decode, tp_rank), Quarantined(limit_blocks)).change(blocks)
+
+    def _check_quarantine(self, pull: Pull, tp_rank: int, failure: Failure | None) -> None:
+        kept, now = self._kept_aside.get((pull.decode, tp_rank)), trio.current_time()
+        heard_until = pull.started_seconds + RANK_LAG_SECONDS_MAX
+        if isinstance(failure, QuarantineFull):
+            self.coverage["refused by a full quarantine"] += 1
+            if kept is None or not kept.is_ever_full(pull.started_seconds, now):
+                self.complain("quarantine", f"{pull.request_id} was refused, and there is room: {failure}")
+            elif now > heard_until:
+                self.complain("quarantine", f"{pull.request_id} was refused {now - heard_until:.3f} s late")
+            return
+        is_excused = pull.has_bad_params or isinstance(failure, ConnectorStopped)
+        if kept is not None and kept.is_full_throughout(pull.started_seconds, heard_until) and not is_excused:
+            self.complain(
+                "quarantine", f"{pull.request_id} began when the quarantine was full, and ended with {failure}"
+            )
+
     def forget_pulls(self, decode: str) -> None:
         """A decode engine has died."""
+        self._kept_aside = {whose: kept for whose, kept in self._kept_aside.items() if whose[0] != decode}
         for pull in self.pulls.values():
             if pull.decode == decode and not pull.is_reported:
                 pull.is_lost = True

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND
@@ -19,21 +21,24 @@ from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
-from connector.protocol import Command, Outcome, PeerAddress, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
 from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.identity import KvIdentity
 from connector.wire.inspection import Inspect
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig import sums
 from tests.rig.facts import payload_of
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
+from tests.simulation.faults import QUARANTINE_SHARE
 from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
@@ -67,6 +72,13 @@ class Surroundings:
     """When each record of `trace` was written, in seconds of virtual time."""
     steps_kept: int = STEPS_KEPT
     """By each flight recorder."""
+    small_quarantines: frozenset[str] = frozenset()
+    """Engines whose quarantine few blocks fill."""
+
+    def options_of(self, engine: str) -> ConnectorOptions:
+        if engine not in self.small_quarantines:
+            return self.options
+        return msgspec.structs.replace(self.options, quarantine_limit=QUARANTINE_SHARE)
 
 
 class Machine:
@@ -111,12 +123,25 @@ class ProcessClock:
         return 1.7e9 + trio.current_time() + self.machine.wall_error_seconds
 
 
+SUMMED_AFTER_SECONDS = 0.002
+"""With the engine's next step."""
+
+
 class Variant(enum.Enum):
     """What an engine serves: all that are to work together the same."""
 
     SAME = "same"
     OTHER_MODEL = "another model"
+    OTHER_WEIGHTS = "other weights under the same name"
     OTHER_BLOCKS = "blocks of another length"
+
+
+def _identity(variant: Variant) -> KvIdentity | None:
+    """The other model is served by an older engine, of which there is nothing but the hash."""
+    if variant is Variant.OTHER_MODEL:
+        return None
+    weights = "others" if variant is Variant.OTHER_WEIGHTS else "the same"
+    return KvIdentity(factors={"model": "model", "weights": weights}, layers={})
 
 
 class Owner(Protocol):
@@ -165,10 +190,11 @@ class Rank:
             layout=memory.layout(process.engine_id, shapes),
             shapes=shapes,
             compatibility_hash="another-model" if process.variant is Variant.OTHER_MODEL else "same-model",
+            identity=_identity(process.variant),
         )
-        self.figures = Figures(clock)
+        self.figures = Figures()
         self.supervisor = Supervisor(
-            options=around.options,
+            options=around.options_of(engine.name),
             local=self._local,
             nixl_port=self.port,
             side_channel=side_channel,
@@ -196,6 +222,8 @@ class Rank:
             self._local.layout,
             self.port.agent_metadata,
             compatibility_hash=self._local.compatibility_hash,
+            identity=self._local.identity,
+            verify=self._around.options.verify,
             life=life,
             control_host=self.host,
             control_port=self.control.port,
@@ -239,8 +267,20 @@ class Rank:
 
     def _emit(self, outcome: Outcome) -> None:
         self.has_stopped |= isinstance(outcome, WorkerStopped)
+        if isinstance(outcome, SumsWanted):
+            self._around.agenda.after(SUMMED_AFTER_SECONDS, lambda: self._find_sums(outcome))
+            return
         if not self.is_dead:
             self._engine.hear(self.tp_rank, outcome)
+
+    def _find_sums(self, wanted: SumsWanted) -> None:
+        """The engine thread does it with its next step."""
+        if not self.is_dead:
+            self.supervisor.deliver(sums.found(wanted))
+
+    def grant(self, granted: LeaseGranted, block_ids: Sequence[list[int]]) -> None:
+        """Lend the blocks of `block_ids`, by cache group, with the checksums that the option asks for."""
+        self.deliver(sums.with_sums(granted, self._local.layout, block_ids, self._around.options.verify))
 
     def _overhear(self, frames: tuple[bytes, ...]) -> None:
         """A message has arrived at the control socket: whether a lease may end depends on what P was told."""
@@ -248,7 +288,7 @@ class Rank:
             message = control.decode_request(frames)
         except (BadFrame, DecodeFailed):
             return
-        if isinstance(message, Inspect):
+        if isinstance(message, Inspect | control.AskSums):
             return  # it changes nothing
         oracles, now_ns = self._around.oracles, self.clock.now_ns()
         for lease in message.leases:
@@ -313,6 +353,7 @@ class Process:
             payloads={(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks},
             perf_counter=lambda: self.listener_clock.now_ns() / NS_PER_SECOND,
             log_bad_frame=lambda detail: None,
+            log_cut_off=lambda address, why: None,
             log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
         )
 

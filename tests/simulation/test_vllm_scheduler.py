@@ -18,6 +18,7 @@ import pytest
 from connector.protocol import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import WorkerReport
+from connector.wire.signatures import ParamsKeys
 from connector.worker.finishing import Finishing, Loaded
 from connector.worker.ledger import TransferLedger
 from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
@@ -58,6 +59,7 @@ EXPECTED = (
     "abort on P in WAITING",
     "a device is late",
     "damaged parameters",
+    "forged parameters",
     "full prefix hit on D",
     "full prefix hit on P",
     "load failed, recomputed",
@@ -170,6 +172,10 @@ def ignore_the_prefix_hit_when_pairing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ConnectorScheduler, "_load", paired_from_the_start)
 
 
+def believe_forged_parameters(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ParamsKeys, "find_fault", lambda self, signature, params, *, lends_back: None)
+
+
 def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
     finished = ConnectorScheduler.request_finished
     patch.setattr(
@@ -271,6 +277,7 @@ ERRORS = Fault(kind=Kind.READ_ERROR, target="d0>p0", at_seconds=0.0, duration_se
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]] = [
     (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
     (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
+    (believe_forged_parameters, [], 4, "bytes"),
     (keep_no_blocks, [], 12, "scheduler"),
     (never_tell_of_a_grant, [], 12, "leaks"),
     (call_every_load_a_success, [ERRORS], 12, "bytes"),

@@ -199,6 +199,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_quarantined_blocks", flat(4))]],
         [[on_d("nixl_actor_quarantined_blocks", "0x25 4x5")], [on_d("nixl_actor_quarantined_blocks", "4x25 0x5")]],
     ),
+    "NixlActorQuarantineFull": (
+        [[failing(1, "QuarantineFull")], [failing(1, "QuarantineFull"), LOADED]],
+        [[failing(9, "Quarantined"), LOADED]],
+    ),
     "NixlActorLeasesExpire": (
         [[on_p("nixl_num_kv_expired_reqs_total", growing(5)), GRANTED]],
         [

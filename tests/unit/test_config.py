@@ -93,12 +93,39 @@ def test_odd_names(name: Any) -> None:
         ("trace_directory", 5),
         ("backoff_initial_seconds", []),
         ("kv_recompute_threshold", "64"),
+        ("allowed_peers", "10.0.0.0/8"),
+        ("params_keys_file", ""),
+        ("curve_directory", 7),
+        ("allow_insecure_peers", 1),
     ],
 )
 def test_ill_typed_value_is_named_and_shown(name: str, value: Any) -> None:
     error = _error({name: value})
     assert error.option == name
     assert f"option {name} has the value {value!r}" in str(error)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1/8", "host", "", "10.0.0.0/33", "::/129", "10.0.0.0 "])
+def test_an_address_range_that_is_none_is_named(text: str) -> None:
+    error = _error({"allowed_peers": ["10.0.0.0/8", text]})
+    assert error.option == "allowed_peers"
+    assert repr(text) in str(error)
+
+
+def test_address_ranges() -> None:
+    peers = ("10.0.0.0/8", "fd00::/8", "192.0.2.7")
+    assert parse_options({"allowed_peers": list(peers)}, {}).allowed_peers == peers
+
+
+def test_allowing_insecure_peers_without_keys_is_said_to_be_idle(caplog: pytest.LogCaptureFixture) -> None:
+    idle = {"allow_insecure_peers": True}
+    with caplog.at_level(logging.WARNING):
+        warn_of_idle_options(idle, parse_options(idle, {}))
+        assert len(caplog.records) == 1
+        for name in ("curve_directory", "params_keys_file"):
+            useful = {**idle, name: "/keys"}
+            warn_of_idle_options(useful, parse_options(useful, {}))
+    assert len(caplog.records) == 1
 
 
 def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,9 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector.clock import NS_PER_SECOND
+from connector.observe import catalogue
+from connector.observe.stats import COUNTS
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -26,6 +29,8 @@ from connector.protocol import (
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import WorkerReport
 from connector.wire.params import LEASE_NUMBER_MAX
+from statemachine import draining
+from statemachine.draining import Draining, State
 from tests.unit.hybrid_engine import HybridEngine, full
 
 TOKENS = list(range(40))
@@ -133,11 +138,16 @@ def test_bad_parameters_park_the_request_like_good_ones() -> None:
 # --- an engine whose workers have stopped -----------------------------------------------------------------------------
 
 
+LEASE_NS = 30 * NS_PER_SECOND
+
+
 class Refusals:
     """In place of the listener's thread."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
+        self.draining = Draining(lease_ns=LEASE_NS)
+        self.is_dead = False
 
     def stop_serving(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -230,3 +240,99 @@ def test_many_of_one_step_are_one_command_that_names_some() -> None:
     (seen,) = local_prefills(engine)
     assert seen.count == 3 * LOCAL_PREFILLS_NAMED_MAX
     assert [each.request_id for each in seen.named] == [f"r{number}" for number in range(LOCAL_PREFILLS_NAMED_MAX)]
+
+
+# --- an engine that is to end -----------------------------------------------------------------------------------------
+
+
+def drain(engine: HybridEngine, state: State = State.DRAINING, *, left_seconds: float = 60.0) -> Refusals:
+    """`left_seconds`: of the grace period."""
+    listener = Refusals()
+    now_ns = side(engine)._clock.now_ns()
+    ends_ns = now_ns + round(left_seconds * NS_PER_SECOND)
+    listener.draining = Draining(lease_ns=LEASE_NS, state=state, began_ns=now_ns, ends_ns=ends_ns)
+    side(engine)._listener = listener  # type: ignore[assignment]
+    return listener
+
+
+def not_lent(engine: HybridEngine) -> int:
+    counts = side(engine)._figures._next.data[COUNTS]
+    count: int = counts.get(catalogue.PREFILLS_NOT_LENT.key(catalogue.DRAINING_REASON), 0)
+    return count
+
+
+def test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parameters() -> None:
+    """Its client is served by D, which computes the prompt."""
+    engine = HybridEngine([full()], caches_prefixes=False)
+    free_before = free_blocks(engine)
+    drain(engine)
+    engine.submit("a", TOKENS, REMOTE_DECODE)
+    assert not_lent(engine) == 1
+    for _ in range(2):
+        engine.step()
+    assert engine.finished["a"] == "length"
+    assert "a" not in engine.params
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
+    assert free_blocks(engine) == free_before
+    assert side(engine)._count_lent() == (0, 1)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_prefill_that_was_accepted_before_is_lent(steps: int) -> None:
+    """It is queued, or half computed."""
+    engine = HybridEngine([full()], batch_tokens=16, caches_prefixes=False)
+    engine.submit("a", TOKENS, REMOTE_DECODE)
+    for _ in range(steps):
+        engine.step()
+    drain(engine)
+    assert side(engine)._count_lent() == (1, 0)
+    for _ in range(4):
+        engine.step()
+    assert engine.params["a"]["remote_request_id"] == "a"
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseGranted]
+    assert side(engine)._count_lent() == (1, 0), "until vLLM has freed its blocks"
+    engine.step(KVConnectorOutput(finished_sending={"a"}))
+    assert side(engine)._count_lent() == (0, 0)
+
+
+def test_nothing_is_granted_whose_lease_would_outlast_the_grace_period() -> None:
+    engine = HybridEngine([full()], batch_tokens=16, caches_prefixes=False)
+    free_before = free_blocks(engine)
+    engine.submit("a", TOKENS, REMOTE_DECODE)
+    engine.step()
+    drain(engine, left_seconds=29.0)
+    for _ in range(4):
+        engine.step()
+    assert "a" not in engine.params
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseWithdrawn]
+    assert free_blocks(engine) == free_before
+
+
+def test_vllm_is_kept_going_until_the_engine_has_drained_and_the_gauge_has_shown_it() -> None:
+    engine = HybridEngine([full()])
+    scheduler = engine.scheduler
+    assert not scheduler.has_requests()
+    listener = drain(engine)
+    assert scheduler.has_requests()
+    engine.step()
+    gauges = catalogue.DRAINING.key(), catalogue.DRAINED.key()
+    figures = side(engine)._figures
+    assert [figures._gauges(*figures._shown)[key] for key in gauges] == [1, 0]
+    listener.draining, _ = draining.MACHINE.step(
+        listener.draining, draining.Counted(now_ns=listener.draining.began_ns, lent=0)
+    )
+    assert scheduler.has_requests(), "nobody has seen the gauge"
+    engine.step()
+    assert [figures._gauges(*figures._shown)[key] for key in gauges] == [1, 1]
+    assert not scheduler.has_requests()
+
+
+def test_vllm_is_not_kept_going_by_a_listener_that_never_says_that_it_is_over() -> None:
+    engine = HybridEngine([full()])
+    listener = drain(engine, left_seconds=-6.0)
+    assert not engine.scheduler.has_requests()
+    drain(engine)
+    assert engine.scheduler.has_requests()
+    listener = drain(engine)
+    listener.is_dead = True
+    assert not engine.scheduler.has_requests()

@@ -12,9 +12,14 @@ from connector.wire.control import HeldLease, Hold, HoldAnswer, decode_answer, d
 from connector.wire.control import encode_request as encode_control
 from connector.worker import connector_worker
 from connector.worker.connector_worker import _open_control_socket
+from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 
 ELSEWHERE = "203.0.113.7"  # reserved for documentation: nobody's
+
+
+def _refuse_failure(subject: str, failure: Failure) -> None:
+    raise AssertionError(f"{subject}: {failure}")
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "127.0.0.1") -> HoldAnswer:
@@ -35,7 +40,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "1
     async def main() -> HoldAnswer:
         channel = ZmqSideChannel()
         try:
-            host, listener = _open_control_socket(channel)
+            host, listener = _open_control_socket(channel, _refuse_failure)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener)
                 with trio.fail_after(5):

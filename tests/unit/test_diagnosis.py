@@ -11,6 +11,7 @@ import pytest
 from connector.observe.diagnosis import Finding, diagnose
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.wire.handshake import Advertisement
+from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import facts as extension
@@ -120,6 +121,27 @@ def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
     assert finding.level == "problem"
     lenient = engine("d", options=FACTS.options | {"enforce_handshake_compat": "false"})
     assert found(lenient, second, check="fit")[0].level == "warning"
+
+
+def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() -> None:
+    def told(name: str, hash_: str, weights: str, scale: float = 1.0, **facts: Any) -> EngineReport:
+        layer = LayerIdentity(dtype="fp8", k_scales=(scale,))
+        identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer})
+        report = engine(name, hash_=hash_, **facts)
+        said = report.ranks[0].advertisement
+        assert said is not None
+        actor = msgspec.structs.replace(extension(), identity=identity)
+        rank = replace(report.ranks[0], advertisement=msgspec.structs.replace(said, actor=actor))
+        return replace(report, ranks=(rank, rank))
+
+    d = told("d", "h", "a")
+    assert found(d, told("pp", "other", "a", role="kv_producer"), check="fit") == []
+    (finding,) = found(d, told("pp", "h", "b", role="kv_producer"), check="fit")
+    assert (finding.level, finding.what) == ("problem", "model is pp on pp and d on d; weights is b on pp and a on d")
+    lenient = told("d", "h", "a", options=FACTS.options | {"enforce_handshake_compat": "false"})
+    assert found(lenient, told("pp", "h", "b", role="kv_producer"), check="fit")[0].level == "warning"
+    (finding,) = found(lenient, told("pp", "h", "a", 0.5, role="kv_producer"), check="fit")
+    assert (finding.level, finding.what) == ("problem", "k_scale of layer is 0.5 on pp and 1.0 on d")
 
 
 def test_two_prefill_engines_need_not_fit() -> None:

@@ -258,6 +258,16 @@ def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
     assert answer.detail == str(failure)
 
 
+def test_of_equal_weights_the_path_is_not_what_differs() -> None:
+    failure = failures.Incompatible(peer="P", field="k_scale of a layer", local="0.5", remote="0.25")
+    same = {"model": "/here", "weights": "w"}
+    live = Live(engines=(engine_row("D", factors=same), engine_row("P", factors=same | {"model": "/elsewhere"})))
+    answer = the_answer(ended_with(failure), live)
+    assert answer.cause.startswith("Incompatible: ")
+    assert "k_scale of a layer is 0.25 there and 0.5 here" in answer.cause
+    assert "/elsewhere" not in answer.cause
+
+
 @pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
 def test_what_happens_next_depends_on_the_policy(policy: str, word: str) -> None:
     live = Live(engines=(engine_row("D", load_failure_policy=policy),))

@@ -28,6 +28,7 @@ from statemachine.remote_engine import (
     Started,
     TornDown,
 )
+from statemachine.trace import TraceSink
 
 SECOND = 1_000_000_000
 LEASE = LeaseName("p-r", 7)
@@ -56,14 +57,18 @@ class FakeClock:
         return 0.0
 
 
+def recorder(figures: Figures, clock: FakeClock | None = None, sink: TraceSink | None = None) -> Recorder:
+    return Recorder(engine_id="d", rank=0, role="worker", clock=clock or FakeClock(), sink=sink, figures=figures)
+
+
 class Decode:
     """A core of D whose figures are taken, driven by hand. Effects are dropped."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.figures = Figures(self.clock)
-        recorder = Recorder(engine_id="d", rank=0, role="worker", clock=self.clock, sink=None, figures=self.figures)
-        self.core = RemoteEngine("p", "h:1", LIMITS, observe=recorder.observer("p"))
+        self.figures = Figures()
+        observe = recorder(self.figures, self.clock).observer("p")
+        self.core = RemoteEngine("p", "h:1", LIMITS, observe=observe)
 
     def tell(self, *events: Event, after_seconds: float = 0.0) -> None:
         self.clock.ns += round(after_seconds * SECOND)
@@ -192,9 +197,8 @@ def test_what_p_says_of_a_lease_that_is_gone_is_a_label_only_if_it_is_known() ->
 
 
 def test_p_counts_who_holds_and_who_holds_again() -> None:
-    clock = FakeClock()
-    figures = Figures(clock)
-    core = Lending(LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000), figures.observer())
+    figures = Figures()
+    core = Lending(LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000), recorder(figures).observer(None))
     core.handle(Computing(lease=LEASE), 0)
     core.handle(Granted(lease=LEASE), 1)
     for engine_id in ("d1", "d2", "d1"):
@@ -217,7 +221,7 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
 
 def test_every_key_is_a_series_of_the_catalogue_and_every_transition_of_the_tables_has_one() -> None:
     series = {metric.key(*values) for metric in catalogue.OURS for values in metric.series}
-    figures = Figures(FakeClock())
+    figures = Figures()
     gauges = figures.take_gauges()
     assert gauges is not None
     assert set(gauges) <= series
@@ -233,13 +237,13 @@ def test_nobody_is_left_of_actors_that_died() -> None:
 
 
 def test_a_wake_up_is_a_figure() -> None:
-    figures = Figures(FakeClock())
+    figures = Figures()
     figures.note_wake_up(0.25)
     assert figures.take() == Taken({}, {"wake_up_seconds": [0.25]})
 
 
 def test_figures_that_nobody_takes_are_bounded() -> None:
-    figures = Figures(FakeClock())
+    figures = Figures()
     for _ in range(SAMPLES_MAX + 10):
         figures.note_wake_up(0.0)
     taken = figures.take()
@@ -248,8 +252,8 @@ def test_figures_that_nobody_takes_are_bounded() -> None:
 
 
 def test_nothing_is_lost_or_counted_twice_between_two_threads() -> None:
-    figures = Figures(FakeClock())
-    observe = figures.observer()
+    figures = Figures()
+    observe = recorder(figures).observer("p")
     fresh = request.Request(request_id="r", lease=LEASE, peer="p", retries_left=1)
     ended, _ = request.MACHINE.step(fresh, request.Aborted())
     rounds = 20_000
@@ -290,11 +294,8 @@ def test_a_trace_and_figures_are_fed_together() -> None:
 
         def close(self) -> None: ...
 
-    clock, sink = FakeClock(), Sink()
-    figures = Figures(clock)
-    recorder = Recorder(engine_id="d", rank=0, role="worker", clock=clock, sink=sink, figures=figures)
-    observe = recorder.observer("p")
-    assert observe is not None
+    sink, figures = Sink(), Figures()
+    observe = recorder(figures, sink=sink).observer("p")
     observe("hold", (LEASE, 0), None, None, hold.Hold(lease=LEASE, rank=0))
     observe("peer", "p", None, None, peer.Peer(engine_id="p"))
     taken = figures.take()

@@ -22,7 +22,7 @@ def recorder(sink: ListSink | None = None) -> tuple[Recorder, HandClock]:
 def fill(flight: FlightRecorder, count: int) -> None:
     for number in range(count):
         value = request.Request(request_id=f"r{number}", lease=LEASE, peer="p", retries_left=0)
-        flight.keep((number, None, None, value, "p", NO_AMOUNTS))
+        flight.keep((number, None, None, value, "p", NO_AMOUNTS, number))
 
 
 def test_the_oldest_steps_make_room_for_new_ones() -> None:

@@ -81,7 +81,7 @@ def test_a_control_socket_that_answers_something_else_is_refused(is_right: bool)
     said = control.HoldAnswer(sent_ns=0) if is_right else WRONG
     link = Stranger(tuple(control.encode_answer(said)))
 
-    async def open_link(host: str, port: int) -> Stranger:
+    async def open_link(host: str, port: int, server_key: str | None) -> Stranger:
         return link
 
     layout = SimpleNamespace(engine_id="d", tp_rank=0)
@@ -112,7 +112,7 @@ def test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing() -> N
     opened = iter(links)
     loaded: list[str] = []
 
-    async def open_link(host: str, port: int) -> Stranger:
+    async def open_link(host: str, port: int, server_key: str | None) -> Stranger:
         link = next(opened)
         await trio.sleep(0 if link is links[0] else 0.01)
         return link

@@ -27,17 +27,23 @@ from connector.protocol import (
 from connector.runtime import lease_keeper
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
+from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken, encode_leave
 from connector.wire.bounded import shorten
 from connector.wire.control import (
     MESSAGE_BYTES_MAX,
+    AskSums,
     ControlAnswer,
     ControlRequest,
     Hold,
     HoldAnswer,
+    LeaseSums,
+    Leaving,
     Release,
     Released,
+    Sums,
     decode_answer,
     encode_request,
+    encode_sums,
 )
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.lease import Lease, LeaseName, State
@@ -511,6 +517,29 @@ def test_two_engines_hold_one_lease_until_both_have_released_it() -> None:
     run_over_zmq(test)
 
 
+def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> None:
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        channel = ZmqSideChannel()
+        try:
+            links = [await channel.open_link(HOST, decoder._port) for _ in range(2)]
+            for link, hears in zip(links, (True, False), strict=True):
+                hold = Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,), hears_leaving=hears)
+                link.send(encode_request(hold))
+                assert isinstance(decode_answer(await link.receive()), HoldAnswer)
+            taken = decode_leave_taken(await decoder.ask_raw(encode_leave(Leave(grace_ns=7))))
+            assert taken == LeaveTaken(leases=1)
+            assert decode_answer(await links[0].receive()) == Leaving(grace_ns=7)
+            for link in links:
+                link.send(encode_request(Release(engine_id="d", rank=0, ranks=1, leases=(lease,))))
+                assert isinstance(decode_answer(await link.receive()), Released), "and nothing before it"
+            assert rank.keeper.leaves_ns is not None
+        finally:
+            channel.close()
+
+    run_over_zmq(test)
+
+
 def test_a_release_that_is_sent_again_is_answered_again_and_is_not_late() -> None:
     """Case 11: the answer to the first one may have been lost."""
 
@@ -582,6 +611,9 @@ class BreakingListener:
             raise RuntimeError("injected")
         self._listener.reply(address, frames)
 
+    def charge(self, address: bytes, units: int, *, understood: bool = True) -> None:
+        self._listener.charge(address, units, understood=understood)
+
     def counts(self) -> ListenerCounts:
         return self._listener.counts()
 
@@ -645,3 +677,25 @@ def test_what_has_worked_for_a_while_is_started_again_soon() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert starts[19] - starts[18] == pytest.approx(RESTART_DELAY_SECONDS_MAX)
     assert starts[20] - starts[19] - 10 < 0.01
+
+
+def test_checksums_are_told_while_a_lease_lasts() -> None:
+    """Under its name, and under that without a number; not before it is lent, and nothing is kept of it afterwards."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = LeaseName("a", 3)
+        sums = encode_sums(LeaseSums(blocks=(b"1234",), sums=b"12345678"))
+        rank.keeper.deliver(LeaseComputing(lease=lease))
+        with trio.move_on_after(0.2) as unanswered:
+            await decoder.ask(AskSums(lease=lease, part=0))
+        assert unanswered.cancelled_caught
+        rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums))
+        for name in (lease, LeaseName("a", 0)):
+            assert await decoder.ask(AskSums(lease=name, part=0)) == Sums(lease=name, part=0, parts=1, content=sums)
+        assert rank.keeper.leases_with_sums == 1
+        await decoder.hold(lease)
+        await decoder.release(lease)
+        assert rank.ended() == {"a": False}
+        assert rank.keeper.leases_with_sums == 0
+
+    run_over_zmq(test)

@@ -18,17 +18,20 @@ from statemachine.lending import (
     UNKNOWN,
     WITHDRAWN,
     AnswerHold,
+    AnswerLeave,
     AnswerRelease,
     Computing,
     FreeBlocks,
     Granted,
     HeartbeatNotified,
     HoldAsked,
+    Leave,
     Lending,
     LendingLimits,
     NoteLateRelease,
     ReleaseAsked,
     ReleaseNotified,
+    TellLeaving,
     WatchNotifications,
     Withdrawn,
 )
@@ -288,3 +291,97 @@ def held_by(core: Lending, engine_id: str) -> str:
     (answer,) = core.handle(asked, 1)
     assert isinstance(answer, lending.AnswerHold)
     return "held" if answer.held else answer.gone[0][1]
+
+
+# --- an engine that is to end -----------------------------------------------------------------------------------------
+
+
+def leave(core: Lending, now_ns: int, grace_ns: int = 300) -> list[Effect]:
+    return core.handle(Leave(reply_to=b"own", grace_ns=grace_ns), now_ns)
+
+
+def hear(core: Lending, now_ns: int, reply_to: bytes, *, hears_leaving: bool = True) -> list[Effect]:
+    """A decode rank asks for nothing; what comes beside the answer."""
+    asked = HoldAsked(
+        reply_to=reply_to, engine_id="d", rank=0, ranks=1, sent_ns=7, leases=(), hears_leaving=hears_leaving
+    )
+    answer, *further = core.handle(asked, now_ns)
+    assert answer == AnswerHold(reply_to=reply_to, sent_ns=7, held=(), gone=())
+    return further
+
+
+def test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else() -> None:
+    core = lent(A)
+    assert hear(core, 0, b"new") == hear(core, 0, b"old", hears_leaving=False) == hear(core, 1, b"new") == []
+    assert leave(core, 10) == [TellLeaving(reply_to=b"new", grace_ns=300), AnswerLeave(reply_to=b"own", leases=1)]
+    assert leave(core, 20, 9999) == [AnswerLeave(reply_to=b"own", leases=1)], "it leaves once"
+    assert hear(core, 30, b"new") == [], "it was told"
+    assert hear(core, 30, b"met later") == [TellLeaving(reply_to=b"met later", grace_ns=280)]
+    assert hear(core, 9999, b"met at the end") == [TellLeaving(reply_to=b"met at the end", grace_ns=0)]
+
+
+def test_of_many_decode_ranks_those_that_were_met_last_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "HEARERS_MAX", 2)
+    core = Lending(LIMITS)
+    for reply_to in (b"a", b"b", b"a", b"c"):
+        hear(core, 0, reply_to)
+    told = [each.reply_to for each in leave(core, 0) if isinstance(each, TellLeaving)]
+    assert told == [b"a", b"c"]
+
+
+def test_what_is_lent_when_the_engine_leaves_is_served_until_the_end_of_the_grace_period() -> None:
+    core = lent(A)
+    leave(core, 10)
+    for now_ns in range(50, 310, 20):
+        assert hold(core, now_ns, A).held == ((A, min(100, 310 - now_ns)),)
+        assert not core.advance(now_ns)
+    assert FreeBlocks(lease=A, expired=True) in core.advance(310)
+    assert hold(core, 311, A).gone == ((A, EXPIRED),)
+
+
+def test_what_was_promised_before_the_engine_left_is_kept() -> None:
+    """A decode engine has proved READs by it."""
+    core = lent(A)
+    assert hold(core, 50, A).held == ((A, 100),)
+    leave(core, 60, 10)
+    assert hold(core, 80, A).held == ((A, 70),)
+    assert core.advance(149) == []
+    assert FreeBlocks(lease=A, expired=True) in core.advance(150)
+
+
+def test_what_is_granted_after_that_lasts_for_its_time_and_no_longer() -> None:
+    """A built-in decode engine takes that for granted."""
+    core = Lending(LIMITS)
+    core.handle(Computing(lease=A), 0)
+    leave(core, 0, 150)
+    core.handle(Granted(lease=A), 100)
+    core.handle(HeartbeatNotified(sender="builtin", request_ids=(A.request_id,)), 190)
+    assert hold(core, 190, A).held == ((A, 10),)
+    assert FreeBlocks(lease=A, expired=True) in core.advance(200)
+
+
+def test_a_release_ends_a_lease_of_an_engine_that_leaves() -> None:
+    core = lent(A)
+    hold(core, 0, A)
+    leave(core, 10)
+    assert release(core, A) == FREED
+    assert leave(core, 20) == [AnswerLeave(reply_to=b"own", leases=0)]
+
+
+def test_a_prompt_that_is_still_computed_when_the_grace_period_is_over_is_not_promised() -> None:
+    core = Lending(LIMITS)
+    core.handle(Computing(lease=A), 0)
+    leave(core, 0, 150)
+    assert hold(core, 100, A).held == ((A, 50),)
+    assert hold(core, 150, A).gone == ((A, lending.LEFT),)
+
+
+def test_a_copy_of_a_core_that_leaves_behaves_alike() -> None:
+    core = lent(A)
+    hear(core, 0, b"d")
+    other = core.copy()
+    assert other.freeze(0) == core.freeze(0)
+    leave(core, 0)
+    assert other.freeze(0) != core.freeze(0)
+    assert core.copy().freeze(5) == core.freeze(5)
+    assert (core.leaves_ns, other.leaves_ns) == (300, None)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import trio
 
+from connector.clock import BootClock, to_ns
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.runtime import draining
+from connector.runtime import listener as runtime_listener
+from connector.runtime.draining import Lent
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ThreadStartError
 from connector.scheduler import listener_thread
 from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata
+from connector.wire.administration import Leave, LeaveTaken, encode_drain
+from connector.wire.control import decode_request, encode_answer
 from connector.wire.handshake import encode_request
+from tests.rig.listener import make_listener_thread
 from tests.rig.network import free_port
 
 HOST = "127.0.0.1"
@@ -31,13 +42,34 @@ def port() -> int:
 @pytest.fixture
 def served(port: int) -> Iterator[ListenerThread]:
     """An engine of one rank."""
-    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=DEATHS.append)
+    listener = make(port, DEATHS.append)
     listener.start()
     yield listener
     listener.stop()
 
 
-def metadata() -> HandshakeMetadata:
+def make(
+    port: int,
+    on_death: Callable[[str], None],
+    *,
+    control: tuple[str, int] = ("10.0.0.1", 40_000),
+    count: Callable[[], Lent] = lambda: Lent(0, 0),
+    grace_seconds: float = 60.0,
+) -> ListenerThread:
+    return ListenerThread(
+        HOST,
+        port,
+        {(0, 0): metadata(*control)},
+        LIFE,
+        on_death=on_death,
+        clock=BootClock(),
+        grace_ns=to_ns(grace_seconds),
+        lease_ns=to_ns(30),
+        count=count,
+    )
+
+
+def metadata(control_host: str = "10.0.0.1", control_port: int = 40_000) -> HandshakeMetadata:
     return HandshakeMetadata(
         compatibility_hash="hash",
         agent_metadata=b"agent",
@@ -46,8 +78,8 @@ def metadata() -> HandshakeMetadata:
         pp_size=1,
         tp_rank=0,
         pp_rank=0,
-        control_host="10.0.0.1",
-        control_port=40_000,
+        control_host=control_host,
+        control_port=control_port,
     )
 
 
@@ -106,6 +138,29 @@ def test_a_listener_that_crashed_serves_on_and_the_crash_is_logged(
     assert "RuntimeError: injected" in line
 
 
+def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(runtime_listener, "LOOK_AGAIN_SECONDS", 0.01)
+    listener = make_listener_thread(HOST, port, {(0, 0): metadata()}, look_again=look)
+    listener.start()
+    deadline = time.monotonic() + 10
+    while looks < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ask(port, encode_request(0, 0)) is not None
+    listener.stop()
+    assert looks >= 4
+    assert "RuntimeError: injected" in caplog.text
+
+
 def test_an_engine_that_has_stopped_says_so_to_everybody(served: ListenerThread, port: int) -> None:
     served.stop_serving("its workers died")
     for frame in (encode_request(0, 0), encode_request(3, 3), b"?"):
@@ -118,7 +173,7 @@ def test_a_thread_that_dies_is_logged_and_told(port: int, monkeypatch: pytest.Mo
     crashes: list[str] = []
     deaths: list[str] = []
     monkeypatch.setattr(listener_thread, "log_actor_crash", lambda name, error: crashes.append(f"{name}: {error}"))
-    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=deaths.append)
+    listener = make(port, deaths.append)
     listener.start()
     token = listener._thread._token
     assert token is not None
@@ -139,7 +194,7 @@ def test_a_thread_that_dies_is_logged_and_told(port: int, monkeypatch: pytest.Mo
 
 def test_a_thread_that_is_stopped_has_not_died(port: int) -> None:
     deaths: list[str] = []
-    listener = ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=deaths.append)
+    listener = make(port, deaths.append)
     listener.start()
     listener.stop()
     assert deaths == []
@@ -151,5 +206,120 @@ def test_an_address_that_is_taken_is_an_error_at_start_and_no_crash(
     crashes: list[str] = []
     monkeypatch.setattr(listener_thread, "log_actor_crash", lambda name, error: crashes.append(name))
     with pytest.raises(ThreadStartError, match="in use"):
-        ListenerThread(HOST, port, {(0, 0): metadata()}, LIFE, on_death=DEATHS.append).start()
+        make(port, DEATHS.append).start()
     assert crashes == []
+
+
+# --- an engine that is to end -----------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A worker's control socket, in a thread of its own: it says that its decode engines are told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Leave] = []
+        self._ports: queue.Queue[int] = queue.Queue()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._serve,), daemon=True)
+        self._thread.start()
+        self.port = self._ports.get(timeout=10)
+
+    async def _serve(self) -> None:
+        channel = ZmqSideChannel()
+        try:
+            control = channel.listen(HOST, 0)
+            self._ports.put(control.port)
+            while not self._is_over.is_set():
+                with trio.move_on_after(0.05):
+                    asked = await control.receive()
+                    message = decode_request(asked.frames_untrusted)
+                    assert isinstance(message, Leave)
+                    self.heard.append(message)
+                    control.reply(asked.reply_address, encode_answer(LeaveTaken(leases=1)))
+        finally:
+            channel.close()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.stop()
+
+
+def drain_until(port: int, state: str) -> dict[str, Any]:
+    """What the engine says when it has come so far."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        answer = ask(port, encode_drain())
+        assert answer is not None
+        report: Any = answer[0]["drain"]
+        if report["state"] == state:
+            return dict(report)
+        time.sleep(0.02)
+    raise AssertionError(f"it is not {state}")
+
+
+def test_an_engine_that_is_asked_to_drain_tells_its_worker_once_and_waits_for_what_is_lent(
+    port: int, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    lent = [2]
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(lent[0], 5))
+    listener.start()
+    try:
+        with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
+            before = ask(port, encode_request(0, 0))
+            assert before is not None
+            assert before[0]["actor"]["draining"] == ""  # type: ignore[index]
+            first = drain_until(port, "draining")
+            assert (first["lent"], first["not_lent"]) == (2, 5)
+            assert 59 < first["seconds_left"] <= 60
+            meanwhile = ask(port, encode_request(0, 0))
+            assert meanwhile is not None
+            assert meanwhile[0]["actor"]["draining"] == "draining", "who holds a lease may still have to meet us"  # type: ignore[index]
+            lent[0] = 0
+            assert drain_until(port, "drained")["lent"] == 0
+            after = ask(port, encode_request(0, 0))
+            assert after is not None
+            assert after[0]["actor"]["draining"] == "drained"  # type: ignore[index]
+    finally:
+        listener.stop()
+    (leave,) = worker.heard
+    assert 59e9 < leave.grace_ns <= 60e9
+    began, ended = [record.getMessage() for record in caplog.records]
+    assert began.startswith("draining, because of nixl-actor drain: 2 prefill(s)")
+    assert ended.startswith("drained after ")
+    assert ended.endswith("nothing is lent any more; this engine may be ended")
+
+
+def test_the_grace_period_ends_a_drain(port: int, worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(1, 0), grace_seconds=0.3)
+    listener.start()
+    try:
+        with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
+            assert drain_until(port, "draining")["lent"] == 1
+            assert drain_until(port, "drained")["lent"] == 1
+    finally:
+        listener.stop()
+    assert "the grace period is over, and 1 prefill(s) are still lent" in caplog.records[-1].getMessage()
+
+
+def test_a_worker_that_cannot_be_told_holds_nobody_up_for_long(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "TELL_SECONDS", 0.2)
+    silent = free_port()
+    listener = make(port, DEATHS.append, control=(HOST, silent))
+    listener.start()
+    try:
+        with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
+            drain_until(port, "drained")
+    finally:
+        listener.stop()
+    _, untold, ended = [record.getMessage() for record in caplog.records]
+    assert untold.startswith(f"worker 0 at {HOST}:{silent} could not be told")
+    assert ended.startswith("drained after ")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.clock import BootClock
 from connector.observe import log
 from connector.observe.log import (
     CAUSES_COUNTED_MAX,
@@ -61,7 +62,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    logger, handler = get_logger(), Lines()
+    logger, handler = get_logger().logger, Lines()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -113,6 +114,79 @@ def test_a_line_names_kind_subject_and_writer_and_says_why(lines: Lines) -> None
     (text,) = lines.texts
     assert text == f"DeadlineExceeded: request cmpl-7: {TIMEOUT} [decode-1 rank 3]"
     assert lines.records[0].levelno == logging.WARNING
+
+
+class Broken(logging.Handler):
+    """Somebody else's, for instance one whose pipe is closed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise BrokenPipeError("nobody reads what is logged")
+
+
+def test_a_handler_that_raises_costs_nobody_but_its_reader(lines: Lines) -> None:
+    broken = Broken()
+    get_logger().logger.addHandler(broken)
+    try:
+        get_logger().warning("a line")
+        get_logger().log(logging.WARNING, "a line")
+        FailureLog("decode-1", 0)("cmpl-7", TIMEOUT)
+        log_crash("actor", ValueError())
+    finally:
+        get_logger().logger.removeHandler(broken)
+    assert len(lines.records) == 4
+
+
+_WITHOUT_A_TERMINAL = """
+import io, logging, os, sys
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+from connector.observe.log import FailureLog, get_logger, log_crash
+from statemachine.failures import AbortedByClient, DeadlineExceeded
+said = os.dup(1)
+configure_logging(LoggingConfig(log_level="INFO"))
+{close}
+for _ in range(20):
+    get_logger().critical("a line that is longer than nothing, and flushed")
+    FailureLog("decode-1", 0)("request cmpl-7", DeadlineExceeded(timeout_seconds=1.0, phase="reading"))
+    log_crash("actor", ValueError())
+os.write(said, b"still here")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "close",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "os.close(1); os.close(2)",
+        "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)",
+        "full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2)",
+    ],
+    ids=["the streams are closed", "their files are closed", "nobody reads the pipe", "the disk is full"],
+)
+def test_logging_raises_nothing_when_nobody_can_be_told(close: str) -> None:
+    """In a process of its own, whose standard output and standard error end in the middle."""
+    command = [sys.executable, "-c", _WITHOUT_A_TERMINAL.format(close=close)]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, check=True, timeout=100, capture_output=True)
+    assert ended.stdout.endswith(b"still here")
+
+
+def test_a_line_is_said_to_come_from_where_it_was_written(lines: Lines) -> None:
+    get_logger().info("here")
+    get_logger().log(logging.INFO, "and here")
+    assert [record.filename for record in lines.records] == [Path(__file__).name] * 2
+
+
+def test_the_limit_of_the_quarantine_is_said_with_what_follows_and_so_is_its_end(lines: Lines) -> None:
+    events = EventLog("decode-1", 0, clock=BootClock(), log_failure=FailureLog("decode-1", 0))
+    events.quarantine(513, 512, is_full=True)
+    events.quarantine(500, 512, is_full=False)
+    full, over = lines.texts
+    for word in ("513 KV blocks", "512", "quarantine_limit", "QuarantineFull", "[decode-1 rank 0]"):
+        assert word in full
+    assert "500 are left" in over
+    assert [record.levelno for record in lines.records] == [logging.WARNING] * 2
 
 
 def test_an_abort_is_a_debug_line_only(lines: Lines) -> None:
@@ -260,11 +334,11 @@ def test_the_root_cause_is_what_was_raised_first() -> None:
 @given(text=st.text())
 def test_no_text_in_an_exception_can_pass_for_a_log_line(text: str) -> None:
     handler = Lines()
-    get_logger().addHandler(handler)
+    get_logger().logger.addHandler(handler)
     try:
         log_crash(f"actor {text}", _crash(text))
     finally:
-        get_logger().removeHandler(handler)
+        get_logger().logger.removeHandler(handler)
     first, *others = handler.texts[0].split("\n")
     assert first.startswith("actor ")
     assert all(line.startswith("  | ") for line in others)

@@ -19,7 +19,7 @@ PARTS = {
     "check": "ruff check .",
     "tests without engines": "tests/conformance",
     "fresh seeds": "-m tests.simulation.fresh",
-    "engines, two files at a time": "--dist loadfile tests/integration",
+    "engines, two files at a time": "--no-loadscope-reorder tests/integration",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
 }
 """What a call of each part contains."""

@@ -144,6 +144,23 @@ def test_a_read_that_is_ordered_of_a_closed_port_has_ended() -> None:
     assert orders.reads.in_flight == 0
 
 
+def test_a_read_over_which_the_port_raises_has_ended() -> None:
+    """A bug, said once; the request fails at once, and its blocks need no quarantine: nothing was ordered."""
+    orders = Orders()
+
+    def refuse(*ids: object) -> int:
+        raise OSError("injected")
+
+    orders.port.post_read = refuse  # type: ignore[assignment]
+    orders.order(0)
+    end = orders.ended[0]
+    assert end.failure is not None
+    assert "injected" in end.failure.error
+    assert end.is_quiescent
+    assert len(orders.crashes) == 1
+    assert orders.reads.in_flight == 0
+
+
 def test_a_large_request_lets_others_in_between() -> None:
     orders = Orders()
     orders.order(*range(ORDERS_AHEAD_MIN + 3), descriptors=DESCRIPTORS_PER_TURN)

@@ -5,12 +5,14 @@ The steps are those of a production core; `Lending` has one machine for each lea
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
 
 from connector.clock import NS_PER_SECOND
 from connector.protocol import PeerAddress
+from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
@@ -229,12 +231,15 @@ def test_an_impossible_event_is_not_recorded(lend: Callable[..., None], sink: Li
     assert (sink.records[-1].seq, sink.records[-1].to_state) == (2, "done")
 
 
-def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, lend: Callable[..., None]) -> None:
+def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, clock: HandClock) -> None:
+    """But for what is in the flight recorder, which is bounded."""
+    observe = recorder.observer(None)
+    core, kept = Lending(LIMITS, observe), inspect.getclosurevars(observe).nonlocals["entered_ns"]
     for event in (COMPUTING, GRANTED):
-        lend(event)
-    assert len(recorder._entered_ns) == 1
-    lend(READ)
-    assert recorder._entered_ns == {}
+        core.handle(event, clock.ns)
+    assert len(kept) == 1
+    core.handle(READ, clock.ns)
+    assert kept == {}
 
 
 def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -> None:
@@ -244,12 +249,11 @@ def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -
         clock.pass_seconds(1)
         core.handle(event, clock.ns)
     kept = [recorder.render(step, 0) for step in recorder.flight.newest_first()]
-    assert [(each.from_state, each.to_state) for each in kept] == [
-        ("held", "done"),
-        ("computing", "held"),
-        (None, "computing"),
+    assert [(each.from_state, each.to_state, each.seconds_in_from) for each in kept] == [
+        ("held", "done", 1.0),
+        ("computing", "held", 1.0),
+        (None, "computing", None),
     ]
-    assert recorder._entered_ns == {}
     assert core.open_leases == 0
 
 
@@ -269,3 +273,52 @@ def test_how_long_the_engine_knew_it_is_in_the_record_that_makes_it(
         ("peer", "Wanted"): None,
         ("request", "Created"): 0.5,
     }
+
+
+class BrokenFigures(Figures):
+    """A hook for metrics that raises with every transition."""
+
+    def count(self, *step: object) -> None:
+        _raise(*step)
+
+    count_within = count
+
+
+class BrokenSink(ListSink):
+    """A trace that raises with every record, which sinks do not do."""
+
+    def write(self, record: TransitionRecord) -> None:
+        raise OSError("no space left on device")
+
+
+def _raise(*step: object) -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("broken", ["figures", "sink", "log", "amounts"])
+def test_what_only_looks_on_costs_a_core_nothing(clock: HandClock, broken: str) -> None:
+    """Each breaks alone: the flight recorder, or the trace, goes on where it can."""
+    crashes: list[str] = []
+    sink = BrokenSink() if broken == "sink" else ListSink()
+    recorder = Recorder(
+        engine_id="e",
+        rank=0,
+        role="worker",
+        clock=clock,
+        sink=sink,
+        figures=BrokenFigures() if broken == "figures" else None,
+        log_crash=lambda what, error: crashes.append(what),
+    )
+    observe = recorder.observer("p", _raise if broken == "amounts" else None, log=_raise if broken == "log" else None)
+    core = Lending(LIMITS, observe)
+    served = [effect for event in (COMPUTING, GRANTED, READ) for effect in core.handle(event, clock.ns)]
+    assert core.open_leases == 0
+    assert sum(isinstance(effect, lending.FreeBlocks) for effect in served) == 1
+    asked = RemoteEngine("p", "p:1", reading_core(recorder)._limits, observe=observe)
+    asked.handle(remote_engine.Started(request_id="d-1", lease=LEASE, address="p:1", age_ns=0), clock.ns)
+    assert asked.request_in_hand("d-1") is not None
+    assert crashes
+    assert len(crashes) < 5  # powers of two
+    assert len(recorder.flight.newest_first()) >= 3
+    if broken == "figures":
+        assert len(sink.records) > 3

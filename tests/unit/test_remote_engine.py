@@ -919,21 +919,43 @@ def raise_runtime_error(*_: Any) -> None:
     raise RuntimeError("injected")
 
 
-def test_a_mistake_of_the_machine_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = reading("a", "b")
+def test_a_mistake_of_the_machine_costs_one_request_and_everybody_sees_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states: dict[str, list[Any]] = {}
+
+    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
+        if machine == "request":
+            states.setdefault(subject, []).append(after.state)
+
+    drive = Driver(observe=observe)
+    for request_id in ("a", "b"):
+        drive.start(request_id)
+    drive.connect()
+    for request_id in ("a", "b"):
+        drive.resolve(request_id)
     drive.held(60 * S)
+    drive.log.clear()
     step = request.MACHINE.step
 
-    def refuse_a(value: request.Request, event: Event) -> Any:
-        if value.request_id == "a":
+    def refuse_the_end_of_a(value: request.Request, event: Event) -> Any:
+        if value.request_id == "a" and isinstance(event, request.ReadCompleted):
             raise ProtocolError("request", "reading", "ReadCompleted", "injected")
         return step(value, event)
 
-    monkeypatch.setattr(request.MACHINE, "step", refuse_a)
+    monkeypatch.setattr(request.MACHINE, "step", refuse_the_end_of_a)
     drive.end("a")
     (report,) = only(drive.log, Report)
-    assert (report.request_id, type(report.failure)) == ("a", ActorCrashed)
+    assert (report.request_id, type(report.failure), report.is_quarantined) == ("a", ActorCrashed, False)
+    assert states["a"][-2:] == [request.State.DRAINING, request.State.FAILED]
+    assert drive.core.quarantined() == []
     assert only(drive.end("b"), Report) == [done("b")]
+
+
+@pytest.mark.parametrize("state", [state for state in request.State if state not in request.MACHINE.terminal])
+def test_every_living_request_can_fail_after_a_mistake(state: request.State) -> None:
+    """Whatever event was refused: its last way out is a step like any other."""
+    assert (state, request.ShellFailed) in request.MACHINE.table
 
 
 def test_a_deadline_whose_handler_raises_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from statemachine import request
-from statemachine.failures import BadParams, ConnectorStopped, TooManyPeers
+from statemachine.failures import BadParams, ConnectorStopped, QuarantineFull, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
+from statemachine.quarantine import limit_of
 from statemachine.roster import (
     AbortAsked,
     Admit,
@@ -22,7 +23,11 @@ from statemachine.roster import (
     Disconnected,
     Ended,
     HandOver,
+    LetGo,
+    NoteQuarantine,
     PeerKey,
+    QuarantineBegan,
+    QuarantineEnded,
     Refuse,
     Rejected,
     RequestEnded,
@@ -54,10 +59,15 @@ class Driver:
     """A roster, and members whose state a test sets. Carries out what it says: a member that is retired lives on
     until the test ends it."""
 
-    def __init__(self, members_max: int = 100) -> None:
+    def __init__(self, members_max: int = 100, quarantine_blocks_max: int = 100) -> None:
         self.members: dict[PeerKey, State] = {}
         self.questions = 0
-        self.roster = Roster(members_max=members_max, idle_ns=IDLE_NS, member=self._member)
+        self.roster = Roster(
+            members_max=members_max,
+            idle_ns=IDLE_NS,
+            quarantine_blocks_max=quarantine_blocks_max,
+            member=self._member,
+        )
 
     def _member(self, key: PeerKey) -> State:
         self.questions += 1
@@ -327,6 +337,91 @@ def test_what_is_not_an_event_of_it_is_refused() -> None:
         Driver().tell(request.Aborted())
 
 
+# --- the quarantine -------------------------------------------------------------------------------------------------
+
+
+def quarantine(drive: Driver, request_id: str, blocks: int, key: PeerKey = A) -> list[Effect]:
+    return drive.tell(QuarantineBegan(key=key, request_id=request_id, blocks=blocks))
+
+
+def lift(drive: Driver, request_id: str, key: PeerKey = A) -> list[Effect]:
+    return drive.tell(QuarantineEnded(key=key, request_id=request_id))
+
+
+def full() -> Driver:
+    """A and B are known; six blocks are in quarantine, because of both, and no more than five may be."""
+    drive = Driver(quarantine_blocks_max=5)
+    for each in (A, B):
+        drive.ask(each, request_id="queued", is_awaited=False)
+    assert quarantine(drive, "1", 4) == []
+    assert drive.ask(A, request_id="2") == [HandOver(key=A, message="2")]
+    assert quarantine(drive, "2", 2, B) == [NoteQuarantine(is_full=True, blocks=6, limit_blocks=5)]
+    return drive
+
+
+def test_while_too_many_blocks_are_in_quarantine_nothing_new_is_read_from_anybody() -> None:
+    drive = full()
+    failure = QuarantineFull(blocks=6, limit=5)
+    for each in (A, B):
+        refused, let_go = drive.ask(each, request_id="late")
+        assert isinstance(refused, Refuse)
+        assert refused.message == "late"
+        assert (refused.ended.state, refused.ended.failure) == (request.State.FAILED, failure)
+        assert let_go == LetGo(key=each, message="late"), "it has held the lease since the request was announced"
+    (refused,) = drive.ask(C)
+    assert isinstance(refused, Refuse)
+    assert refused.ended.failure == failure
+    assert drive.roster.open_requests == 1, "the one from before it was full"
+    assert drive.tell(AbortAsked(request_id="late", message="gone")) == [], "it has ended"
+
+
+def test_the_limit_is_noted_once_and_so_is_its_end() -> None:
+    drive = full()
+    assert quarantine(drive, "3", 7) == []
+    assert lift(drive, "3") == []
+    assert lift(drive, "2", B) == [NoteQuarantine(is_full=False, blocks=4, limit_blocks=5)]
+    assert drive.ask(A, request_id="served") == [HandOver(key=A, message="served")]
+    assert lift(drive, "1") == []
+    assert drive.roster.quarantined_blocks == 0
+
+
+def test_exactly_as_many_as_are_allowed_are_too_many_for_one_more() -> None:
+    drive = Driver(quarantine_blocks_max=5)
+    assert quarantine(drive, "1", 4) == []
+    assert quarantine(drive, "2", 1) == [NoteQuarantine(is_full=True, blocks=5, limit_blocks=5)]
+
+
+def test_a_quarantine_that_is_told_twice_counts_once() -> None:
+    drive = Driver(quarantine_blocks_max=5)
+    quarantine(drive, "1", 3)
+    quarantine(drive, "1", 3)
+    assert drive.roster.quarantined_blocks == 3
+    lift(drive, "1")
+    lift(drive, "1")
+    assert drive.roster.quarantined_blocks == 0
+
+
+def test_who_waits_in_the_queue_or_needs_nothing_is_not_refused() -> None:
+    """There may be room when its turn comes; and what needs nothing costs no block."""
+    drive = full()
+    assert drive.ask(A, request_id="later", is_awaited=False) == [HandOver(key=A, message="later")]
+    assert drive.ask(C, is_awaited=False) == [Admit(key=C, message="r"), HandOver(key=C, message="r")]
+
+
+def test_a_connector_that_stops_says_so_and_not_that_its_quarantine_is_full() -> None:
+    drive = full()
+    drive.tell(Stopped(failure=STOPPED))
+    assert drive.ask(A) == [HandOver(key=A, message="r")]
+    (refused,) = drive.ask(C)
+    assert isinstance(refused, Refuse)
+    assert refused.ended.failure == STOPPED
+
+
+def test_a_share_of_few_blocks_is_one_at_least() -> None:
+    assert [limit_of(0.5, blocks) for blocks in (1, 2, 3, 1000)] == [1, 1, 1, 500]
+    assert limit_of(1.0, 7) == 7
+
+
 # --- what it costs --------------------------------------------------------------------------------------------------
 
 
@@ -372,20 +467,23 @@ def test_members_are_asked_only_by_who_needs_to_know() -> None:
 
 KEYS = st.builds(key, st.sampled_from("abc"), st.integers(1, 2))
 PLACES = st.sampled_from(["host:1", "host:2"])
+REQUESTS = st.sampled_from(["r", "s", "t"])
 
 
 class Orders(RuleBasedStateMachine):
     """The roster beside the rules as one would write them without indexes and counts: look at everybody, each time."""
 
     LIMIT = 3
+    QUARANTINE = 10
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = Driver(members_max=self.LIMIT)
+        self.drive = Driver(members_max=self.LIMIT, quarantine_blocks_max=self.QUARANTINE)
         self.now_ns = 0
         self.place: dict[PeerKey, str] = {}
         self.asked_ns: dict[PeerKey, int] = {}
         self.leaving: set[PeerKey] = set()
+        self.quarantined: dict[tuple[PeerKey, str], int] = {}
 
     def staying(self) -> list[PeerKey]:
         return [each for each in self.drive.members if each not in self.leaving]
@@ -397,10 +495,25 @@ class Orders(RuleBasedStateMachine):
         assert {effect.key for effect in effects if isinstance(effect, Retire)} == wanted
         self.leaving |= wanted
 
+    @property
+    def is_full(self) -> bool:
+        return sum(self.quarantined.values()) >= self.QUARANTINE
+
+    @rule(key=KEYS, request_id=REQUESTS, blocks=st.integers(0, 6))
+    def change_quarantine(self, key: PeerKey, request_id: str, blocks: int) -> None:
+        was_full = self.is_full
+        self.quarantined[key, request_id] = blocks
+        effects = quarantine(self.drive, request_id, blocks, key) if blocks else lift(self.drive, request_id, key)
+        assert [type(effect) for effect in effects] == [NoteQuarantine] * (was_full != self.is_full)
+
     @rule(key=KEYS, place=PLACES)
     def ask(self, key: PeerKey, place: str) -> None:
         self.now_ns += 1
         drive, handed = self.drive, HandOver(key=key, message="r")
+        if self.is_full:
+            kinds = [Refuse, LetGo] if key in drive.members else [Refuse]
+            assert [type(effect) for effect in drive.ask(key, self.now_ns, place=place)] == kinds
+            return
         if key in drive.members:
             assert drive.ask(key, self.now_ns, place=place) == [handed]
             self.asked_ns[key] = self.now_ns

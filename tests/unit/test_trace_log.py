@@ -97,9 +97,9 @@ def errors() -> Iterator[list[str]]:
             texts.append(record.getMessage())
 
     handler = Keep()
-    get_logger().addHandler(handler)
+    get_logger().logger.addHandler(handler)
     yield texts
-    get_logger().removeHandler(handler)
+    get_logger().logger.removeHandler(handler)
 
 
 def record(**changes: Any) -> TransitionRecord:

@@ -10,6 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.wire.administration import (
+    DrainReport,
+    Leave,
+    LeaveTaken,
+    decode_leave_taken,
+    decode_report,
+    encode_drain,
+    encode_leave,
+    encode_report,
+    is_drain,
+)
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import (
     ID_LENGTH_MAX,
@@ -19,6 +30,7 @@ from connector.wire.control import (
     HeldLease,
     Hold,
     HoldAnswer,
+    Leaving,
     Release,
     Released,
     decode_answer,
@@ -38,18 +50,19 @@ ANSWER = HoldAnswer(
     sent_ns=5_000, held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),), gone=(GoneLease("HB:x", 0, "expired"),)
 )
 RELEASED = Released(leases=LEASES)
-MESSAGES = [HOLD, RELEASE, ANSWER, RELEASED]
+LEAVE, LEAVING = Leave(grace_ns=5_000), Leaving(grace_ns=4_000)
+MESSAGES = [HOLD, RELEASE, ANSWER, RELEASED, LEAVE, LEAVING]
 
 # The longest text in bytes: a character that is printable and takes four.
 WIDE = "\U00020000"
 
 
 def _decoder(message: Any) -> Callable[[Any], Any]:
-    return decode_request if isinstance(message, (Hold, Release)) else decode_answer
+    return decode_request if isinstance(message, (Hold, Release, Leave)) else decode_answer
 
 
 def _encode(message: Any) -> tuple[bytes]:
-    return encode_request(message) if isinstance(message, (Hold, Release)) else encode_answer(message)
+    return encode_request(message) if isinstance(message, (Hold, Release, Leave)) else encode_answer(message)
 
 
 def _wire(message: Any) -> dict[str, Any]:
@@ -81,7 +94,10 @@ def test_what_is_on_the_wire() -> None:
         "ranks": 2,
         "sent_ns": 5_000,
         "leases": leases,
+        "hears_leaving": False,
     }
+    assert _wire(LEAVING) == {"type": "leaving", "grace_ns": 4_000}
+    assert _wire(LEAVE) == {"type": "leave", "grace_ns": 5_000}
     assert _wire(RELEASE) == {"type": "release", "engine_id": "decode", "rank": 3, "ranks": 2, "leases": leases}
     assert _wire(ANSWER) == {
         "type": "hold_answer",
@@ -107,7 +123,7 @@ def test_one_frame_is_a_message(decode: Callable[[Any], Any], frames: list[bytes
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_the_other_direction_is_refused(message: Any) -> None:
-    decode = decode_answer if isinstance(message, (Hold, Release)) else decode_request
+    decode = decode_answer if isinstance(message, (Hold, Release, Leave)) else decode_request
     with pytest.raises(DecodeFailed, match="Invalid value"):
         decode(_encode(message))
 
@@ -125,6 +141,10 @@ OUT_OF_BOUNDS: list[tuple[Any, dict[str, Any]]] = [
     (HOLD, {"ranks": 1.0}),
     (HOLD, {"sent_ns": -1}),
     (HOLD, {"sent_ns": NUMBER_MAX + 1}),
+    (HOLD, {"hears_leaving": 1}),
+    (LEAVE, {"grace_ns": -1}),
+    (LEAVE, {"grace_ns": None}),
+    (LEAVING, {"grace_ns": NUMBER_MAX + 1}),
     (HOLD, {"leases": None}),
     (HOLD, {"leases": [["a", 1]] * (LEASES_PER_MESSAGE_MAX + 1)}),
     (HOLD, {"leases": [["a"]]}),
@@ -170,7 +190,8 @@ def test_out_of_bounds(message: Any, changes: dict[str, Any]) -> None:
     assert caught.value.detail.isprintable()
 
 
-REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in ("held", "gone")]
+OPTIONAL = ("held", "gone", "hears_leaving")
+REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in OPTIONAL]
 
 
 @pytest.mark.parametrize(("message", "field"), REQUIRED, ids=lambda value: getattr(value, "__class__", value).__name__)
@@ -310,3 +331,46 @@ def test_any_value_in_any_field(message: Any, data: st.DataObject) -> None:
     except DecodeFailed:
         return
     assert _decoder(decoded)(_encode(decoded)) == decoded
+
+
+# --- administration ---------------------------------------------------------------------------------------------------
+
+REPORT = DrainReport(state="draining", seconds=1.5, seconds_left=58.5, lent=3, not_lent=2)
+
+
+def test_a_version_that_says_nothing_of_it_does_not_hear_of_leaving() -> None:
+    older = {key: value for key, value in _wire(HOLD).items() if key != "hears_leaving"}
+    assert decode_request([msgspec.msgpack.encode(older)]) == HOLD
+
+
+def test_what_an_engine_and_its_workers_tell_each_other() -> None:
+    assert decode_request(encode_leave(LEAVE)) == LEAVE
+    assert decode_leave_taken(encode_answer(LeaveTaken(leases=4))) == LeaveTaken(leases=4)
+    for frames in ([], [b"", b""], [b"?"], encode_answer(RELEASED)):
+        with pytest.raises((BadFrame, DecodeFailed)):
+            decode_leave_taken(frames)
+
+
+def test_a_question_to_drain_is_that_and_nothing_else_is() -> None:
+    assert is_drain([encode_drain()])
+    for frames in ([], [encode_drain(), b""], [b""], [encode_drain() + b"?"], [msgspec.msgpack.encode((b"drain",))]):
+        assert not is_drain(frames)
+
+
+def test_a_report_arrives_and_a_refusal_is_an_error_that_says_why() -> None:
+    assert decode_report([encode_report(REPORT), b"clock"]) == REPORT
+    with pytest.raises(BadFrame, match="its workers died"):
+        decode_report([msgspec.msgpack.encode({"error": "its workers died"}), b"clock"])
+    with pytest.raises(BadFrame, match="expected 2 frames"):
+        decode_report([encode_report(REPORT)])
+    with pytest.raises(DecodeFailed):
+        decode_report([msgspec.msgpack.encode({"drain": {"state": "?"}}), b"clock"])
+
+
+@on_any_machine
+@given(st.binary(max_size=200))
+def test_hostile_bytes_cost_no_more_than_an_error(frame: bytes) -> None:
+    is_drain([frame])
+    for decode in (decode_leave_taken, decode_report):
+        with pytest.raises((BadFrame, DecodeFailed)):
+            decode([frame] if decode is decode_leave_taken else [frame, b""])

@@ -19,6 +19,7 @@ import typer
 if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
     from connector.observe.live import Address, EngineReport, Survey
+    from connector.ports.gate import Access
     from connector.wire.inspection import AnyRow
 
 JSON_SCHEMA = 1
@@ -41,6 +42,16 @@ Engines = Annotated[
         "this environment (port 5600). Prefill engines that a decode engine reads from are found by themselves.",
     ),
 ]
+KeyDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--keys",
+        "-k",
+        metavar="DIR",
+        envvar="NIXL_ACTOR_CURVE_DIRECTORY",
+        help="Directory of keys (nixl-actor keys curve) of this tool, for engines with the option curve_directory.",
+    ),
+]
 Seconds = Annotated[float, typer.Option("--timeout", help="Seconds for each engine.", min=0.05, max=600.0)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
@@ -52,6 +63,7 @@ def why(
         Path | None, typer.Option("--trace", metavar="DIR", help="Read trace files instead of asking engines.")
     ] = None,
     timeout: Seconds = 1.0,
+    keys: KeyDirectory = None,
     json: AsJson = False,
 ) -> None:
     """Why is this request stuck, or did it fail: its state, what it waits for, what happened, what to do."""
@@ -64,7 +76,13 @@ def why(
         from connector.observe.live import look_up
 
         addresses = _addresses(engine)
-        found = look_up(request, addresses, seconds=timeout, followed_seconds=_followed_seconds(timeout))
+        found = look_up(
+            request,
+            addresses,
+            seconds=timeout,
+            followed_seconds=_followed_seconds(timeout),
+            access=access_of(keys),
+        )
         records, live = live_of(found.rows(), silent_of(found))
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
         if not looked_at:
@@ -93,12 +111,13 @@ def ps(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks with --watch.", min=0.1)] = 1.0,
     timeout: Seconds = 2.0,
+    keys: KeyDirectory = None,
     json: AsJson = False,
 ) -> None:
     """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
-    addresses = _addresses(engine)
+    addresses, access = _addresses(engine), access_of(keys)
     if not watch:
-        found = _survey_everything(addresses, timeout)
+        found = _survey_everything(addresses, timeout, access)
         if json:
             _print_json(_as_data(found))
         else:
@@ -111,7 +130,7 @@ def ps(
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
     if json:
         while True:
-            _print_json(_as_data(_survey_everything(addresses, timeout)))
+            _print_json(_as_data(_survey_everything(addresses, timeout, access)))
             time.sleep(interval)
     from rich.console import Group
     from rich.live import Live as Screen
@@ -119,20 +138,20 @@ def ps(
     with Screen(screen=True, auto_refresh=False) as screen:
         try:
             while True:
-                screen.update(Group(*_tables(_survey_everything(addresses, timeout))), refresh=True)
+                screen.update(Group(*_tables(_survey_everything(addresses, timeout, access))), refresh=True)
                 time.sleep(interval)
         except KeyboardInterrupt:
             return
 
 
-def doctor(engine: Engines = None, timeout: Seconds = 3.0, json: AsJson = False) -> None:
+def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = None, json: AsJson = False) -> None:
     """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
     from connector.observe.diagnosis import diagnose
     from connector.observe.live import Question, survey
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=2048) for what in WHATS]
-    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout)
+    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
     findings = diagnose(found)
     if json:
         engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
@@ -166,18 +185,28 @@ def _addresses(engines: list[str] | None) -> list[Address]:
         raise typer.BadParameter(str(error)) from None
 
 
+def access_of(directory: str | None) -> Access:
+    from connector.observe.live import tool_access
+    from connector.ports.curve_keys import KeyDirectoryError
+
+    try:
+        return tool_access(directory)
+    except KeyDirectoryError as error:
+        raise typer.BadParameter(str(error), param_hint="--keys") from None
+
+
 def _followed_seconds(timeout: float) -> float:
     from connector.observe.live import FOLLOWED_SECONDS
 
     return max(FOLLOWED_SECONDS, timeout / 2)
 
 
-def _survey_everything(addresses: list[Address], timeout: float) -> Survey:
+def _survey_everything(addresses: list[Address], timeout: float, access: Access) -> Survey:
     from connector.observe.live import Question, survey
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what) for what in WHATS if what != "records"]
-    return survey(addresses, questions, seconds=timeout, followed_seconds=timeout)
+    return survey(addresses, questions, seconds=timeout, followed_seconds=timeout, access=access)
 
 
 def _records_of(directory: Path) -> list[Any]:
@@ -280,6 +309,7 @@ def _as_data(found: Survey) -> dict[str, Any]:
                         "pp_rank": rank.rank[0],
                         "tp_rank": rank.rank[1],
                         "problem": rank.problem,
+                        "draining": rank.draining,
                         **{
                             what: [
                                 msgspec.to_builtins(row) for row in rank.rows if _KIND_OF[type(row).__name__] == what
@@ -347,14 +377,15 @@ def _tables(found: Survey) -> list[Any]:
     tables: list[Any] = []
     table(
         "Engines",
-        "engine, address, role, up, peers, requests, leases, lent blocks, READs, quarantined blocks, local prefills, "
-        "problem",
+        "engine, address, role, up, drain, peers, requests, leases, lent blocks, READs, quarantined blocks, "
+        "local prefills, problem",
         [
             (
                 f"{row.engine_id}/{number}",
                 engine.address,
                 row.facts.role,
                 _age(row.uptime_seconds),
+                rank.draining,
                 *(
                     row.counts.get(name, 0)
                     for name in (
@@ -374,7 +405,7 @@ def _tables(found: Survey) -> list[Any]:
             for row in rank.of(EngineRow)
         ]
         + [
-            (engine.engine_id, engine.address, *[None] * 9, engine.problem or _first_problem(engine))
+            (engine.engine_id, engine.address, *[None] * 10, engine.problem or _first_problem(engine))
             for engine in found.engines
             if not engine.answers
         ],
@@ -387,7 +418,7 @@ def _tables(found: Survey) -> list[Any]:
                 on,
                 row.engine_id,
                 row.address,
-                row.state,
+                row.state if row.leaving_seconds is None else f"{row.state}, leaves",
                 _age(row.since_seconds),
                 row.failure,
                 _age(row.backoff_seconds) if row.backoff_seconds is not None else None,

@@ -1,4 +1,5 @@
-"""`nixl-actor`, and `python -m connector`: what operators ask of running engines and of traces.
+"""`nixl-actor`, and `python -m connector`: what operators ask of running engines and of traces, tell engines to do, and
+keys for engines.
 
 Starting has to be quick, so nothing here or in the modules of the commands imports vLLM, torch or NIXL, and what only
 one command needs is imported by it.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import typer
 
-from connector.observe.cli import trace
+from connector.observe.cli import keys, trace
+from connector.observe.cli.administer import drain, meet
 from connector.observe.cli.live import doctor, ps, why
 
 app = typer.Typer(
@@ -22,7 +24,10 @@ app = typer.Typer(
 app.command()(why)
 app.command()(ps)
 app.command()(doctor)
+app.command()(drain)
+app.command()(meet)
 app.add_typer(trace.app, name="trace")
+app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:

@@ -123,6 +123,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             width=9,
         ),
         panel("Requests by state (D)", [(most("vllm:nixl_actor_requests", "state"), "{{state}}")], stacked=True),
+        panel(
+            "Engines that are to end (P)",
+            [
+                (most("vllm:nixl_actor_draining"), "draining or drained"),
+                (most("vllm:nixl_actor_drained"), "drained"),
+                (rate("vllm:nixl_actor_prefills_not_lent_total", "reason"), "prefills not lent per second: {{reason}}"),
+            ],
+            description="Drained: nothing is lent any more, the engine may be taken away.",
+        ),
         panel("Leases by state (P)", [(most("vllm:nixl_actor_leases", "state"), "{{state}}")], stacked=True),
         panel("KV read (D)", [(rate("vllm:nixl_bytes_transferred_sum"), "bytes per second")], unit="Bps"),
     ],

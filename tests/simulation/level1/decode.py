@@ -557,6 +557,7 @@ class DecodeRank:
         self._roster = world.cores.roster(
             members_max=world.cluster.peer_limit,
             idle_ns=world.cluster.engine_ttl_ns,
+            quarantine_blocks_max=blocks,  # which it is not told of: level 2 fills it
             member=lambda key: self.readers[key].core,
         )
         self.agents: dict[PrefillLife, Connection] = {}

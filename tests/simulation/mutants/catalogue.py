@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.simulation.mutants import decode, executors, prefill, ranks, roster, wire
+from tests.simulation.mutants import decode, executors, prefill, ranks, roster, security, wire
 from tests.simulation.mutants.mutant import Mutant
 
 TABLE = Path(__file__).parent / "TABLE.md"
@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[Mutant, ...]] = {
     "A prefill rank (`Lending`, and the machine lease)": prefill.MUTANTS,
     "Their executors": executors.MUTANTS,
     "Messages": wire.MUTANTS,
+    "Strangers": security.MUTANTS,
     "Ranks and cache groups": ranks.MUTANTS,
 }
 

@@ -44,6 +44,7 @@ WORKER_STOPS = (fault(Kind.WORKER_STOPS, "p0", 1.0, 0.1),)
 REFUSED = (fault(Kind.PREPARE_REFUSED, "d0>p0", 0.0, 1.0),)
 RESETS = (fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0),)
 ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 6.0, 0.5),)
+FULL_QUARANTINE = (fault(Kind.FULL_QUARANTINE, "d0", 0.5, 4.0, 0.1),)
 
 
 async def _once(run: Callable[[], Awaitable[None]], log_crash: Callable[[str, BaseException], None]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.supervisor import Supervisor
+from statemachine.quarantine import Quarantine
 from statemachine.roster import Roster
-from tests.simulation.mutants.executors import REPLACEMENTS, WRONG_SIZES, level2
+from tests.simulation.mutants.executors import FULL_QUARANTINE, REPLACEMENTS, WRONG_SIZES, level2
 from tests.simulation.mutants.mutant import ByTest, Edit, Mutant
 from tests.simulation.mutants.places import ROSTER
 
@@ -137,5 +138,55 @@ MUTANTS = (
         broken="an abort does not reach the actor that reads for the request",
         changes=(Edit(Roster._ask, "self._of_request[asked.request_id] = key", "pass"),),
         place=ByTest("tests/actors/test_pull.py::test_abort_while_the_peer_is_silent_ends_at_once"),
+    ),
+    Mutant(
+        name="a quarantine without limit",
+        rule="a limit to the quarantine",
+        row=5,
+        broken="however many blocks are in quarantine, requests go on being read",
+        changes=(Edit(Roster._ask, "if self._quarantine.is_full and", "if False and"),),
+        place=level2("quarantine", *FULL_QUARANTINE, first=2),
+    ),
+    Mutant(
+        name="a full quarantine stays full",
+        rule="until enough have come back",
+        broken="nothing is read any more when the quarantine was full once",
+        changes=(
+            Edit(
+                Quarantine._change,
+                "self.is_full = self.blocks >= self.limit_blocks",
+                "self.is_full |= self.blocks >= self.limit_blocks",
+            ),
+        ),
+        place=level2("recovery", *FULL_QUARANTINE, first=2),
+    ),
+    Mutant(
+        name="the roster hears of no end of a quarantine",
+        rule="until enough have come back",
+        broken="blocks that have come back to the pool still count as quarantined",
+        changes=(
+            Edit(
+                PeerActor._lift_quarantine,
+                "self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))",
+                "pass",
+            ),
+        ),
+        place=level2("leaks", *FULL_QUARANTINE, first=2),
+    ),
+    Mutant(
+        name="who is refused keeps its lease",
+        rule="a limit to the quarantine",
+        broken="the lease of a request that a full quarantine refuses is held for as long as its bound allows",
+        changes=(
+            Edit(Roster._turn_away_for_now, "return refused if entry is None else", "return refused if True else"),
+        ),
+        place=level2("leaks", *FULL_QUARANTINE, first=2),
+    ),
+    Mutant(
+        name="the queue is refused",
+        rule="a limit to the quarantine",
+        broken="the lease of a request that waits in the queue is not held while the quarantine is full",
+        changes=(Edit(Roster._ask, "asked.is_awaited and self._stopped is None:", "self._stopped is None:"),),
+        place=ByTest(f"{ROSTER}::test_who_waits_in_the_queue_or_needs_nothing_is_not_refused"),
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from statemachine import deadlines, hold, lease, lending, peer, remote_engine, request, roster
+from statemachine import deadlines, hold, lease, lending, peer, quarantine, remote_engine, request, roster
 
 
 class Rule(NamedTuple):
@@ -81,6 +81,14 @@ RULES: dict[str, Rule] = {
     "fails at once in back-off": Rule(peer, "A failed peer fails requests at once while it backs off"),
     # which remote engines a decode rank knows
     "alike descriptions": Rule(roster, "Requests that describe an engine alike share a member, others do not."),
+    "a limit to the quarantine": Rule(
+        roster,
+        "While too many blocks are in quarantine (`quarantine.py`), a request that is to be read is refused, whichever "
+        "engine has its KV; that engine is told, as of one that needs nothing.",
+    ),
+    "until enough have come back": Rule(
+        quarantine, "Once as many blocks are kept aside, nothing new is read from anywhere until enough have come back"
+    ),
     "a limit to members": Rule(
         roster,
         "There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was "

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from connector.runtime import handshake, listener
+from connector.layout import verification
+from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
-from connector.wire import control, notifications
+from connector.wire import control, identity, notifications
+from connector.wire import handshake as handshake_of_wire
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply
 from connector.wire.notifications import Heartbeat, Notification, Release
 from statemachine.failures import WrongEngine
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.executors import GARBAGE, NOT_AN_ERROR_OF_THE_PRODUCT, REPLACEMENTS, level2
-from tests.simulation.mutants.mutant import ByTest, Edit, Mutant, Set, fault
+from tests.simulation.mutants.mutant import SEEDS, ByTest, Do, Edit, Mutant, Seeds, Set, fault
 
 
 def _parse_without_checks(message: bytes) -> Notification:
@@ -23,13 +27,245 @@ def _parse_without_checks(message: bytes) -> Notification:
     return Release(request_id, int(consumers))
 
 
-def _talk_to_anybody(frames: Sequence[bytes], *, peer: str, address: str, expected_hash: str | None) -> HandshakeReply:
+def _talk_to_anybody(frames: Sequence[bytes], *, peer: str, **others: Any) -> HandshakeReply:
     try:
-        return decode_reply(frames, peer=peer, address=address, expected_hash=expected_hash)
+        return decode_reply(frames, peer=peer, **others)
     except HandshakeError as error:
         if not isinstance(error.failure, WrongEngine):
             raise
-        return decode_reply(frames, peer=error.failure.found, address=address, expected_hash=expected_hash)
+        return decode_reply(frames, peer=error.failure.found, **others)
+
+
+def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
+    """An edit of a function of the worker, which imports vLLM: not before it is applied."""
+    return Do(
+        lambda patch: patch.edit(
+            getattr(importlib.import_module(f"connector.worker.{module}"), function), before, after
+        )
+    )
+
+
+LIES = tuple(fault(Kind.READ_LIES, f"d{at // 3}>p{at % 3}", 0.0, 20.0, 0.3) for at in range(9))
+
+_IDENTITY = "tests/unit/test_identity.py::"
+_OF_AN_ENGINE = "tests/unit/test_kv_identity.py::"
+
+IDENTITY = (
+    Mutant(
+        name="any weights will do",
+        row=15,
+        broken="weights are not compared, as long as the model has the same name",
+        changes=(
+            Edit(
+                identity.differing_factors,
+                "if name not in skipped and",
+                "if name != WEIGHTS and name not in skipped and",
+            ),
+        ),
+        # One in three is an engine with other weights.
+        place=Seeds(2, "bytes", (fault(Kind.INCOMPATIBLE, "p0", 0.5, 3.0),), count=4 * SEEDS),
+    ),
+    Mutant(
+        name="weights are known by their shapes",
+        row=15,
+        broken="the fingerprint of the weights is one of names, types and shapes alone",
+        changes=(_edit_worker("weights", "_of_tensors", "digest.update(samples[name])", "pass"),),
+        place=ByTest("tests/unit/test_weights.py::test_one_tensor_that_differs_is_seen_whichever_it_is"),
+    ),
+    Mutant(
+        name="weights are known by one kind of tensor",
+        row=15,
+        broken="of the tensors only some are looked at, by their order",
+        changes=(
+            _edit_worker(
+                "weights", "_of_tensors", "heapq.nsmallest(TENSORS_MAX, tensors,", "heapq.nsmallest(5, tensors,"
+            ),
+        ),
+        place=ByTest("tests/unit/test_weights.py::test_one_tensor_that_differs_is_seen_whichever_it_is"),
+    ),
+    Mutant(
+        name="a model is its path",
+        broken="the name of the model is compared although the weights are the same",
+        changes=(Edit(identity.differing_factors, "for name in (MODEL, REVISION)", "for name in ()"),),
+        place=ByTest(_IDENTITY + "test_the_name_of_the_model_matters_only_where_the_weights_are_unknown"),
+    ),
+    Mutant(
+        name="unknown weights are equal",
+        broken="the name of the model is not compared where one side does not know its weights",
+        changes=(
+            Edit(
+                identity._both_state,
+                "name in ours and theirs.get(name) == ours[name]",
+                "theirs.get(name) == ours.get(name)",
+            ),
+        ),
+        place=ByTest(_IDENTITY + "test_the_draft_models_name_is_its_own_affair"),
+    ),
+    Mutant(
+        name="any draft model will do",
+        broken="which weights the draft model has is not told",
+        changes=(
+            _edit_worker(
+                "kv_identity",
+                "_of_draft",
+                "**_of_model(DRAFT, draft, speculative.draft_load_config or vllm_config.load_config)",
+                "**{}",
+            ),
+        ),
+        place=ByTest(_OF_AN_ENGINE + "test_the_draft_model_is_named"),
+    ),
+    Mutant(
+        name="any configuration will do",
+        broken="the configuration of the model is not told",
+        changes=(_edit_worker("kv_identity", "_factors", "factors |= _of_configuration(model)", "pass"),),
+        place=ByTest(_OF_AN_ENGINE + "test_another_model_of_the_same_shape_is_named"),
+    ),
+    Mutant(
+        name="any quantization will do",
+        broken="how the weights are quantized is not told",
+        changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
+        place=ByTest(_OF_AN_ENGINE + "test_quantization_is_named"),
+    ),
+    Mutant(
+        name="any scales will do",
+        broken="what stored numbers are multiplied by is not compared",
+        changes=(Edit(identity.differing_layers, 'for field in ("k_scale", "v_scale"):', "for field in ():"),),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="scales are not told",
+        broken="an engine does not say what it multiplies stored numbers by",
+        changes=(_edit_worker("kv_identity", "_layers", "scales = _scales(layers)", "scales = {}"),),
+        place=ByTest(_OF_AN_ENGINE + "test_scales_of_a_quantized_cache_are_named"),
+    ),
+    Mutant(
+        name="every rank has the first head",
+        broken="scales of heads are compared by their place on the rank",
+        changes=(
+            Edit(
+                identity._differing_scales,
+                "local[head - ours.first_head], remote[head - theirs.first_head]",
+                "local[head - first], remote[head - first]",
+            ),
+        ),
+        place=ByTest(_IDENTITY + "test_scales_of_heads_are_compared_where_both_ranks_have_the_head"),
+    ),
+    Mutant(
+        name="any order of elements will do",
+        broken="the order in which attention on CPUs keeps K and V is not told",
+        changes=(_edit_worker("kv_identity", "_layers", 'element_order(layer) if layer is not None else ""', '""'),),
+        place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
+    ),
+    Mutant(
+        name="any type of numbers will do",
+        broken="the type of the numbers in each layer's cache is not compared",
+        changes=(Edit(identity.differing_layers, '("KV cache dtype", layer.dtype, other.dtype),', ""),),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="what bytes mean can be skipped",
+        broken="enforce_handshake_compat=false skips scales and orders of elements, too",
+        changes=(
+            Edit(
+                handshake_of_wire.incompatibilities,
+                "*differing_layers(ours.layers, theirs.layers)",
+                "*(differing_layers(ours.layers, theirs.layers) if enforce_factors else ())",
+            ),
+        ),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="an older engine is believed",
+        row=16,
+        broken="the hash of an engine that says no more is not compared",
+        changes=(
+            Edit(
+                decode_reply,
+                "elif expected_hash is not None and",
+                "elif identity is None and expected_hash is not None and",
+            ),
+        ),
+        place=ByTest(_IDENTITY + "test_an_older_engine_is_compared_by_its_hash"),
+    ),
+)
+
+
+_VERIFY = "tests/actors/test_verification.py::"
+
+VERIFICATION = (
+    Mutant(
+        name="sums are not compared",
+        row=23,
+        broken="a READ counts as completed whatever its checksums are",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._compare,
+                "self.tell(msgspec.structs.replace(ended, failure=failure))",
+                "self.tell(ended)",
+            ),
+        ),
+        place=Seeds(2, "bytes", LIES),
+    ),
+    Mutant(
+        name="sums of samples alone",
+        row=23,
+        broken="only samples are compared although all blocks are to be",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._resolve,
+                'self._context.options.verify == "sampled"',
+                "True",
+            ),
+        ),
+        place=ByTest(_VERIFY + "test_all_blocks_of_a_cache_are_compared"),
+    ),
+    Mutant(
+        name="blocks without sums are read",
+        broken="of a block that was not lent there is nothing to compare, and it is read",
+        changes=(Edit(verification.compared, "if not sampled and not is_known.all():", "if False:"),),
+        place=ByTest(_VERIFY + "test_blocks_that_were_not_lent_with_the_lease_are_refused"),
+    ),
+    Mutant(
+        name="parts of blocks are read unverified",
+        broken="where a READ takes parts of blocks nothing is compared, and nobody is told",
+        changes=(Edit(handshake._matches, 'if wanted == "off":', "if True:"),),
+        place=ByTest(_VERIFY + "test_parts_of_blocks_are_refused_and_not_read_unverified"),
+    ),
+    Mutant(
+        name="fewer sums will do",
+        broken="how many blocks P sums is not compared",
+        changes=(Edit(handshake._matches, 'if made not in (wanted, "all"):', "if False:"),),
+        place=ByTest(_VERIFY + "test_an_engine_that_makes_fewer_checksums_is_refused"),
+    ),
+    Mutant(
+        name="sums are waited for after the end",
+        broken="a request that was aborted while its blocks are summed waits for the engine thread",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._tell_what_nobody_wants, "if not self.core.wants(ended.request_id):", "if False:"
+            ),
+        ),
+        place=ByTest(_VERIFY + "test_a_request_that_is_aborted_while_its_blocks_are_summed_ends"),
+    ),
+    Mutant(
+        name="sums of a lease without its number",
+        broken="a reader whose parameters carried no number gets no checksums",
+        changes=(
+            Edit(
+                lease_keeper.LeaseKeeper._answer_sums,
+                "self._core.lent_as(asked.lease)",
+                "asked.lease",
+            ),
+        ),
+        place=ByTest("tests/simulation/test_verify.py::test_no_request_is_done_with_what_a_lying_read_has_left"),
+    ),
+    Mutant(
+        name="sums are kept",
+        broken="the checksums of a lease that is over stay",
+        changes=(Edit(lease_keeper.LeaseKeeper._execute, "self._sums.pop(lease, None)", "pass"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_checksums_are_told_while_a_lease_lasts"),
+    ),
+)
 
 
 async def _run_once(
@@ -42,6 +278,8 @@ async def _run_once(
 
 
 MUTANTS = (
+    *IDENTITY,
+    *VERIFICATION,
     Mutant(
         name="bad frame kills the listener",
         row=38,

@@ -2,7 +2,8 @@
 
 A client does what a router does: the prompt goes to a prefill engine with `do_remote_decode`, the parameters of its
 answer and the same prompt go to a decode engine. Some clients want two samples of one prompt, use parameters again that
-were used up, have them damaged on the way, or leave, on either engine, in whatever status their request has reached.
+were used up, have them damaged on the way, forge them where engines sign them, or leave, on either engine, in whatever
+status their request has reached.
 
 Prompts share prefixes: some are beginnings of one of a few long texts, some go on by themselves after one, others stand
 alone; some are shorter than a block. Where engines read back, some clients go on after the answer: their next prompt
@@ -26,7 +27,7 @@ from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import PROBE_SECONDS, SPREAD_SHARE, Cluster, Result, run_cluster
 from tests.simulation.coverage import TransitionKey
-from tests.simulation.faults import Kind, Plan
+from tests.simulation.faults import Kind, Plan, generator
 from tests.simulation.process import RANK_LAG_SECONDS_MAX, Surroundings
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, draw_knobs
@@ -37,6 +38,7 @@ from tests.simulation.vllm.oracles import Ask, Requests
 TEXTS = 4
 PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
 ANSWER_TOKENS_MAX = 56
+FORGED_SHARE = 0.1
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
@@ -91,6 +93,8 @@ class VllmCluster(Cluster):
         )
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
+        # With draws of their own.
+        self._forgeries = generator(plan.seed, "forgeries")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _engine_ids(self) -> int:
@@ -170,6 +174,8 @@ class VllmCluster(Cluster):
         if not self._shape.numbers_leases:
             del params["lease_number"]
         params, may_fail = self._damage(params)
+        params, is_forged = self._forge(params)
+        may_fail |= is_forged
         # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
         may_fail |= len(prefilled.sequence.answer) > 1 and self._shape.model.second is SecondGroup.WINDOW
         asked = [decode] * (2 if chance.random() < 0.1 else 1)
@@ -255,6 +261,16 @@ class VllmCluster(Cluster):
             ]
         )
         return {**params, field: value}, True
+
+    def _forge(self, params: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What a client may do who wants to see the blocks of others: well-formed, and wrong. Whether it did."""
+        if not self._knobs.signs or self._forgeries.random() >= FORGED_SHARE or not params["remote_block_ids"]:
+            return params, False
+        neighbours = [[each - 1 if each > 1 else each + 1 for each in table] for table in params["remote_block_ids"]]
+        if neighbours == params["remote_block_ids"]:
+            return params, False
+        self._requests.coverage["forged parameters"] += 1
+        return {**params, "remote_block_ids": neighbours}, True
 
     def _draw_prompt(self) -> tuple[int, ...]:
         chance = self._chance

@@ -8,7 +8,10 @@ that the scheduler looks at.
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,7 +25,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.config import ConnectorOptions
-from tests.simulation.faults import generator
+from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
+from tests.simulation.faults import draw_shape, generator
 from tests.simulation.model import LAYERS, SECOND_LAYERS, WINDOW_TOKENS
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, Model, SecondGroup
 from tests.unit.vllm_setup import scheduling_config
@@ -49,6 +53,7 @@ class Knobs:
         batch_requests: most requests of a step.
         read_slowdown: how much longer a READ takes than with scripted engines, so that steps pass meanwhile.
         reads_back: D keeps blocks for the next prompt of a conversation, which P reads back (`bidirectional_kv_xfer`).
+        signs: engines sign the parameters that they give out; not where routers take something out of all of them.
         device_is_late: what is to be done with the blocks of a loaded request is done some time later, as on a GPU.
     """
 
@@ -63,6 +68,19 @@ class Knobs:
     read_slowdown: int
     reads_back: bool
     device_is_late: bool
+    signs: bool
+
+
+_scratch: list[tempfile.TemporaryDirectory[str]] = []
+"""Of this process; it is removed when that ends."""
+
+
+@functools.cache
+def _params_keys_file() -> str:
+    _scratch.append(tempfile.TemporaryDirectory(prefix="simulated-keys-"))
+    path = Path(_scratch[0].name) / "params.keys"
+    path.write_text(format_keys(ParamsKeys((ParamsKey("simulated", bytes(range(32))),))))
+    return str(path)
 
 
 def draw_knobs(seed: int) -> Knobs:
@@ -80,6 +98,7 @@ def draw_knobs(seed: int) -> Knobs:
         read_slowdown=chance.choice([1, 10, 100]),
         reads_back=chance.random() < 0.5,
         device_is_late=chance.random() < 0.5,
+        signs=generator(seed, "signatures").random() < 0.5 and draw_shape(seed).numbers_leases,
     )
 
 
@@ -112,6 +131,8 @@ def engine_configuration(
             kv_recompute_threshold=shape.block_tokens // 2,
             decoder_kv_blocks_ttl=KEPT_FOR_READ_BACK_SECONDS,
         )
+    if knobs.signs:
+        options = msgspec.structs.replace(options, params_keys_file=_params_keys_file())
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="NixlConnector",
         kv_connector_module_path=CONNECTOR_MODULE,

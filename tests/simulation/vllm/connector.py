@@ -32,6 +32,7 @@ from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.finishing import Finishing, Run
 from connector.worker.landing import LandedBlocks
 from connector.worker.ledger import TransferLedger
+from statemachine.draining import Draining
 from tests.simulation.model import RankMemory
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class ListenerNextDoor:
 
     def __init__(self, stop_serving: Callable[[str], None]) -> None:
         self.stop_serving = stop_serving
+        self.draining = Draining(lease_ns=0)
+        self.is_dead = False
 
     def stop(self) -> None:
         """The simulated process stops its listener itself."""

@@ -1,0 +1,162 @@
+"""What tools change in running engines (`connector.wire.administration`); the rest of this package only looks.
+
+    drain    side channel of an engine: begin to drain, and see how far it has come, until it has drained
+    meet     control socket of each rank of a decode engine: connect prefill engines, and see until they are
+
+An engine is first asked what it is. One that does not say that it understands these messages (it runs the built-in
+connector, or an older version of this one) is sent none, and is an `AdministrationError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import trio
+
+from connector.observe.live import Address
+from connector.ports.gate import ANYBODY, Access
+from connector.ports.side_channel import ConnectionRefused, SideChannel, SideChannelError
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.wire.administration import (
+    DrainReport,
+    Meet,
+    MeetReport,
+    decode_meet_report,
+    decode_report,
+    encode_drain,
+    encode_meet,
+)
+from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.handshake import ActorExtension, decode_advertisement, encode_request
+
+ASK_SECONDS = 5.0
+"""For one answer."""
+POLL_SECONDS = 0.2
+FINAL_STATES = ("met", "own", "unknown")
+"""Of a place, for who waits: nothing more will come."""
+
+
+class AdministrationError(Exception):
+    """An engine could not be asked, or does not do that."""
+
+
+def drain(
+    address: Address,
+    *,
+    waits: bool,
+    timeout_seconds: float | None = None,
+    show: Callable[[DrainReport], None] = lambda report: None,
+    access: Access = ANYBODY,
+) -> DrainReport:
+    """Have an engine drain; the last thing that it said.
+
+    An engine that ends while it is waited for has drained, as far as it had said before.
+
+    Args:
+        waits: until it has drained. Otherwise until it has begun.
+        timeout_seconds: of the wait; None: the engine bounds it.
+        show: told of each answer.
+        access: the keys of the tool.
+
+    Raises:
+        AdministrationError: it could not be asked.
+    """
+
+    async def run() -> DrainReport:
+        side_channel = ZmqSideChannel(access)
+        try:
+            await require_administration(side_channel, address)
+            report = await _ask(side_channel, address)
+            show(report)
+            with trio.move_on_after(float("inf") if timeout_seconds is None else timeout_seconds):
+                while waits and report.state != "drained":
+                    await trio.sleep(POLL_SECONDS)
+                    report = await _ask(side_channel, address)
+                    show(report)
+            return report
+        finally:
+            side_channel.close()
+
+    return trio.run(run)
+
+
+def meet(
+    address: Address, places: Sequence[str], *, timeout_seconds: float, access: Access = ANYBODY
+) -> dict[tuple[int, int], MeetReport]:
+    """Have every rank of a decode engine connect the engines at these places; what each rank said last, by pipeline
+    and tensor rank. Raises AdministrationError."""
+
+    async def run() -> dict[tuple[int, int], MeetReport]:
+        side_channel = ZmqSideChannel(access)
+        try:
+            actor = await require_administration(side_channel, address)
+            reports: dict[tuple[int, int], MeetReport] = {}
+            deadline = trio.current_time() + timeout_seconds
+            for rank in itertools.product(range(actor.pp_size), range(actor.tp_size)):
+                reports[rank] = await _meet_on(side_channel, address, rank, places, deadline)
+            return reports
+        finally:
+            side_channel.close()
+
+    return trio.run(run)
+
+
+async def require_administration(side_channel: SideChannel, address: Address) -> ActorExtension:
+    """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
+    frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0))
+    try:
+        said = decode_advertisement(frames_untrusted)
+    except (BadFrame, DecodeFailed) as error:
+        raise AdministrationError(f"what listens at {address} is not a NIXL connector: {error.detail}") from error
+    if said.error is not None:
+        raise AdministrationError(f"the engine at {address} serves no more: {said.error}")
+    if said.actor is None:
+        raise AdministrationError(f"the engine at {address} runs the built-in connector, which cannot be asked")
+    if not said.actor.administration:
+        raise AdministrationError(f"the engine at {address} has an older version of this connector, which cannot do it")
+    return said.actor
+
+
+async def _ask(side_channel: SideChannel, address: Address) -> DrainReport:
+    try:
+        return decode_report(await _exchange(side_channel, address, encode_drain()))
+    except (BadFrame, DecodeFailed) as error:
+        raise AdministrationError(f"the engine at {address}: {error.detail}") from error
+
+
+async def _exchange(side_channel: SideChannel, address: Address, frame: bytes) -> tuple[bytes, ...]:
+    try:
+        with trio.fail_after(ASK_SECONDS), closing(side_channel.connect(address.host, address.port)) as requester:
+            return await requester.ask([frame])
+    except trio.TooSlowError as error:
+        raise AdministrationError(f"the engine at {address} did not answer within {ASK_SECONDS:g} s") from error
+    except ConnectionRefused as error:
+        raise AdministrationError(f"nothing listens at {address}: the engine has ended, or it is another") from error
+    except SideChannelError as error:
+        raise AdministrationError(str(error)) from error
+
+
+async def _meet_on(
+    side_channel: SideChannel, address: Address, rank: tuple[int, int], places: Sequence[str], deadline: float
+) -> MeetReport:
+    """Until one rank has met all of them, or the time is up."""
+    frames_untrusted = await _exchange(side_channel, address, encode_request(*rank))
+    try:
+        actor = decode_advertisement(frames_untrusted).actor
+        if actor is None:
+            raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
+        with closing(await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)) as link:
+            while True:
+                link.send(encode_meet(Meet(places=tuple(places))))
+                with trio.fail_after(ASK_SECONDS):
+                    report = decode_meet_report(await link.receive())
+                is_over = all(row.state in FINAL_STATES for row in report.rows)
+                if is_over or trio.current_time() + POLL_SECONDS > deadline:
+                    return report
+                await trio.sleep(POLL_SECONDS)
+    except trio.TooSlowError as error:
+        raise AdministrationError(f"rank {rank} of the engine at {address} did not answer") from error
+    except (SideChannelError, BadFrame, DecodeFailed) as error:
+        raise AdministrationError(f"rank {rank} of the engine at {address}: {error}") from error

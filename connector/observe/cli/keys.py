@@ -1,0 +1,117 @@
+"""Commands that make keys for engines: `nixl-actor keys curve`, `nixl-actor keys params`.
+
+Nothing is sent anywhere. How keys are distributed and replaced while engines run is in README.md, Security.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from connector.wire.signatures import ParamsKeys
+
+app = typer.Typer(help="Make keys for engines (README, Security).", no_args_is_help=True)
+params_app = typer.Typer(help="The file of the option params_keys_file.", no_args_is_help=True)
+app.add_typer(params_app, name="params")
+
+NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of the option params_keys_file.")]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of a key in it.")]
+
+
+@app.command()
+def curve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="For the option curve_directory.")],
+    name: Annotated[
+        str | None, typer.Option(help="Whose keys they are, for people; otherwise the name of the directory.")
+    ] = None,
+) -> None:
+    """Make a pair of keys for the side channel and the control sockets."""
+    from connector.ports.curve_keys import make_pair
+
+    name = directory.resolve().name if name is None else name
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise typer.BadParameter(f"{name!r} is not 1 to 64 letters, digits, dots, underscores or hyphens")
+    try:
+        own, public = make_pair(directory, name)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{own}: the secret of {name}, for nobody else")
+    typer.echo(f"{public}: its public key; copy it to accepted/ of everybody who is to deal with {name}")
+
+
+@params_app.command()
+def add(
+    file: KeyFile,
+    key_id: Annotated[str | None, typer.Option("--id", help="Of the new key; otherwise the date.")] = None,
+) -> None:
+    """Make a key, and the file if there is none. Behind others it is accepted, and does not sign."""
+    from connector.wire.signatures import SECRET_BYTES_MIN, ParamsKey, ParamsKeys
+
+    before = _read(file).keys if file.exists() else ()
+    known = {key.key_id for key in before}
+    if key_id is None:
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        key_id = next(each for each in (today, *(f"{today}.{number}" for number in range(2, 99))) if each not in known)
+    _write(file, ParamsKeys((*before, ParamsKey(key_id, secrets.token_bytes(SECRET_BYTES_MIN)))))
+
+
+@params_app.command()
+def use(file: KeyFile, key_id: KeyId) -> None:
+    """Sign with this key from now on."""
+    from connector.wire.signatures import ParamsKeys
+
+    keys = _read(file).keys
+    chosen = [key for key in keys if key.key_id == key_id]
+    if not chosen:
+        raise typer.BadParameter(f"{file} has no key {key_id!r}")
+    _write(file, ParamsKeys((*chosen, *(key for key in keys if key.key_id != key_id))))
+
+
+@params_app.command()
+def drop(file: KeyFile, key_id: KeyId) -> None:
+    """Accept this key no longer. The one that signs cannot be dropped."""
+    from connector.wire.signatures import ParamsKeys
+
+    keys = _read(file).keys
+    if key_id == keys[0].key_id:
+        raise typer.BadParameter(f"key {key_id!r} signs; use another one first")
+    kept = tuple(key for key in keys if key.key_id != key_id)
+    if len(kept) == len(keys):
+        raise typer.BadParameter(f"{file} has no key {key_id!r}")
+    _write(file, ParamsKeys(kept))
+
+
+def _read(file: Path) -> ParamsKeys:
+    from connector.wire.signatures import parse_keys
+
+    try:
+        return parse_keys(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from None
+
+
+def _write(file: Path, keys: ParamsKeys) -> None:
+    """As a whole: an engine may read it just now."""
+    from connector.wire.signatures import format_keys, parse_keys
+
+    text = format_keys(keys)
+    new = file.with_name(f".{file.name}.new")
+    try:
+        parse_keys(text)
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
+            written.write(text)
+        os.replace(new, file)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from None
+    signs, *others = (key.key_id for key in keys.keys)
+    typer.echo(f"{file}: {signs} signs" + (f"; accepted too: {', '.join(others)}" if others else ""))

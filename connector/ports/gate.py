@@ -1,0 +1,147 @@
+"""Who may connect to a process, and where the process may connect to: the address ranges and keys of a side channel.
+
+    Access    what is allowed: data
+    Gate      asks for it when somebody connects: the handler of ZAP, ZMQ's protocol for that, of one ZMQ context
+
+libzmq asks the gate before a connection that was accepted carries anything; until it says yes nothing of what the other
+end sends is handed out, and when it says no libzmq ends the connection, with a code and no word. With keys it asks only
+after the other end has proven that it has the secret of the key that it shows, and that it knows ours. The gate runs in
+a task of its own, beside all others of the trio loop: whoever floods it waits, and so do other newcomers; connections
+that stand do not.
+
+Where nothing is restricted there is no gate. Where something is, libzmq is told that there must be one
+(ZAP_ENFORCE_DOMAIN): without it, connections would fail instead of being let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import trio
+import zmq
+from zmq.utils import z85
+
+from connector.observe.log import log_crash
+from connector.ports.curve_keys import CurveKeys
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+ZAP_DOMAIN = b"engine"
+ALLOWED, NOT_ALLOWED, FAILED = b"200", b"400", b"500"
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """What a side channel lets in, and where it goes.
+
+    Attributes:
+        networks: of all peers, those that connect and those that are connected to; none: any address.
+        keys: None: connections are neither encrypted nor authenticated.
+        allows_insecure: also connect to those that have no keys.
+    """
+
+    networks: tuple[Network, ...] = ()
+    keys: CurveKeys | None = None
+    allows_insecure: bool = False
+
+    def allows_address(self, address: str) -> bool:
+        """`address`: numeric, IPv4 or IPv6."""
+        if not self.networks:
+            return True
+        found = ipaddress.ip_address(address)
+        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        return any(found.version == network.version and found in network for network in self.networks)
+
+
+ANYBODY = Access()
+
+
+class Gate:
+    """The gate of one context. Made when a socket listens, in the trio loop, and closed after that.
+
+    Args:
+        on_refusal: told whom it has not let in, and why. The text is bounded.
+    """
+
+    def __init__(self, access: Access, socket: Socket, on_refusal: Callable[[str], None]) -> None:
+        self._access = access
+        self._socket = socket
+        self._on_refusal = on_refusal
+        socket.bind(ZAP_ENDPOINT)
+        trio.lowlevel.spawn_system_task(self._answer)
+
+    def guard(self, listening: Socket) -> None:
+        """Ask here for everybody who connects to this socket, which is not bound yet."""
+        listening.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        listening.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        keys = self._access.keys
+        if keys is not None:
+            listening.setsockopt(zmq.CURVE_SERVER, 1)
+            listening.setsockopt(zmq.CURVE_SECRETKEY, keys.secret_key)
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._socket.closed)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            trio.lowlevel.notify_closing(self._socket.FD)
+            self._socket.close()
+
+    async def _answer(self) -> None:
+        """Until it is closed. The descriptor tells of changes only, so it is waited for when nothing is left."""
+        with contextlib.suppress(trio.ClosedResourceError):
+            while True:
+                frames = self._take()
+                if frames is None:
+                    await trio.lowlevel.wait_readable(self._socket.FD)
+                else:
+                    self._reply(frames, await self._judge(frames))
+
+    def _take(self) -> list[bytes] | None:
+        """A question, if there is one. Raises trio.ClosedResourceError."""
+        if self.is_closed:
+            raise trio.ClosedResourceError
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _reply(self, frames: Sequence[bytes], status: bytes) -> None:
+        """A question that cannot be answered is one of a newcomer that is never let in."""
+        if not self.is_closed:
+            with contextlib.suppress(zmq.ZMQError, IndexError):
+                self._socket.send_multipart(
+                    [frames[0], b"", ZAP_VERSION, frames[3], status, b"", b"", b""], zmq.NOBLOCK
+                )
+
+    async def _judge(self, frames: Sequence[bytes]) -> bytes:
+        """What libzmq is told of a newcomer."""
+        try:
+            _, _, _, _, _, address, _, mechanism, *credentials = frames
+            why = await self._find_fault(address.decode(), mechanism, credentials)
+            if why is None:
+                return ALLOWED
+            self._on_refusal(f"{address.decode()} may not connect: {why}")
+        except Exception as error:  # nobody is let in by a mistake
+            log_crash("gate", error)
+            return FAILED
+        return NOT_ALLOWED
+
+    async def _find_fault(self, address: str, mechanism: bytes, credentials: Sequence[bytes]) -> str | None:
+        """Why somebody may not connect; None: he may."""
+        if not self._access.allows_address(address):
+            return "it is not in allowed_peers"
+        keys = self._access.keys
+        if keys is None:
+            return None
+        await keys.look_again()
+        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        return None if key in keys.accepted else f"its public key {key.decode()} is not accepted here"

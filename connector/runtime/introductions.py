@@ -1,0 +1,184 @@
+r"""The executor of the `Introductions` core (`statemachine/introduction.py`): a decode rank meets engines before
+requests.
+
+    option known_peers, nixl-actor meet --> name --> core --AskWho--> side channel --> who is there
+    supervisor --connected, lost----------------------^     \--Meet--> a command to the roster, as a request's is
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+
+import trio
+
+from connector.clock import NS_PER_SECOND, Clock, to_ns
+from connector.config import ConnectorOptions
+from connector.ports.side_channel import SideChannel, SideChannelError
+from connector.protocol import MeetPeer, PeerAddress
+from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
+from connector.wire.bounded import BadFrame, DecodeFailed, shorten
+from connector.wire.handshake import decode_advertisement, encode_request
+from statemachine import introduction as core
+from statemachine.introduction import IntroductionLimits
+from statemachine.introduction import Introductions as Core
+from statemachine.kernel import Effect
+from statemachine.roster import PeerKey
+
+MEETING_TIMEOUTS = 3
+"""Handshake timeouts that an engine may take to be connected: questions about its ranks, and its control sockets."""
+
+BUILTIN = (
+    "it runs the built-in connector, which does not say how many ranks it has; it is met when the first request comes"
+)
+TOO_MANY = f"not named: {core.PLACES_MAX} places are known already"
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """Host and port. Raises ValueError."""
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
+    return host.strip("[]"), int(port)
+
+
+class Introductions:
+    """See the module's docstring. All methods are called in the trio thread.
+
+    Args:
+        own_engine_id: of this engine.
+        meet: hands the command to the roster.
+        is_connected: whether this engine is connected now.
+        say: writes a line for people.
+        log_crash: writes a line with a traceback: what raised it, what it raised.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: ConnectorOptions,
+        own_engine_id: str,
+        side_channel: SideChannel,
+        clock: Clock,
+        meet: Callable[[MeetPeer], None],
+        is_connected: Callable[[PeerKey], bool],
+        say: Callable[[str], None],
+        log_crash: Callable[[str, BaseException], None],
+    ) -> None:
+        self._own_engine_id = own_engine_id
+        self._side_channel = side_channel
+        self._clock = clock
+        self._timeout_seconds = options.handshake_timeout_seconds
+        self._meet = meet
+        self._is_connected = is_connected
+        self._say = say
+        self._log_crash = log_crash
+        self._core = Core(
+            IntroductionLimits(
+                pause_first_ns=to_ns(options.backoff_initial_seconds),
+                pause_max_ns=to_ns(options.backoff_max_seconds),
+                meeting_ns=MEETING_TIMEOUTS * to_ns(options.handshake_timeout_seconds),
+            )
+        )
+        self._to_name: list[str] = list(options.known_peers)
+        self._nursery: trio.Nursery | None = None
+        self._attention = trio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                for value in self._core.values():
+                    if value.state is core.State.ASKING:  # not begun, or by a task that ended with another nursery
+                        nursery.start_soon(self._ask_who, value.place)
+                self._carry_out(self._core.name(self._to_name, self._clock.now_ns()))
+                self._to_name.clear()
+                while True:
+                    self._attention = trio.Event()
+                    with trio.move_on_after(self._seconds_to_deadline()):
+                        await self._attention.wait()
+                    self._carry_out(self._core.advance(self._clock.now_ns()))
+            finally:
+                self._nursery = None
+
+    def name(self, places: Sequence[str]) -> MeetReport:
+        """A tool names engines; how far each has come. Said again, it is only looked at, or tried at once."""
+        self._carry_out(self._core.name(places, self._clock.now_ns()))
+        return MeetReport(rows=tuple(self._row(place) for place in places[:MEET_PLACES_MAX]))
+
+    def note_connected(self, key: PeerKey) -> None:
+        """A member of the roster is connected."""
+        self._carry_out(self._core.connected(key, self._clock.now_ns()))
+
+    def note_lost(self, key: PeerKey) -> None:
+        """A member has taken back its connection, or has ended."""
+        self._carry_out(self._core.lost(key, self._clock.now_ns()))
+
+    def _row(self, place: str) -> PlaceRow:
+        value = self._core.get(place)
+        if value is None:
+            return PlaceRow(place=place, state="unknown", engine_id="", problem=TOO_MANY)
+        engine_id = value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
+        return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=value.problem or "")
+
+    def _seconds_to_deadline(self) -> float:
+        deadline_ns = self._core.next_deadline()
+        return math.inf if deadline_ns is None else max(0, deadline_ns - self._clock.now_ns()) / NS_PER_SECOND
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case core.AskWho(place=place):
+                    if self._nursery is not None:  # otherwise `run` does
+                        self._nursery.start_soon(self._ask_who, place)
+                case core.Meet(place=place, engine=engine):
+                    host, port = split_place(place)
+                    tp_size, dcp_size, pp_size = engine.sizes
+                    address = PeerAddress(
+                        engine_id=engine.engine_id,
+                        host=host,
+                        port=port,
+                        tp_size=tp_size,
+                        dcp_size=dcp_size,
+                        pp_size=pp_size,
+                    )
+                    self._meet(MeetPeer(peer=address))
+                    if self._is_connected(engine):
+                        self.note_connected(engine)
+                case core.SayFailed(place=place, problem=problem):
+                    self._say(f"the engine at {place} cannot be met before its first request: {problem}")
+        self._attention.set()
+
+    async def _ask_who(self, place: str) -> None:
+        try:
+            tell = await self._question(place)
+        except Exception as error:
+            # A mistake costs one attempt.
+            self._log_crash(f"introduction to {place}", error)
+            tell = partial(self._core.failed, place, f"internal error: {error!r}; please report it")
+        self._carry_out(tell(self._clock.now_ns()))
+
+    async def _question(self, place: str) -> Callable[[int], list[Effect]]:
+        """What to tell the core."""
+        failed = partial(self._core.failed, place)
+        host, port = split_place(place)
+        try:
+            with closing(self._side_channel.connect(host, port)) as requester:
+                with trio.move_on_after(self._timeout_seconds) as scope:
+                    said = decode_advertisement(await requester.ask([encode_request(0, 0)]))
+                if scope.cancelled_caught:
+                    return partial(failed, f"no answer within {self._timeout_seconds:g} s")
+        except SideChannelError as error:
+            return partial(failed, error.error)
+        except (BadFrame, DecodeFailed) as error:
+            return partial(failed, f"what listens there is not a NIXL connector: {error.detail}")
+        if said.error is not None:
+            return partial(failed, said.error)
+        if said.actor is None or said.metadata is None:
+            return partial(failed, BUILTIN)
+        engine_id = said.metadata.engine_id
+        key = PeerKey(engine_id, (said.actor.tp_size, said.actor.dcp_size, said.actor.pp_size))
+        return partial(self._core.answered, place, key, is_own=engine_id == self._own_engine_id)

@@ -1,0 +1,161 @@
+"""Messages that change what an engine does: who sends them runs the engine. `nixl-actor drain` and `meet` do.
+
+    tool -> side channel     b"drain_engine"         -> DrainReport   begin to drain; what has become of it
+    own engine -> worker     Leave                   -> LeaveTaken    tell your decode engines that we leave
+    tool -> worker           Meet                    -> MeetReport    connect these engines before a request needs them
+
+The first is asked of the engine as a whole, on its side channel: one frame, and two in return as for every question
+there, the second of which (the listener's clock) is not looked at. It may be repeated: draining begins once, and each
+answer says how far it has come. The second is what the scheduler process then tells each of its workers on their
+control sockets (`connector/scheduler/draining.py`). The third goes to the control socket of each rank of a decode
+engine, and may be repeated as well. One msgpack map in one frame each. Only an engine whose handshake says
+`administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
+
+Whoever reaches the sockets of an engine can send them, as whoever reaches them can read KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, BadFrame, DecodeFailed, decode_msgpack, shorten
+
+ADMINISTRATION_VERSION = 1
+
+_DRAIN_ENGINE = b"drain_engine"
+REPORT_BYTES_MAX = 1 << 16
+
+MEET_PLACES_MAX = 64
+"""Of one message."""
+
+_Place: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """The engine is to end: its leases are renewed for `grace_ns` at most, and its decode engines are told."""
+
+    grace_ns: _Count
+
+
+class LeaveTaken(msgspec.Struct, frozen=True, kw_only=True, tag="leave_taken"):
+    """They are told. `leases` of this worker have not ended."""
+
+    leases: _Count
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
+    """Connect the prefill engines at these places, host:port of their side channels, and keep them connected."""
+
+    places: Annotated[tuple[_Place, ...], Meta(max_length=MEET_PLACES_MAX)]
+
+
+class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one has come.
+
+    Attributes:
+        state: that of `statemachine.introduction`, met when it is connected; unknown: it was not taken.
+        engine_id: of the engine that has answered there.
+        problem: why the last attempt failed.
+    """
+
+    place: str
+    state: str
+    engine_id: str
+    problem: str
+
+
+class MeetReport(msgspec.Struct, frozen=True, kw_only=True, tag="meet_report"):
+    """A row for each place of the question, as this rank sees it."""
+
+    rows: Annotated[tuple[PlaceRow, ...], Meta(max_length=MEET_PLACES_MAX)]
+
+
+class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine has come.
+
+    Attributes:
+        state: draining, or drained: nothing is lent any more, or the grace period is over, and the engine may be ended.
+        seconds: since it began.
+        seconds_left: until the grace period is over.
+        lent: prefills that are lent, or were accepted before and will be.
+        not_lent: prefills that have come since, and are answered without kv_transfer_params.
+    """
+
+    state: Literal["draining", "drained"]
+    seconds: float
+    seconds_left: float
+    lent: _Count
+    not_lent: _Count
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The payload of the reply; an engine that refuses says why, as it does to a handshake."""
+
+    drain: DrainReport | None = None
+    error: str | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(tuple[bytes])
+_reply_decoder = msgspec.msgpack.Decoder(_Reply)
+_taken_decoder = msgspec.msgpack.Decoder(LeaveTaken)
+_met_decoder = msgspec.msgpack.Decoder(MeetReport)
+
+
+def encode_drain() -> bytes:
+    """The frame that asks an engine to drain."""
+    return _encoder.encode((_DRAIN_ENGINE,))
+
+
+def is_drain(frames_untrusted: Sequence[bytes]) -> bool:
+    """Whether a question on the side channel is that one."""
+    if len(frames_untrusted) != 1:
+        return False
+    try:
+        return decode_msgpack(_request_decoder, frames_untrusted[0], bytes_max=64) == (_DRAIN_ENGINE,)
+    except DecodeFailed:
+        return False
+
+
+def encode_report(report: DrainReport) -> bytes:
+    """The payload of the answer."""
+    return _encoder.encode(_Reply(drain=report))
+
+
+def decode_report(frames_untrusted: Sequence[bytes]) -> DrainReport:
+    """Read the answer. Raises BadFrame for a wrong number of frames or a refusal, DecodeFailed for anything else."""
+    if len(frames_untrusted) != 2:
+        raise BadFrame(f"expected 2 frames, got {len(frames_untrusted)}")
+    reply = decode_msgpack(_reply_decoder, frames_untrusted[0], bytes_max=REPORT_BYTES_MAX)
+    if reply.drain is None:
+        raise BadFrame(f"it does not drain: {shorten(reply.error or 'no reason is given')}")
+    return reply.drain
+
+
+def encode_leave(message: Leave) -> tuple[bytes]:
+    """The frames of the message to a worker."""
+    return (_encoder.encode(message),)
+
+
+def decode_leave_taken(frames_untrusted: Sequence[bytes]) -> LeaveTaken:
+    """Read a worker's answer. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    if len(frames_untrusted) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
+    return decode_msgpack(_taken_decoder, frames_untrusted[0], bytes_max=1024)
+
+
+def encode_meet(message: Meet) -> tuple[bytes]:
+    """The frames of the message to a worker."""
+    return (_encoder.encode(message),)
+
+
+def decode_meet_report(frames_untrusted: Sequence[bytes]) -> MeetReport:
+    """Read a worker's answer. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
+    if len(frames_untrusted) != 1:
+        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
+    return decode_msgpack(_met_decoder, frames_untrusted[0], bytes_max=REPORT_BYTES_MAX)

@@ -1,0 +1,157 @@
+"""What the bytes of a rank's KV cache mean: what two engines must have in common beyond sizes and layouts.
+
+The compatibility hash is the built-in connector's, so that both kinds of engines understand each other. It knows the
+model by its name, and says neither which weights stand behind that name nor which factor differs. Two engines of ours
+tell each other more: `KvIdentity`, an optional field of the handshake extension, which older engines of ours and
+built-in ones neither send nor read. If both sides state it, it takes the place of the hash:
+
+* `factors` are those of the hash, one by one, and those that it lacks: weights, configuration of the model,
+  quantization, draft model. Only what both sides state is compared, so that a later version may state more. The name
+  and the revision of the model do not matter where both sides state the same weights: another path to the same files is
+  the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
+* `layers` say what the bytes of each layer's blocks are: numbers of which type, multiplied by which scales, in which
+  order where the shape of the tensor does not say it. Bytes that are read in another order, or scaled by another
+  number, are other numbers, so nothing skips this part. Layers that only one side has are the layout's affair.
+
+A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from connector.wire.bounded import IDENTIFIER_PATTERN
+
+FACTORS_MAX = 256
+LAYERS_MAX = 10_000
+HEADS_MAX = 1024
+VALUE_LENGTH_MAX = 256
+
+AS_SHAPED = "as the tensor's shape"
+
+MODEL = "model"
+REVISION = "revision"
+WEIGHTS = "weights"
+DRAFT = "speculative."
+"""Begins the names of what is said of the draft model: `speculative.weights`."""
+CONFIG = "config."
+"""Begins the names of entries of the model's configuration."""
+
+_Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
+_Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+_Scales: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=HEADS_MAX)]
+
+
+class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the bytes of one layer's blocks on one rank mean.
+
+    Attributes:
+        dtype: of the numbers in the cache; `fp8_e4m3` for instance.
+        order: how the elements of a head lie in a block, where the tensor's shape does not say it; empty: it does.
+        k_scales, v_scales: what stored K and V are multiplied by: one factor for the whole layer, or one for each KV
+            head of this rank; empty: nothing.
+        first_head: of this rank, among the KV heads of the model.
+    """
+
+    dtype: _Value
+    order: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
+    k_scales: _Scales = ()
+    v_scales: _Scales = ()
+    first_head: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+
+
+class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank; see the module's docstring. The order of `factors` is that in which differences are told."""
+
+    factors: Annotated[dict[_Name, _Value], Meta(max_length=FACTORS_MAX)]
+    layers: Annotated[dict[_Name, LayerIdentity], Meta(max_length=LAYERS_MAX)]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A field that differs, with both values and what to do. Fit for `failures.Incompatible`."""
+
+    field: str
+    local: str
+    remote: str
+    advice: str
+
+
+def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Difference]:
+    """Of factors that both state, in our order. Empty if they may exchange KV as far as these go."""
+    same_weights = {prefix for prefix in ("", DRAFT) if _both_state(ours, theirs, prefix + WEIGHTS)}
+    skipped = {prefix + name for prefix in same_weights for name in (MODEL, REVISION)}
+    return [
+        Difference(field=name, local=value, remote=theirs[name], advice=_advice(name))
+        for name, value in ours.items()
+        if name not in skipped and theirs.get(name, value) != value
+    ]
+
+
+def differing_layers(ours: Mapping[str, LayerIdentity], theirs: Mapping[str, LayerIdentity]) -> Iterator[Difference]:
+    """Of layers that both have, in our order."""
+    for name, layer in ours.items():
+        other = theirs.get(name)
+        if other is None or other == layer:
+            continue
+        for field, local, remote in (
+            ("KV cache dtype", layer.dtype, other.dtype),
+            ("order of elements in a block", layer.order, other.order),
+        ):
+            if local != remote:
+                yield _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, field)
+        for field in ("k_scale", "v_scale"):
+            yield from _differing_scales(field, name, layer, other)
+
+
+def _both_state(ours: Mapping[str, str], theirs: Mapping[str, str], name: str) -> bool:
+    return name in ours and theirs.get(name) == ours[name]
+
+
+def _differing_scales(field: str, name: str, ours: LayerIdentity, theirs: LayerIdentity) -> Iterator[Difference]:
+    """The first one of the heads that both ranks have."""
+    local, remote = ((each.k_scales if field == "k_scale" else each.v_scales) for each in (ours, theirs))
+    if len(local) > 1 or len(remote) > 1:
+        # A rank with one head may state one scale for it, as one that has a scale for the whole layer does.
+        first = max(ours.first_head, theirs.first_head)
+        last = min(ours.first_head + len(local), theirs.first_head + len(remote))
+        for head in range(first, last):
+            factors = local[head - ours.first_head], remote[head - theirs.first_head]
+            if factors[0] != factors[1]:
+                yield _of_layer(f"{field} of head {head} of {name}", repr(factors[0]), repr(factors[1]), field)
+                return
+        if local and remote:
+            return
+    if local != remote:
+        here, there = (", ".join(map(repr, scales)) or "none" for scales in (local, remote))
+        yield _of_layer(f"{field} of {name}", here, there, field)
+
+
+def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
+    return Difference(field=field, local=local, remote=remote, advice=_LAYER_ADVICE[kind])
+
+
+_LAYER_ADVICE = {
+    "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
+    "order of elements in a block": (
+        "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
+    ),
+    "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
+    "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
+}
+
+_UNENFORCED = "the option enforce_handshake_compat=false skips this comparison"
+
+
+def _advice(name: str) -> str:
+    kind = name.removeprefix(DRAFT)
+    if kind == WEIGHTS:
+        said = "the files of the model hold other weights: give both engines the same revision of it"
+    elif kind.startswith(CONFIG):
+        said = "give both engines the same config.json, and the same --hf-overrides"
+    else:
+        said = "start both engines with the same"
+    return f"{said}; {_UNENFORCED}"

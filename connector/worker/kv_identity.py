@@ -1,0 +1,216 @@
+"""What the bytes of this rank's KV cache mean (`wire.identity`), from vLLM's configuration and its layers.
+
+The layers are those that the forward pass uses, with the scales that were loaded with the weights: vLLM hands its KV
+cache to a connector when the model has been loaded. Per-token scales lie in the cache beside the numbers, and are
+transferred with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
+
+from connector.layout.shapes import LayerShape, shard
+from connector.observe.log import get_logger
+from connector.wire.bounded import shorten
+from connector.wire.identity import (
+    CONFIG,
+    DRAFT,
+    FACTORS_MAX,
+    MODEL,
+    REVISION,
+    VALUE_LENGTH_MAX,
+    WEIGHTS,
+    KvIdentity,
+    LayerIdentity,
+)
+from connector.worker.compatibility_hash import compatibility_factors
+from connector.worker.cpu_attention import element_order
+from connector.worker.weights import WeightsUnknown, weights_fingerprint
+
+NONE = "none"
+
+_NOT_OF_KV = frozenset(
+    (
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "sep_token_id",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    )
+)
+"""Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions."""
+
+_log = get_logger()
+
+
+def kv_identity(
+    vllm_config: VllmConfig,
+    attention_backend: str,
+    specs: Mapping[str, KVCacheSpec],
+    shapes: Mapping[str, LayerShape],
+    *,
+    tp_rank: int,
+    tp_size: int,
+) -> KvIdentity:
+    """Of this rank, whose layers are those of `shapes`."""
+    return KvIdentity(
+        factors=_factors(vllm_config, attention_backend),
+        layers=_layers(vllm_config, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),
+    )
+
+
+# --- of the whole engine ----------------------------------------------------------------------------------------------
+
+
+def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
+    hashed = compatibility_factors(vllm_config, attention_backend)
+    del hashed["speculative_config"]
+    model = vllm_config.model_config
+    factors = {name: _text(value) for name, value in hashed.items()}
+    factors["cache_dtype"] = _cache_dtype(vllm_config.cache_config.cache_dtype, model)
+    factors |= _of_model("", model, vllm_config.load_config)
+    factors["quantization"] = _text(model.quantization or NONE)
+    factors |= _of_draft(vllm_config)
+    factors |= _of_configuration(model)
+    return dict(list(factors.items())[:FACTORS_MAX])
+
+
+def _of_model(prefix: str, model: ModelConfig, load: Any) -> dict[str, str]:
+    """The names of the model, and its weights where they are known."""
+    said = {prefix + MODEL: _text(model.model), prefix + REVISION: _text(model.revision or NONE)}
+    try:
+        said[prefix + WEIGHTS] = weights_fingerprint(model, load)
+    except WeightsUnknown as unknown:
+        _log.info("peers are not told which weights %s has (%s): only its name is compared", model.model, unknown)
+    return said
+
+
+def _of_draft(vllm_config: VllmConfig) -> dict[str, str]:
+    """Of speculative decoding with KV of its own, which is transferred with the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return {f"{DRAFT}method": NONE}
+    draft = speculative.draft_model_config
+    auxiliary_layers = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
+    return {
+        f"{DRAFT}method": _text(speculative.method),
+        f"{DRAFT}kv_cache_dtype": _cache_dtype(cache_dtype, draft),
+        f"{DRAFT}auxiliary_layer_ids": _text(auxiliary_layers or NONE),
+        f"{DRAFT}code_revision": _text(draft.code_revision or NONE),
+        **_of_model(DRAFT, draft, speculative.draft_load_config or vllm_config.load_config),
+    }
+
+
+def _of_configuration(model: ModelConfig) -> dict[str, str]:
+    """Entry by entry, so that people are told which one differs: rope_parameters, for instance."""
+    entries = model.hf_text_config.to_dict()
+    chosen = sorted(name for name in entries if name not in _NOT_OF_KV)
+    return {CONFIG + name: _text(json.dumps(entries[name], sort_keys=True, default=str)) for name in chosen}
+
+
+def _cache_dtype(chosen: str, model: ModelConfig) -> str:
+    """`auto` is the model's own, and the same as that written out."""
+    return str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
+
+
+def _text(value: object) -> str:
+    """Within the bounds of the wire, and other texts for other values."""
+    said = str(value) or "''"
+    if len(said) <= VALUE_LENGTH_MAX and said.isprintable():
+        return said
+    digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{shorten(said, VALUE_LENGTH_MAX - 20)} ({digest})"
+
+
+# --- of each layer ----------------------------------------------------------------------------------------------------
+
+
+def _layers(
+    vllm_config: VllmConfig,
+    specs: Mapping[str, KVCacheSpec],
+    shapes: Mapping[str, LayerShape],
+    *,
+    tp_rank: int,
+    tp_size: int,
+) -> dict[str, LayerIdentity]:
+    # An abstract class, which a type checker does not take for a type to look up.
+    kind = cast(type[Any], AttentionLayerBase)
+    layers = get_layers_from_vllm_config(vllm_config, kind, list(shapes))
+    scales = _scales(layers)
+    identities: dict[str, LayerIdentity] = {}
+    for name, shape in shapes.items():
+        layer = layers.get(name)
+        k_scales, v_scales = scales.get(name, ((), ()))
+        identities[name] = LayerIdentity(
+            dtype=_layer_dtype(layer, specs[name]),
+            order=element_order(layer) if layer is not None else "",
+            k_scales=k_scales,
+            v_scales=v_scales,
+            first_head=shard(shape.components[0].units, tp_rank, tp_size)[0] if k_scales else 0,
+        )
+    return identities
+
+
+def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
+    """What the numbers in the cache are. Quantized ones have a name, and lie in tensors of plain bytes."""
+    chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
+    if _is_quantized(chosen):
+        return chosen
+    dtypes = spec.dtypes if hasattr(spec, "dtypes") else (getattr(spec, "dtype", chosen),)
+    return _text(", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _is_quantized(dtype: str) -> bool:
+    return dtype not in ("auto", "bfloat16", "float16", "float32", "half", "float")
+
+
+_Scales = tuple[float, ...]
+
+
+def _scales(layers: Mapping[str, Any]) -> dict[str, tuple[_Scales, _Scales]]:
+    """K's and V's of each layer that multiplies what it has stored. One copy from the device for all of them."""
+    tensors: list[torch.Tensor] = []
+    names: list[str] = []
+    for name, layer in layers.items():
+        dtype = str(getattr(layer, "kv_cache_dtype", "auto"))
+        if _is_quantized(dtype) and not kv_cache_uses_per_token_head_scales(dtype):
+            found = [getattr(layer, field, None) for field in ("_k_scale", "_v_scale")]
+            tensors += [torch.empty(0) if scale is None else scale.detach().flatten() for scale in found]
+            names.append(name)
+    if not names:
+        return {}
+    device = next(tensor.device for tensor in tensors)
+    flat = torch.cat([tensor.to(device=device, dtype=torch.float32) for tensor in tensors]).tolist()
+    values: list[_Scales] = []
+    for tensor in tensors:
+        values.append(tuple(flat[: tensor.numel()]))
+        del flat[: tensor.numel()]
+    return {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(names)}

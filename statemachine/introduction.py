@@ -1,0 +1,274 @@
+"""Prefill engines that a decode rank is to meet before a request needs them, by where they are.
+
+    pausing   it is asked after a pause, at first at once
+    asking    who is there? In flight
+    meeting   an engine has said who it is, and is being connected
+    met       it is connected
+    own       it is this engine itself, which fleets name that all have one configuration
+
+An operator or a router names places, not engines: an engine id may be drawn at each start. So the side channel of each
+place is asked first; engines with this connector say there who they are and how many ranks they have, which is what a
+request would have said. A built-in engine does not say its sizes, so it cannot be met before a request that does: it is
+asked again now and then, because another engine may take its place.
+
+Whatever fails is tried again, after a pause that doubles, and said once until the engine has been met. An engine whose
+connection is lost is met again: it, or the one that has taken its place. Nothing is retired for an engine that nobody
+has asked for yet but by the rules of the roster, and requests do not wait for any of this: a request for an engine that
+is being met shares the handshake, as requests share theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from statemachine.deadlines import Deadlines
+from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+
+PLACES_MAX = 256
+
+Place: TypeAlias = str
+"""host:port of a side channel."""
+Engine: TypeAlias = Hashable
+"""What is known of an engine that has answered; opaque to the core, but for being equal to itself."""
+
+
+class State(MachineState):
+    PAUSING = "pausing"
+    ASKING = "asking"
+    MEETING = "meeting"
+    MET = "met"
+    OWN = "own"
+
+
+class Introduction(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of the machine.
+
+    Attributes:
+        failures: attempts that failed in a row.
+        engine: that answered last.
+        problem: why the last attempt failed, for people; None since it was met.
+    """
+
+    place: Place
+    state: State = State.PAUSING
+    failures: int = 0
+    engine: Engine | None = None
+    problem: str | None = None
+
+
+class PauseOver(Event, frozen=True, kw_only=True):
+    """It is to be asked now."""
+
+
+class Answered(Event, frozen=True, kw_only=True):
+    """This engine is there. `is_own`: it is the one that asks."""
+
+    engine: Engine
+    is_own: bool = False
+
+
+class Failed(Event, frozen=True, kw_only=True):
+    """Nobody is there who can be met, or it could not be connected in time."""
+
+    problem: str
+
+
+class Connected(Event, frozen=True, kw_only=True):
+    """The engine that answered is connected, because of this or of a request."""
+
+
+class Lost(Event, frozen=True, kw_only=True):
+    """Its connection has ended."""
+
+
+class AskWho(Effect, frozen=True, kw_only=True):
+    """Ask the side channel who is there; feed Answered or Failed."""
+
+    place: Place
+
+
+class Meet(Effect, frozen=True, kw_only=True):
+    """Connect this engine, unless it is; feed Connected, or Failed after a while."""
+
+    place: Place
+    engine: Any
+
+
+class StartPause(Effect, frozen=True, kw_only=True):
+    """Feed PauseOver after a pause that grows with `failures`."""
+
+    failures: int
+
+
+class SayFailed(Effect, frozen=True, kw_only=True):
+    """For people: once until it has been met."""
+
+    place: Place
+    problem: str
+
+
+def _ask(value: Introduction, event: PauseOver) -> tuple[Introduction, Effects]:
+    return msgspec.structs.replace(value, state=State.ASKING), (AskWho(place=value.place),)
+
+
+def _meet(value: Introduction, event: Answered) -> tuple[Introduction, Effects]:
+    if event.is_own:
+        return msgspec.structs.replace(value, state=State.OWN, engine=None, problem=None), NO_EFFECTS
+    meeting = msgspec.structs.replace(value, state=State.MEETING, engine=event.engine)
+    return meeting, (Meet(place=value.place, engine=event.engine),)
+
+
+def _pause(value: Introduction, event: Failed) -> tuple[Introduction, Effects]:
+    failures = value.failures + 1
+    paused = msgspec.structs.replace(value, state=State.PAUSING, failures=failures, problem=event.problem)
+    effects: Effects = (StartPause(failures=failures),)
+    if value.problem is None:
+        effects = (*effects, SayFailed(place=value.place, problem=event.problem))
+    return paused, effects
+
+
+def _be_met(value: Introduction, event: Connected) -> tuple[Introduction, Effects]:
+    return msgspec.structs.replace(value, state=State.MET, failures=0, problem=None), NO_EFFECTS
+
+
+def _lose(value: Introduction, event: Lost) -> tuple[Introduction, Effects]:
+    return msgspec.structs.replace(value, state=State.PAUSING), (StartPause(failures=1),)
+
+
+_PAUSING, _ASKING, _MEETING, _MET, _OWN = State.PAUSING, State.ASKING, State.MEETING, State.MET, State.OWN
+
+MACHINE: Machine[Introduction] = Machine(
+    name="introduction",
+    states=State,
+    initial=_PAUSING,
+    terminal=frozenset({_OWN}),
+    events=(PauseOver, Answered, Failed, Connected, Lost),
+    table={
+        (_PAUSING, PauseOver): to(_ask, _ASKING),
+        (_PAUSING, Connected): to(_be_met, _MET),
+        (_ASKING, Answered): to(_meet, _MEETING, _OWN),
+        (_ASKING, Failed): to(_pause, _PAUSING),
+        (_MEETING, Connected): to(_be_met, _MET),
+        (_MEETING, Failed): to(_pause, _PAUSING),
+        (_MET, Lost): to(_lose, _PAUSING),
+    },
+    ignored={
+        **pairs((_ASKING,), (Connected, Lost), "who is there now is being asked"),
+        **pairs((_PAUSING, _MEETING), (Lost,), "the attempt that is due, or in flight, finds out"),
+        **pairs((_MET,), (Connected,), "it is connected again before the end of the last connection was told"),
+        **pairs((_MET, _PAUSING), (Failed,), "a timer of an attempt that has ended since"),
+        **pairs((_ASKING, _MEETING, _MET), (PauseOver,), "a timer of a pause that has ended otherwise"),
+    },
+    impossible=pairs((_PAUSING, _MEETING, _MET), (Answered,), "nobody was asked"),
+)
+
+
+class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations in nanoseconds.
+
+    Attributes:
+        pause_first_ns, pause_max_ns: between two attempts; it doubles.
+        meeting_ns: for an engine that has answered to be connected.
+    """
+
+    pause_first_ns: int
+    pause_max_ns: int
+    meeting_ns: int
+
+
+class Introductions:
+    """All of a rank. Sans I/O: `handle` and `advance` return what to do, in order. See the module's docstring."""
+
+    def __init__(self, limits: IntroductionLimits) -> None:
+        self._limits = limits
+        self._values: dict[Place, Introduction] = {}
+        # Places whose engine is this one; never empty.
+        self._of_engine: dict[Engine, set[Place]] = {}
+        # Pauses of places that pause, and bounds of those that meet.
+        self._timers: Deadlines[Place] = Deadlines()
+        self._effects: list[Effect] = []
+
+    def values(self) -> tuple[Introduction, ...]:
+        return tuple(self._values.values())
+
+    def get(self, place: Place) -> Introduction | None:
+        return self._values.get(place)
+
+    def next_deadline(self) -> int | None:
+        return self._timers.next_ns()
+
+    def name(self, places: Iterable[Place], now_ns: int) -> list[Effect]:
+        """Meet the engines at these places. Known ones are asked at once if they wait; beyond PLACES_MAX none is."""
+        for place in places:
+            if place not in self._values and len(self._values) < PLACES_MAX:
+                self._values[place] = Introduction(place=place)
+            if place in self._values and self._values[place].state is State.PAUSING:
+                self._timers.set(place, now_ns)
+        return self.advance(now_ns)
+
+    def advance(self, now_ns: int) -> list[Effect]:
+        """Ask whose pause is over; give up what takes too long."""
+        while (place := self._timers.take_due(now_ns)) is not None:
+            is_meeting = self._values[place].state is State.MEETING
+            self._step(place, Failed(problem=NOT_CONNECTED) if is_meeting else PauseOver(), now_ns)
+        return self._take_effects()
+
+    def answered(self, place: Place, engine: Engine, now_ns: int, *, is_own: bool = False) -> list[Effect]:
+        """AskWho has found this engine there."""
+        self._step(place, Answered(engine=engine, is_own=is_own), now_ns)
+        return self._take_effects()
+
+    def failed(self, place: Place, problem: str, now_ns: int) -> list[Effect]:
+        """AskWho has found nobody who can be met."""
+        self._step(place, Failed(problem=problem), now_ns)
+        return self._take_effects()
+
+    def connected(self, engine: Engine, now_ns: int) -> list[Effect]:
+        """An engine is connected, whoever wanted it."""
+        return self._tell(engine, Connected(), now_ns)
+
+    def lost(self, engine: Engine, now_ns: int) -> list[Effect]:
+        """A connection has been taken back."""
+        return self._tell(engine, Lost(), now_ns)
+
+    def _tell(self, engine: Engine, event: Event, now_ns: int) -> list[Effect]:
+        for place in sorted(self._of_engine.get(engine, ())):
+            self._step(place, event, now_ns)
+        return self._take_effects()
+
+    def _step(self, place: Place, event: Event, now_ns: int) -> None:
+        before = self._values[place]
+        after, effects = MACHINE.step(before, event)
+        self._values[place] = after
+        if after.engine != before.engine:
+            self._index(place, before.engine, after.engine)
+        if after.state is not before.state:
+            self._timers.cancel(place)
+        for effect in effects:
+            match effect:
+                case StartPause(failures=failures):
+                    pause_ns = self._limits.pause_first_ns << min(failures - 1, 30)
+                    self._timers.set(place, now_ns + min(self._limits.pause_max_ns, pause_ns))
+                case Meet():
+                    self._timers.set(place, now_ns + self._limits.meeting_ns)
+                    self._effects.append(effect)
+                case _:
+                    self._effects.append(effect)
+
+    def _index(self, place: Place, before: Engine | None, after: Engine | None) -> None:
+        if before is not None:
+            self._of_engine[before].discard(place)
+            if not self._of_engine[before]:
+                del self._of_engine[before]
+        if after is not None:
+            self._of_engine.setdefault(after, set()).add(place)
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+NOT_CONNECTED = "it answers, and could not be connected; the log says why"

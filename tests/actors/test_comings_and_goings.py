@@ -1,0 +1,162 @@
+"""Engines that leave, and engines that are met before they are needed, on real agents and sockets."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.observe.administration import AdministrationError, require_administration
+from connector.observe.live import Address
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.protocol import ReceiveEnded
+from connector.wire.administration import (
+    Leave,
+    LeaveTaken,
+    Meet,
+    MeetReport,
+    decode_leave_taken,
+    decode_meet_report,
+    encode_leave,
+    encode_meet,
+)
+from statemachine.failures import PeerLeaving
+from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, until
+from tests.actors.test_pull import run
+from tests.rig.network import free_port
+
+
+async def leave(p: Engine, grace_seconds: float = 60.0) -> LeaveTaken:
+    """What its scheduler process tells each worker of an engine that is to end."""
+    channel = ZmqSideChannel()
+    try:
+        with closing(await channel.open_link(HOST, p.control.port)) as link:
+            link.send(encode_leave(Leave(grace_ns=round(grace_seconds * 1e9))))
+            return decode_leave_taken(await link.receive())
+    finally:
+        channel.close()
+
+
+async def meet(d: Engine, *places: str) -> MeetReport:
+    """What a tool sends to each rank of a decode engine."""
+    channel = ZmqSideChannel()
+    try:
+        with closing(await channel.open_link(HOST, d.control.port)) as link:
+            link.send(encode_meet(Meet(places=places)))
+            return decode_meet_report(await link.receive())
+    finally:
+        channel.close()
+
+
+def leaves(d: Engine, p: Engine) -> bool:
+    """Whether D knows."""
+    return any(actor.core.view().leaves_ns is not None for actor in d.supervisor._peers.values())
+
+
+async def read(d: Engine, p: Engine, request_id: str, block: int = 1) -> ReceiveEnded:
+    p.lend(f"remote-{request_id}")
+    d.pull(request_id, p, [block], [block])
+    return await until(lambda: d.received(request_id))
+
+
+def handshakes(d: Engine) -> int:
+    return sum(r.machine == "peer" and r.to_state == "handshaking" for r in d.trace.records)
+
+
+def test_what_is_lent_is_read_from_an_engine_that_leaves_and_then_nobody_waits_for_it() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            async with engine("p", serves=True) as p:
+                assert (await read(d, p, "before")).failure is None
+                for name in ("held", "late", "queued"):
+                    p.lend(f"remote-{name}")
+                d.wait_for("held", lease_of("remote-held"), p.address)
+                d.wait_for("queued", lease_of("remote-queued"), p.address)
+                assert (await leave(p)).leases == 3
+                await until(lambda: leaves(d, p))
+                for name in ("held", "late"):
+                    d.pull(name, p, [2], [2])
+                    assert (await until(lambda name=name: d.received(name))).failure is None
+                address = p.address
+            met_before = handshakes(d)
+            d.borrow("queued", lease_of("remote-queued"), address, [3], [3])
+            assert isinstance((await until(lambda: d.received("queued"))).failure, PeerLeaving)
+            await trio.sleep(0.2)
+            assert handshakes(d) == met_before == 1, "nobody connected to say a release, or for what cannot be had"
+            assert d.crashes == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("engine_id", ["p", "p2"])
+def test_a_new_process_in_the_place_of_one_that_left_is_served_at_once(engine_id: str) -> None:
+    """There is no pause after the last one in which it would not be found."""
+
+    async def test() -> None:
+        options = ConnectorOptions(backoff_initial_seconds=30.0)
+        async with engine("d", options=options) as d:
+            async with engine("p", serves=True) as p:
+                assert (await read(d, p, "before")).failure is None
+                await leave(p)
+                await until(lambda: leaves(d, p))
+                address = p.address
+            d.pull("between", address, [1], [1])
+            assert isinstance((await until(lambda: d.received("between"))).failure, PeerLeaving)
+            async with engine(engine_id, serves=True, port=address.port) as p:
+                assert (await read(d, p, "after")).failure is None
+
+    run(test)
+
+
+def test_engines_that_are_named_by_an_option_are_met_before_their_first_request() -> None:
+    async def test() -> None:
+        async with parallel_engine("p", 2, serves=True) as ps:
+            options = ConnectorOptions(known_peers=(f"{HOST}:{ps[0].address.port}",))
+            async with engine("d", options=options) as d:
+                await until(lambda: d.trace.path("peer", "p")[-1:] == ["ready"] or None)
+                for each in ps:
+                    each.lend("remote-a")
+                d.pull("a", ps[0], [1], [1])
+                assert (await until(lambda: d.received("a"))).failure is None
+                assert handshakes(d) == 1
+
+    run(test)
+
+
+def test_an_engine_that_is_named_while_it_is_away_is_met_when_it_comes_and_when_it_comes_back() -> None:
+    async def test() -> None:
+        port = free_port()
+        place = f"{HOST}:{port}"
+        options = ConnectorOptions(backoff_initial_seconds=0.05, backoff_max_seconds=0.1)
+        async with engine("d", options=options) as d:
+            (row,) = (await meet(d, place)).rows
+            assert row.state in ("asking", "pausing")
+            await trio.sleep(0.2)
+            (row,) = (await meet(d, place)).rows
+            assert row.problem
+            for engine_id in ("p", "p", "another"):
+                async with engine(engine_id, serves=True, port=port):
+                    with trio.fail_after(20):
+                        while (row := (await meet(d, place)).rows[0]).state != "met":
+                            await trio.sleep(0.05)
+                    assert (row.engine_id, row.problem) == (engine_id, "")
+                    assert d.trace.path("peer", engine_id)[-1] == "ready"
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_what_tools_may_do_is_asked_of_the_engine_first() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            channel = ZmqSideChannel()
+            try:
+                with pytest.raises(AdministrationError, match="nothing listens"):
+                    await require_administration(channel, Address(HOST, free_port()))
+                assert (await require_administration(channel, Address(HOST, p.address.port))).administration
+            finally:
+                channel.close()
+
+    run(test)

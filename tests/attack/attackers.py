@@ -1,0 +1,332 @@
+"""The attacks, each in a process of its own with the lowest priority, until the other end of its pipe closes.
+
+Each works on many connections in one thread, and counts what it has tried. None waits for an answer that it does not
+need. `source`: the address of this machine that it comes from; the decode engine comes from another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from connector.wire.control import Hold, Release, encode_request
+from connector.wire.handshake import encode_request as encode_handshake
+from connector.wire.inspection import WHATS, Inspect, encode_question
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
+from tests.attack.zmtp import GREETING, HELLO, HELLO_BYTES, endless, frame, message
+from tests.fuzz.mutations import mutate
+from tests.fuzz.targets import TARGETS
+
+Address = tuple[str, int]
+
+CONNECTIONS = 10_000
+FLOODERS = 4
+"""Connections of one flood."""
+PIECES = 64
+"""Messages that are handed to the kernel together."""
+
+_LEASES = tuple(LeaseName(f"cmpl-{number}", number) for number in range(LEASES_PER_MESSAGE_MAX))
+_WHO = {"engine_id": "stranger", "rank": 0, "ranks": 1}
+
+
+@dataclass
+class Tally:
+    """What an attack has done so far."""
+
+    connections: int = 0
+    refused: int = 0
+    """Attempts to connect that failed."""
+    ended: int = 0
+    """Connections that the other end has closed."""
+    open: int = 0
+    messages: int = 0
+    bytes: int = 0
+    problem: str = ""
+
+
+@dataclass
+class Peer:
+    """One connection of an attack: what it has still to send, and what it does with what comes."""
+
+    connection: socket.socket
+    pending: memoryview
+    more: Callable[[], bytes]
+    """What to send next; empty: nothing, until the attack says so."""
+    messages: int = 0
+    """In what `more` returns."""
+    hello: int = HELLO_BYTES
+    """Bytes of the other end's that are awaited before `more` is asked for the first time."""
+    reads: bool = True
+
+
+class Attack:
+    """Connections to one address, and their I/O."""
+
+    def __init__(self, target: Address, source: str, tally: Tally) -> None:
+        self.target = target
+        self.source = source
+        self.tally = tally
+        self.peers: dict[int, Peer] = {}
+        self.poll = select.epoll()
+
+    def connect(
+        self,
+        first: bytes,
+        more: Callable[[], bytes] = bytes,
+        *,
+        messages: int = 0,
+        hello: bool = True,
+        reads: bool = True,
+    ) -> bool:
+        try:
+            connection = socket.create_connection(self.target, timeout=2, source_address=(self.source, 0))
+        except OSError as error:
+            self.tally.refused += 1
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL):
+                self.tally.problem = str(error)
+            return False
+        connection.setblocking(False)
+        self.tally.connections += 1
+        self.tally.open += 1
+        peer = Peer(connection, memoryview(first), more, messages, HELLO_BYTES if hello else 0, reads)
+        self.peers[connection.fileno()] = peer
+        self.poll.register(connection.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        return True
+
+    def turn(self, seconds: float) -> None:
+        """Send and receive whatever can be."""
+        for descriptor, events in self.poll.poll(seconds, 1024):
+            peer = self.peers[descriptor]
+            try:
+                if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and (peer.reads or peer.hello):
+                    received = peer.connection.recv(min(1 << 20, peer.hello) if peer.hello else 1 << 20)
+                    if not received:
+                        raise ConnectionResetError
+                    peer.hello = max(0, peer.hello - len(received))
+                if events & select.EPOLLHUP:
+                    raise ConnectionResetError
+                if events & select.EPOLLOUT:
+                    self._send(peer)
+                self._watch(peer)
+            except BlockingIOError:
+                continue
+            except OSError:
+                self.drop(peer)
+                self.tally.ended += 1
+
+    def _send(self, peer: Peer) -> None:
+        if not peer.pending and not peer.hello:
+            peer.pending = memoryview(peer.more())
+            self.tally.messages += peer.messages if peer.pending else 0
+        if peer.pending:
+            sent = peer.connection.send(peer.pending)
+            self.tally.bytes += sent
+            peer.pending = peer.pending[sent:]
+
+    def _watch(self, peer: Peer) -> None:
+        waits = select.EPOLLIN if peer.reads or peer.hello else 0
+        wants = select.EPOLLOUT if peer.pending or (peer.messages and not peer.hello) else 0
+        self.poll.modify(peer.connection.fileno(), waits | wants)
+
+    def drop(self, peer: Peer) -> None:
+        del self.peers[peer.connection.fileno()]
+        self.poll.unregister(peer.connection.fileno())
+        peer.connection.close()
+        self.tally.open -= 1
+
+    def say(self, peer: Peer, what: bytes) -> None:
+        """Send so much now, if the kernel takes it."""
+        try:
+            self.tally.bytes += peer.connection.send(what)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.drop(peer)
+            self.tally.ended += 1
+
+
+Step = Iterator[None]
+
+
+def keep(attack: Attack, count: int, open_one: Callable[[], bool], pause_seconds: float = 0.0) -> Step:
+    """Have so many connections open all the time, as far as they are accepted."""
+    while True:
+        for _ in range(min(64, count - len(attack.peers))):
+            if not open_one():
+                break
+        attack.turn(0.02 if len(attack.peers) >= count else 0.002)
+        if pause_seconds:
+            time.sleep(pause_seconds)
+        yield
+
+
+def flood(attack: Attack, make: Callable[[], bytes], *, reads: bool = True) -> Step:
+    """The same over a few connections as fast as they take it; an ended one is replaced at once."""
+
+    def more() -> bytes:
+        return b"".join(make() for _ in range(PIECES))
+
+    return keep(attack, FLOODERS, lambda: attack.connect(HELLO, more, messages=PIECES, reads=reads))
+
+
+def dribble(attack: Attack, count: int, said: bytes, rest: bytes) -> Step:
+    """Say something, and then a byte now and then, on every connection."""
+    position = 0
+    steps = keep(attack, count, lambda: attack.connect(said, hello=False))
+    due = time.monotonic()
+    for _ in steps:
+        if time.monotonic() >= due:
+            due = time.monotonic() + 1.0
+            for peer in list(attack.peers.values()):
+                attack.say(peer, rest[position : position + 1])
+            position = (position + 1) % len(rest)
+        yield
+
+
+def idle(attack: Attack, count: int, said: bytes) -> Step:
+    return keep(attack, count, lambda: attack.connect(said))
+
+
+def come_and_go(attack: Attack) -> Step:
+    """Connect, ask for a handshake, leave, as fast as it goes."""
+    ask = message(encode_handshake(0, 0))
+    while True:
+        for _ in range(32):
+            attack.connect(HELLO, lambda: ask, messages=1)
+        for _ in range(8):
+            attack.turn(0.001)
+        for peer in list(attack.peers.values()):
+            attack.drop(peer)
+        yield
+
+
+def hold() -> bytes:
+    return message(*encode_request(Hold(**_WHO, sent_ns=1, leases=_LEASES)))
+
+
+def release() -> bytes:
+    return message(*encode_request(Release(**_WHO, leases=_LEASES)))
+
+
+def inspect(choose: random.Random) -> bytes:
+    return message(*encode_question(Inspect(number=1, what=choose.choice(WHATS), match=choose.choice(("", "no such")))))
+
+
+def garbage(choose: random.Random) -> bytes:
+    target = TARGETS[choose.choice(("control-request", "handshake-request"))]
+    return message(mutate(target.seeds, choose))
+
+
+HANDSHAKE, CONTROL = "side channel", "control socket"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An attack on one of the two sockets."""
+
+    socket: str
+    step: Callable[[Attack, random.Random], Step]
+    what: str = field(default="")
+
+
+def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
+    """By name. `connections`: of those attacks that only have many."""
+    dripped = GREETING[10:]
+    once_asked = message(encode_handshake(0, 0))
+    return {
+        "idle connections": Kind(HANDSHAKE, lambda a, c: idle(a, connections, HELLO), "greeted, silent"),
+        "idle connections, control": Kind(CONTROL, lambda a, c: idle(a, connections, HELLO), "greeted, silent"),
+        "half a greeting": Kind(
+            HANDSHAKE, lambda a, c: dribble(a, connections, GREETING[:10], dripped), "a byte each second"
+        ),
+        "half a message": Kind(
+            CONTROL,
+            lambda a, c: dribble(a, connections, b"", HELLO + frame(b"x" * 200)),
+            "a byte each second, from the first byte on",
+        ),
+        "come and go": Kind(HANDSHAKE, lambda a, c: come_and_go(a), "connect, ask, leave"),
+        "handshakes": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: once_asked), "requests"),
+        "handshakes, unread": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: once_asked, reads=False), "replies unread"),
+        "garbage, side channel": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: garbage(c)), "damaged messages"),
+        "garbage, control": Kind(CONTROL, lambda a, c: flood(a, lambda: garbage(c)), "damaged messages"),
+        "holds": Kind(CONTROL, lambda a, c: flood(a, hold), "of 512 leases that are not lent"),
+        "holds, unread": Kind(CONTROL, lambda a, c: flood(a, hold, reads=False), "answers unread"),
+        "releases": Kind(CONTROL, lambda a, c: flood(a, release), "of 512 leases that are not lent"),
+        "questions": Kind(CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "Inspect of every kind"),
+        "oversize frames": Kind(
+            CONTROL, lambda a, c: flood(a, lambda: frame(b"x" * (16 << 20))), "of 16 MiB, refused by their length"
+        ),
+        "endless messages": Kind(CONTROL, lambda a, c: flood(a, endless), "parts of 64 KiB, never a last one"),
+        "bytes that are not ZMTP": Kind(
+            HANDSHAKE,
+            lambda a, c: keep(a, 64, lambda: a.connect(c.randbytes(4096), hello=False)),
+            "4 KiB, over and over",
+        ),
+    }
+
+
+def allow_connections(count: int) -> int:
+    """Raise this process's limit of descriptors as far as it may be; how many connections it has room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 200
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else min(count, soft - 200)
+
+
+def run(name: str, target: Address, source: str, connections: int, seed: int, pipe: Connection) -> None:
+    """Entry point of the process: attack, and say how it stands whenever asked, until the pipe closes."""
+    os.nice(19)
+    tally = Tally()
+    attack = Attack(target, source, tally)
+    steps = kinds(allow_connections(connections))[name].step(attack, random.Random(seed))
+    with contextlib.suppress(EOFError, OSError):
+        for _ in steps:
+            if pipe.poll():
+                pipe.recv()
+                pipe.send(tally)
+
+
+class Attacker:
+    """An attack under way, as the test sees it; a context manager."""
+
+    def __init__(self, name: str, target: Address, source: str, connections: int = CONNECTIONS, seed: int = 1) -> None:
+        context: Any = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(
+            target=run, args=(name, target, source, connections, seed, child), name=f"attack: {name}", daemon=True
+        )
+        self._child = child
+        self._name = name
+
+    def __enter__(self) -> Attacker:
+        self._process.start()
+        self._child.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def tally(self, timeout_seconds: float = 60.0) -> Tally:
+        self._pipe.send(None)
+        if not self._pipe.poll(timeout_seconds):
+            raise TimeoutError(f"{self._name} says nothing")
+        tally = self._pipe.recv()
+        assert isinstance(tally, Tally)
+        return tally

@@ -1,0 +1,144 @@
+"""The engines of a run of chaos: two prefill engines, each behind a proxy of its side channel, and two decode engines.
+
+The decode engine `fail` copies over shared memory, `recompute` reads over TCP: a READ then needs the help of the engine
+that lends, and hangs while that one is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from connector.observe.live import Address, EngineReport, Question, survey
+from connector.wire.inspection import EngineRow
+from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL
+from tests.chaos.proxy import Proxy, ProxyThread
+from tests.e2e.cluster import BUILTIN_CONFIG, CHUNK_TOKENS, small_options
+from tests.e2e.engines import LOOPBACK, Engine, EngineSet
+
+ConnectorName = Literal["ours", "builtin"]
+
+PREFILL_BLOCKS = 400
+DECODE_BLOCKS = 160
+"""Of 32 tokens: the load of one engine has its place, and freed blocks are soon used again."""
+REQUEST_TIMEOUT_SECONDS = 12.0
+HANDSHAKE_TIMEOUT_SECONDS = 2.0
+QUIESCE_TIMEOUT_SECONDS = 5.0
+BACKOFF_SECONDS_MAX = 2.0
+ENGINE_TTL_SECONDS = 5.0
+"""Engines that are gone are forgotten within twice that."""
+LEASE_LIMIT_SECONDS = 30.0
+SURVEY_SECONDS = 5.0
+
+COMMON = {"kv_lease_duration": LEASE_SECONDS}
+OURS_ONLY = {
+    "lease_limit_seconds": LEASE_LIMIT_SECONDS,
+    "request_timeout_seconds": REQUEST_TIMEOUT_SECONDS,
+    "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS,
+    "quiesce_timeout_seconds": QUIESCE_TIMEOUT_SECONDS,
+    "backoff_max_seconds": BACKOFF_SECONDS_MAX,
+    "engine_ttl": ENGINE_TTL_SECONDS,
+}
+BUILTIN_ONLY = BUILTIN_CONFIG | {"kv_lease_duration": int(LEASE_SECONDS), "engine_ttl": ENGINE_TTL_SECONDS}
+
+
+@dataclass
+class Prefill:
+    """A prefill engine, the proxy before its side channel, and its lives."""
+
+    engine: Engine
+    proxy: Proxy
+    lives: int = 1
+    _is_alive: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def end_life(self, end: Callable[[], object]) -> None:
+        """`end` ends the processes: from then on its addresses refuse, as they would without proxies."""
+        end()
+        with self._lock:
+            self._is_alive = False
+            self.proxy.refuse()
+            self.proxy.forget_control()
+
+    def begin_life(self, *, new_id: bool) -> None:
+        """Start again and wait until it serves."""
+        self.lives += 1
+        changes = {"engine_id": f"{self.engine.name}-{self.lives}"} if new_id else {}
+        self.engine.restart(**changes).wait_healthy()
+        with self._lock:
+            self._is_alive = True
+            self.proxy.listen()
+
+    def end_refusal(self, proxy: Proxy) -> None:
+        """Have one of its proxies listen again, unless what is behind it has ended meanwhile."""
+        with self._lock:
+            if self._is_alive and proxy in (self.proxy, self.proxy.control):
+                proxy.listen()
+
+
+class ChaosCluster:
+    """Starts everything, and ends it with the `with` block."""
+
+    def __init__(self, connector: ConnectorName, directory: Path) -> None:
+        self.connector: ConnectorName = connector
+        self.directory = directory
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> ChaosCluster:
+        with contextlib.ExitStack() as stack:
+            proxies = stack.enter_context(ProxyThread())
+            engines = stack.enter_context(EngineSet())
+            started = engines.start(
+                *(self._options(name, core, engine_id=f"{name}-1") for core, name in enumerate(PREFILL)),
+                *(self._options(name, core, kv_load_failure_policy=name) for core, name in enumerate(DECODE)),
+            )
+            self.prefill = {
+                engine.name: Prefill(engine, proxies.proxy(engine.options.side_channel_port, names_control=True))
+                for engine in started[: len(PREFILL)]
+            }
+            self.decode = {engine.name: engine for engine in started[len(PREFILL) :]}
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {name: each.engine for name, each in self.prefill.items()} | self.decode
+
+    def control_port(self, name: str) -> int | None:
+        """Of the engine's worker; None for a built-in engine, and for one that does not answer."""
+        row = self.ask(name, "engine").of(EngineRow)
+        return int(row[0].facts.control.rpartition(":")[2]) if row else None
+
+    def ask(self, name: str, *whats: Any) -> EngineReport:
+        """What the engine says of itself, asked directly."""
+        address = Address(LOOPBACK, self.engines[name].options.side_channel_port)
+        questions = [Question(what=what) for what in whats]
+        return survey([address], questions, follow=False, seconds=SURVEY_SECONDS).engines[0]
+
+    def _options(self, name: str, core: int, **others: Any) -> Any:
+        is_ours, is_prefill = self.connector == "ours", name in PREFILL
+        blocks = PREFILL_BLOCKS if is_prefill else DECODE_BLOCKS
+        return small_options(
+            self.directory,
+            name,
+            core,
+            connector="actor" if is_ours else "builtin",
+            calm_polling=not is_ours,
+            kv_role="kv_producer" if is_prefill else "kv_consumer",
+            extra_config=COMMON | OURS_ONLY if is_ours else COMMON | BUILTIN_ONLY,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            trace_directory=self.directory / "traces" if is_ours else None,
+            environment={"UCX_TLS": "tcp,self"} if name == "recompute" else {},
+            arguments=("--num-gpu-blocks-override", str(blocks)),
+            **others,
+        )

@@ -1,0 +1,258 @@
+"""One run: engines, load, faults, and what is left; from a plan to a report."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
+from connector.observe.conformance import check
+from connector.observe.trace_log import read_processes
+from tests.chaos.cluster import ChaosCluster, ConnectorName, Prefill
+from tests.chaos.load import Load
+from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
+from tests.chaos.remains import WORKER, Processes, grown, left_in_connector, left_in_vllm, megabytes, processes
+from tests.chaos.report import Memory, Report
+from tests.chaos.strangers import keep_half_open, send_garbage
+from tests.e2e.client import Client
+from tests.e2e.engines import Engine
+from tests.e2e.metrics_page import Page
+
+STRANGERS_AT_ONCE = 16
+DELAY_FRACTION = 0.1
+"""A proxy that delays for so many seconds delays each chunk by this part of them."""
+SERVES_SECONDS = 6.0
+"""How long a prefill engine is left alone between two faults of its life."""
+LATE_MAX = 2.0
+WATCH_SECONDS = 1.0
+MEMORY_SECONDS = 5.0
+SETTLE_SECONDS = 90.0
+"""Leases end, engines that are gone are forgotten, and releases that are owed to them are given up."""
+SETTLE_POLL_SECONDS = 1.0
+
+Say = Callable[[str], None]
+
+
+def run(plan: Plan, connector: ConnectorName, directory: Path, say: Say) -> Report:
+    """Carry out the plan. Raises what is a mistake of the run itself, such as an engine that does not start."""
+    with ChaosCluster(connector, directory) as cluster:
+        say(f"{connector}: two prefill and two decode engines are up; computing the answers to compare with")
+        load = Load(cluster, plan.seed)
+        try:
+            return _Run(plan, cluster, load, say).carry_out()
+        finally:
+            load.close()
+
+
+class _Run:
+    def __init__(self, plan: Plan, cluster: ChaosCluster, load: Load, say: Say) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._load = load
+        self._say = say
+        self._started = 0.0
+        self._over = threading.Event()
+        self._faults: Counter[str] = Counter()
+        self._impossible: Counter[str] = Counter()
+        self._report = Report(connector=cluster.connector, seed=plan.seed, seconds=plan.seconds)
+
+    def carry_out(self) -> Report:
+        report = self._report
+        self._connect_all("before the chaos")
+        report.processes_before = self._settled("before the chaos")
+        loads_before = self._loads()
+        self._started = time.monotonic()
+        self._say(f"chaos for {self._plan.seconds:g} s")
+        watcher = threading.Thread(target=self._watch, name="watcher")
+        watcher.start()
+        self._load.start()
+        try:
+            self._break_things()
+        finally:
+            self._load.stop()
+            self._over.set()
+            watcher.join()
+        self._say("the load has stopped; waiting until all has settled")
+        report.count(self._load.results)
+        report.faults, report.impossible_faults = dict(self._faults), dict(self._impossible)
+        report.lives = {name: each.lives for name, each in self._cluster.prefill.items()}
+        loads_after = self._loads()
+        for engine, (loaded, failed) in loads_before.items():
+            # The counts begin anew where an engine has ended, so those of before may be missing.
+            report.calls[engine].loaded = loads_after[engine][0] - loaded
+            report.calls[engine].failures = dict(loads_after[engine][1] - failed)
+        settling = time.monotonic()
+        self._settled("after the chaos")
+        report.settled_seconds = time.monotonic() - settling
+        # NIXL keeps a descriptor of each connection that was made anew until the other process ends (docs/nixl.md
+        # fact 11): so both prefill engines are replaced before descriptors are compared.
+        for prefill in self._cluster.prefill.values():
+            prefill.end_life(prefill.engine.stop)
+            prefill.begin_life(new_id=False)
+        self._connect_all("after the chaos")
+        report.processes_after = self._settled("with new prefill engines")
+        for engine, before in report.processes_before.items():
+            if engine in self._cluster.decode:
+                report.left += [f"{engine}, {each}" for each in grown(before, report.processes_after[engine])]
+        self._check_traces()
+        return report
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _break_things(self) -> None:
+        """All faults of the plan; returns when the time is over, they are, and both prefill engines serve."""
+        lives = {name: [f for f in self._plan.of(LIFE_KINDS) if f.engine == name] for name in PREFILL}
+        with ThreadPoolExecutor(STRANGERS_AT_ONCE) as pool:
+            running: list[Future[None]] = [pool.submit(self._live, name, faults) for name, faults in lives.items()]
+            for fault in self._plan.faults:
+                if fault.kind not in LIFE_KINDS:
+                    self._sleep_until(fault.at_seconds)
+                    running.append(pool.submit(self._disturb, fault))
+            self._sleep_until(self._plan.seconds)
+            for each in running:
+                each.result()
+
+    def _sleep_until(self, seconds: float) -> None:
+        time.sleep(max(0.0, self._started + seconds - time.monotonic()))
+
+    def _live(self, name: str, faults: list[Fault]) -> None:
+        """The faults of one prefill engine, between which it serves for a while. Where it starts so slowly that they
+        take twice as long as planned, the others are left out."""
+        for fault in faults:
+            self._sleep_until(fault.at_seconds)
+            if time.monotonic() > self._started + LATE_MAX * self._plan.seconds:
+                self._impossible[fault.kind.value] += 1
+                continue
+            self._strike(self._cluster.prefill[name], fault)
+            self._faults[fault.kind.value] += 1
+            time.sleep(SERVES_SECONDS)
+
+    def _strike(self, prefill: Prefill, fault: Fault) -> None:
+        match fault.kind:
+            case Kind.STOP_SHORT | Kind.STOP_LONG:
+                prefill.engine.pause()
+                try:
+                    time.sleep(fault.seconds)
+                finally:
+                    prefill.engine.resume()
+            case Kind.KILL_SAME_ID | Kind.KILL_NEW_ID:
+                prefill.end_life(prefill.engine.kill)
+                time.sleep(fault.seconds)
+                prefill.begin_life(new_id=fault.kind is Kind.KILL_NEW_ID)
+            case _:
+                prefill.end_life(prefill.engine.stop)
+                time.sleep(fault.seconds)
+                prefill.begin_life(new_id=fault.kind is Kind.TERMINATE_NEW_ID)
+
+    def _disturb(self, fault: Fault) -> None:
+        is_possible = self._visit(fault) if fault.kind in (Kind.GARBAGE, Kind.HALF_OPEN) else self._delay_or_cut(fault)
+        (self._faults if is_possible else self._impossible)[fault.kind.value] += 1
+
+    def _visit(self, fault: Fault) -> bool:
+        if fault.socket == CONTROL:
+            port = self._cluster.control_port(fault.engine)
+        else:
+            port = self._cluster.engines[fault.engine].options.side_channel_port
+        if port is None:
+            return False
+        if fault.kind is Kind.GARBAGE:
+            send_garbage(port, random.Random(f"{self._plan.seed} {fault}"))
+            return True
+        return keep_half_open(port, fault.seconds, self._over) > 0
+
+    def _delay_or_cut(self, fault: Fault) -> bool:
+        prefill = self._cluster.prefill[fault.engine]
+        proxy = prefill.proxy if fault.socket == SIDE else prefill.proxy.control
+        if proxy is None:
+            return False
+        match fault.kind:
+            case Kind.RESET:
+                proxy.reset()
+            case Kind.DELAY:
+                proxy.delay_seconds = fault.seconds * DELAY_FRACTION
+                time.sleep(fault.seconds)
+                proxy.delay_seconds = 0.0
+            case Kind.CUT:
+                proxy.holds_back = True
+                time.sleep(fault.seconds)
+                proxy.holds_back = False
+            case Kind.REFUSE:
+                proxy.refuse()
+                time.sleep(fault.seconds)
+                prefill.end_refusal(proxy)
+        return True
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Decode engines that end are counted and started again; the memory of their workers is noted."""
+        alive = {
+            name: {each.pid for each in processes(engine).values()} for name, engine in self._cluster.decode.items()
+        }
+        memory_at = 0.0
+        while not self._over.wait(WATCH_SECONDS):
+            at_seconds = time.monotonic() - self._started
+            for name, engine in self._cluster.decode.items():
+                seen = processes(engine)
+                if {each.pid for each in seen.values()} != alive[name]:
+                    self._report.deaths.append(f"{name}: a process ended after {at_seconds:.0f} s")
+                    engine.restart().wait_healthy()
+                    alive[name] = _pids(engine)
+                used = megabytes(seen, WORKER)
+                if at_seconds >= memory_at and used is not None:
+                    self._report.memory.append(Memory(engine=name, at_seconds=round(at_seconds, 1), megabytes=used))
+            if at_seconds >= memory_at:
+                memory_at += MEMORY_SECONDS
+
+    def _loads(self) -> dict[str, tuple[int, Counter[str]]]:
+        """Of each decode engine of ours: loads that went well, and those that failed, by kind."""
+        if self._cluster.connector != "ours":
+            return {}
+        found: dict[str, tuple[int, Counter[str]]] = {}
+        for name, engine in self._cluster.decode.items():
+            with Client(engine) as client:
+                page = Page.of(client)
+            failed = Counter({kind: int(page[FAILED_BY_KIND, kind]) for kind in kinds()})
+            found[name] = int(page[COMPLETED]), failed
+        return found
+
+    # --- what is left -----------------------------------------------------------------------------------------------
+
+    def _connect_all(self, when: str) -> None:
+        problems = self._load.one_of_each()
+        if problems and self._cluster.connector == "ours":
+            self._report.left += [f"{when}, {each}" for each in problems]
+
+    def _settled(self, when: str) -> dict[str, Processes]:
+        """Wait until no engine holds anything, and say what it is if that does not come; their processes then."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(SETTLE_POLL_SECONDS)
+        self._report.left += [f"{when}, {each}" for each in left]
+        return {name: processes(engine) for name, engine in self._cluster.engines.items()}
+
+    def _left(self) -> list[str]:
+        live = {str(each.engine.options.engine_id) for each in self._cluster.prefill.values()}
+        left: list[str] = []
+        for name, engine in self._cluster.engines.items():
+            with Client(engine) as client:
+                left += [f"{name}: {each}" for each in left_in_vllm(client)]
+            if self._cluster.connector == "ours":
+                report = self._cluster.ask(name, "engine", "peers")
+                left += [f"{name}: {each}" for each in left_in_connector(report, live)]
+        return left
+
+    def _check_traces(self) -> None:
+        if self._cluster.connector == "ours":
+            verdict = check(read_processes(self._cluster.directory / "traces"))
+            self._report.traced = verdict.records
+            self._report.traces_wrong = [str(each) for each in verdict.findings]
+
+
+def _pids(engine: Engine) -> set[int]:
+    return {each.pid for each in processes(engine).values()}

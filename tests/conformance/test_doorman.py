@@ -1,0 +1,253 @@
+"""Strangers at a listener, over real TCP: who is ended, and who is served meanwhile.
+
+The rules are tested by tests/unit/test_admission.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from connector.ports import doorman, zmq_bridge
+from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
+from statemachine import admission
+from tests.attack.zmtp import GREETING, HELLO, MORE, connect, endless, frame, is_ended, message
+
+HOST = "127.0.0.1"
+STRANGER = "127.0.0.2"
+MB = 1 << 20
+SECONDS = 60
+
+
+class Door:
+    """A listener that answers everything with the same."""
+
+    def __init__(self, channel: ZmqSideChannel, units: int, **options: int) -> None:
+        self.cut_off: list[tuple[str, str]] = []
+        self.channel = channel
+        self.units = units
+        self.served = 0
+        self.listener: ZmqListener = channel.listen(
+            HOST, 0, on_cut_off=lambda address, why: self.cut_off.append((address, why)), **options
+        )
+
+    async def serve(self) -> None:
+        while True:
+            request = await self.listener.receive()
+            self.served += 1
+            self.listener.charge(request.reply_address, self.units)
+            self.listener.reply(request.reply_address, request.frames_untrusted)
+
+    async def ask(self) -> None:
+        """An engine of ours is served."""
+        assert await self.channel.connect(HOST, self.listener.port).ask([b"hello"]) == (b"hello",)
+
+    async def stranger(self, *said: bytes) -> socket.socket:
+        return await trio.to_thread.run_sync(connect, (HOST, self.listener.port), STRANGER, said)
+
+    async def until_cut_off(self, count: int) -> None:
+        while len(self.cut_off) < count:
+            await trio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def door(units: int = 1, **options: int) -> AsyncIterator[Door]:
+    channel = ZmqSideChannel()
+    made = Door(channel, units, **options)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.serve)
+            yield made
+            nursery.cancel_scope.cancel()
+    finally:
+        channel.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(SECONDS):
+            await test()
+
+    trio.run(main)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def send_until_ended(connection: socket.socket, piece: bytes, bytes_max: int) -> int:
+    """How many bytes were taken before the connection was ended."""
+    sent = 0
+    with contextlib.suppress(OSError):
+        while sent < bytes_max:
+            connection.sendall(piece)
+            sent += len(piece)
+    return sent
+
+
+def test_a_message_without_end_is_ended_and_its_memory_given_back() -> None:
+    async def test() -> None:
+        async with door() as listening:
+            await listening.ask()
+            before = resident_bytes()
+            stranger = await listening.stranger(HELLO, frame(b"", MORE))
+            with stranger:
+                sent = await trio.to_thread.run_sync(send_until_ended, stranger, endless() * 16, 4096 * MB)
+            assert sent < 4096 * MB
+            assert listening.cut_off == [(STRANGER, admission.ENDLESS)]
+            await listening.ask()
+            while resident_bytes() - before > 64 * MB:
+                await trio.sleep(0.01)
+            assert listening.served == 2
+
+    run(test)
+
+
+def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a greeting, a whole one, or none: all the same."""
+    monkeypatch.setattr(doorman, "CONNECTIONS_MAX", 8)
+
+    async def test() -> None:
+        async with door() as listening:
+            link = await listening.channel.open_link(HOST, listening.listener.port)
+            link.send([b"engine"])
+            assert await link.receive() == (b"engine",)
+            strangers = [await listening.stranger([b"", GREETING[:20], HELLO][number % 3]) for number in range(20)]
+            await listening.until_cut_off(13)
+            await listening.ask()
+            link.send([b"engine"])
+            assert await link.receive() == (b"engine",)
+            ended = [await trio.to_thread.run_sync(is_ended, each, 0.2) for each in strangers]
+            for each in strangers:
+                each.close()
+            assert ended == [True] * 14 + [False] * 6  # `ask` has taken one more place
+            assert set(listening.cut_off) == {(STRANGER, admission.TOO_MANY)}
+
+    run(test)
+
+
+def test_a_flood_is_ended_while_who_was_there_before_is_served() -> None:
+    async def test() -> None:
+        async with door(units=1000) as listening:
+            link = await listening.channel.open_link(HOST, listening.listener.port)
+            link.send([b"engine"])
+            assert await link.receive() == (b"engine",)
+            stranger = await listening.stranger(HELLO)
+            with stranger:
+                await trio.to_thread.run_sync(send_until_ended, stranger, message(b"x" * 10) * 100, 64 * MB)
+            assert listening.cut_off == [(STRANGER, admission.FLOOD)]
+            counts = listening.listener.counts()
+            assert counts.dropped_requests > 256
+            assert counts.cut_off == 1
+            link.send([b"engine"])
+            assert await link.receive() == (b"engine",)
+            again = await listening.stranger(HELLO)
+            with again:
+                assert await trio.to_thread.run_sync(is_ended, again, 5)
+            assert listening.cut_off[1:] == [(STRANGER, admission.SHUT_OUT)]
+
+    run(test)
+
+
+def test_a_message_of_very_many_frames_is_dropped_in_pieces() -> None:
+    """Others have their turn between them."""
+
+    async def test() -> None:
+        async with door() as listening:
+            stranger = await listening.stranger(HELLO)
+            with stranger:
+                await trio.to_thread.run_sync(stranger.sendall, frame(b"", MORE) * 50_000 + frame(b"end"))
+                turns = 0
+                while not listening.listener.counts().oversized_requests:
+                    await trio.sleep(0.001)
+                while listening.listener._dropping is not None:
+                    await trio.lowlevel.checkpoint()
+                    turns += 1
+                await listening.ask()
+            assert turns > 100
+            assert listening.served == 1
+
+    run(test)
+
+
+def test_a_greeting_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_bridge, "GREETING_LIMIT_SECONDS", 1)
+
+    async def test() -> None:
+        async with door() as listening:
+            stranger = await listening.stranger(GREETING[:10])
+            with stranger:
+                for byte in range(10, 40):  # a byte now and then
+                    with contextlib.suppress(OSError):
+                        stranger.send(GREETING[byte : byte + 1])
+                    await trio.sleep(0.1)
+                assert await trio.to_thread.run_sync(is_ended, stranger, 5)
+            await listening.ask()
+
+    run(test)
+
+
+def test_large_replies_that_nobody_reads_are_kept_once() -> None:
+    async def test() -> None:
+        payload = bytes(4 * MB)
+        async with door(frame_bytes_max=1024) as listening:
+            before = resident_bytes()
+            strangers = [await listening.stranger(HELLO, message(b"x")) for _ in range(40)]
+            while listening.served < 40:
+                await trio.sleep(0.01)
+            for identity in list(listening.listener._doorman._by_identity):
+                for _ in range(10):
+                    listening.listener.reply(identity, [payload])
+            assert listening.listener.counts().dropped_replies == 0
+            grown = resident_bytes() - before
+            for each in strangers:
+                each.close()
+            assert grown < 100 * MB  # 1,600 MB were queued
+
+    run(test)
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    async def test() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        async with door() as listening:
+            for _ in range(20):
+                (await listening.stranger(HELLO, message(b"x"))).close()
+            await listening.ask()
+        while len(os.listdir("/proc/self/fd")) > before + 2:
+            await trio.sleep(0.01)
+
+    run(test)
+
+
+def test_somebody_elses_descriptor_is_never_shut_down() -> None:
+    """libzmq has closed it, and its number was used again before the doorman looked."""
+
+    async def test() -> None:
+        async with door() as listening:
+            stranger = await listening.stranger(HELLO, message(b"x"))
+            while not listening.served:
+                await trio.sleep(0.01)
+            here, there = socket.socketpair()
+            with stranger, here, there, socket.create_server((HOST, 0)) as server:
+                with connect(server.getsockname()) as client, server.accept()[0] as accepted:
+                    (connection,) = listening.listener._doorman._connections.values()
+                    theirs = connection.descriptor
+                    for descriptor in (here.fileno(), accepted.fileno(), 9_999):
+                        connection.descriptor = descriptor
+                        listening.listener._doorman._shut_down(connection)
+                    connection.descriptor = theirs
+                    there.send(b"still open")
+                    assert here.recv(20) == b"still open"
+                    client.send(b"still open")
+                    assert accepted.recv(20) == b"still open"
+                listening.listener._doorman._shut_down(connection)
+                assert await trio.to_thread.run_sync(is_ended, stranger, 5)
+
+    run(test)

@@ -1,0 +1,571 @@
+"""Who may connect, on real sockets: address ranges, keys, engines without keys, and what a stranger costs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from ipaddress import ip_network
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+
+from connector.ports import curve_keys, zmq_bridge
+from connector.ports.curve_keys import CurveKeys, KeyDirectoryError, make_pair
+from connector.ports.gate import Access, Gate
+from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
+from connector.ports.zmq_bridge import ZmqSideChannel
+from tests.conformance.side_channel_suite import AT_ONCE_SECONDS, HOST, serve, until
+from tests.rig.key_files import Fleet, Member
+
+ELSEWHERE = Access(networks=(ip_network("10.0.0.0/8"), ip_network("fd00::/8")))
+LOOPBACK = Access(networks=(ip_network("127.0.0.1"),))
+STRANGERS = 300
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(60.0):
+            await main()
+
+    trio.run(bounded)
+
+
+def friends(fleet: Fleet, *names: str) -> list[Member]:
+    """Members all of whom accept each other."""
+    members = [fleet.member(name) for name in names]
+    for member in members:
+        for other in members:
+            if other is not member:
+                fleet.accept(other, by=member)
+    return members
+
+
+async def ask(channel: SideChannel, port: int, question: bytes = b"hello", host: str = HOST) -> tuple[bytes, ...]:
+    with trio.fail_after(AT_ONCE_SECONDS), closing(channel.connect(host, port)) as requester:
+        return await requester.ask([question])
+
+
+async def refusal(channel: SideChannel, port: int, host: str = HOST) -> str:
+    """What is said to somebody who is not let in, at once."""
+    with pytest.raises(NotAllowed) as refused:
+        await ask(channel, port, host=host)
+    return refused.value.error
+
+
+class Served:
+    """A listener of `channel` that answers, and what it was asked."""
+
+    def __init__(self, channel: SideChannel) -> None:
+        self.heard: list[tuple[bytes, ...]] = []
+        self.listener = channel.listen(HOST, 0)
+        self.port = self.listener.port
+
+    def _answer(self, frames: tuple[bytes, ...]) -> Sequence[bytes]:
+        self.heard.append(frames)
+        return frames
+
+    async def run(self) -> None:
+        await serve(self.listener, self._answer)
+
+
+# --- address ranges -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("10.1.2.3", True),
+        ("::ffff:10.1.2.3", True),
+        ("11.1.2.3", False),
+        ("::ffff:11.1.2.3", False),
+        ("fd00::1", True),
+        ("fe80::1", False),
+        ("fe80::1%eth0", False),
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("::a01:203", False),
+    ],
+)
+def test_addresses_in_ranges(address: str, expected: bool) -> None:
+    assert ELSEWHERE.allows_address(address) is expected
+    assert Access().allows_address(address)
+
+
+def test_who_connects_from_outside_of_the_ranges_is_not_heard() -> None:
+    """Both come from this machine: the one from 127.0.0.2, the other from 127.0.0.1."""
+
+    async def main() -> None:
+        refused: list[str] = []
+        guarded = ZmqSideChannel(Access(networks=(ip_network("127.0.0.2"),)), refused.append)
+        stranger = ZmqSideChannel()
+        served = Served(guarded)
+        with closing(guarded), closing(stranger), zmq.Context() as context, context.socket(zmq.DEALER) as member:
+            member.setsockopt(zmq.LINGER, 0)
+            member.connect(f"tcp://127.0.0.2:0;{HOST}:{served.port}")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                assert "allowed_peers" in await refusal(stranger, served.port)
+                member.send_multipart([b"", b"I may"])
+                await until(lambda: bool(member.poll(0)))
+                nursery.cancel_scope.cancel()
+            assert served.heard == [(b"I may",)]
+            assert refused == ["127.0.0.1 may not connect: it is not in allowed_peers"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost", "127.1.2.3"])
+def test_nothing_connects_to_where_it_may_not(host: str) -> None:
+    """A request must not make this engine knock at any door of its network."""
+
+    async def main() -> None:
+        with socket.socket() as door, closing(ZmqSideChannel(ELSEWHERE)) as channel:
+            door.bind(("0.0.0.0", 0))
+            door.listen()
+            door.setblocking(False)
+            port = door.getsockname()[1]
+            said = await refusal(channel, port, host)
+            assert "not in allowed_peers of this engine" in said
+            with pytest.raises(NotAllowed):
+                await channel.open_link(host, port)
+            await trio.sleep(0.2)
+            with pytest.raises(BlockingIOError):
+                door.accept()
+
+    run(main)
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_members_hear_each_other_and_nobody_else_reads_along(fleet: Fleet) -> None:
+    """Through a proxy that keeps all bytes: neither question nor answer is among them."""
+    one, other = friends(fleet, "one", "other")
+    seen = bytearray()
+
+    async def forward(source: trio.SocketStream, target: trio.SocketStream) -> None:
+        async for chunk in source:
+            seen.extend(chunk)
+            await target.send_all(chunk)
+
+    async def main() -> None:
+        with closing(one.channel()) as serving, closing(other.channel()) as asking:
+            served = Served(serving)
+
+            async def carry(client: trio.SocketStream) -> None:
+                async with await trio.open_tcp_stream(HOST, served.port) as server, trio.open_nursery() as both:
+                    both.start_soon(forward, client, server)
+                    await forward(server, client)
+                    both.cancel_scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                (proxy,) = await trio.open_tcp_listeners(0, host=HOST)
+                nursery.start_soon(trio.serve_listeners, carry, [proxy])
+                port = proxy.socket.getsockname()[1]
+                assert await ask(asking, port, b"a secret of ours") == (b"a secret of ours",)
+                nursery.cancel_scope.cancel()
+            assert served.heard == [(b"a secret of ours",)]
+
+    run(main)
+    assert len(seen) > 200
+    assert b"secret" not in seen
+
+
+def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
+    one, other = friends(fleet, "one", "other")
+    unknown = fleet.member("unknown")
+    fleet.accept(one, by=unknown)
+
+    async def main() -> None:
+        refused: list[str] = []
+        with contextlib.ExitStack() as stack:
+
+            def opened(channel: ZmqSideChannel) -> ZmqSideChannel:
+                return stack.enter_context(closing(channel))
+
+            serving = opened(ZmqSideChannel(Access(keys=one.keys()), refused.append))
+            plain, keyless = opened(ZmqSideChannel()), opened(ZmqSideChannel())
+            of_other, of_unknown = opened(other.channel()), opened(unknown.channel())
+            async with trio.open_nursery() as nursery:
+                served, unguarded = Served(serving), Served(plain)
+                nursery.start_soon(served.run)
+                nursery.start_soon(unguarded.run)
+                assert "our public key not among its accepted" in await refusal(of_unknown, served.port)
+                assert "this engine has none (curve_directory)" in await refusal(keyless, served.port)
+                assert "it has no key" in await refusal(of_other, unguarded.port)
+                fleet.forget(one, by=other)
+                assert "not among the 1 accepted keys" in await refusal(of_other, served.port)
+                nursery.cancel_scope.cancel()
+            assert (served.heard, unguarded.heard) == ([], [])
+        (line,) = refused
+        assert line.startswith("127.0.0.1 may not connect: its public key")
+        assert unknown.keys().public_key.decode() in line
+
+    run(main)
+
+
+@pytest.mark.parametrize("told", ["nothing", "another key"])
+def test_a_link_needs_the_key_of_its_listener(fleet: Fleet, told: str) -> None:
+    one, other = friends(fleet, "one", "other")
+    stranger = fleet.member("stranger")
+
+    async def main() -> None:
+        with closing(one.channel()) as serving, closing(other.channel()) as asking:
+            listener = serving.listen(HOST, 0)
+            key = None if told == "nothing" else stranger.keys().public_key.decode()
+            with pytest.raises(NotAllowed):
+                await asking.open_link(HOST, listener.port, key)
+            # Another key, which is accepted: it is not the one of this listener.
+            link = await asking.open_link(HOST, listener.port, other.keys().public_key.decode())
+            with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkLost):
+                await link.receive()
+
+    run(main)
+
+
+def test_the_right_one_of_many_keys_is_found_and_remembered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"engine-{number:02}" for number in range(30)]
+    *_, serving_member, asking_member = friends(fleet, *names)
+    attempts: list[bytes | None] = []
+    make_client = ZmqSideChannel.make_client
+
+    def counted(self: ZmqSideChannel, address: str, key: bytes | None) -> zmq_bridge.Socket:
+        attempts.append(key)
+        return make_client(self, address, key)
+
+    monkeypatch.setattr(ZmqSideChannel, "make_client", counted)
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                await ask(asking, served.port)
+                assert 1 <= len(attempts) <= 30
+                for _ in range(3):
+                    attempts.clear()
+                    await ask(asking, served.port)
+                    assert attempts == [serving_member.keys().public_key]
+                nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_keys_are_rolled_without_a_restart_of_those_who_accept_them(fleet: Fleet) -> None:
+    """The asker gets a new pair: it is accepted beside the old one, and then instead of it."""
+    serving_member, old = friends(fleet, "serving", "old")
+    new = fleet.member("new")
+    fleet.accept(serving_member, by=new)
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                with closing(old.channel()) as before, closing(new.channel()) as after:
+                    await ask(before, served.port)
+                    await refusal(after, served.port)
+                    fleet.accept(new, by=serving_member)
+                    await ask(before, served.port)
+                    await ask(after, served.port)
+                    fleet.forget(old, by=serving_member)
+                    await ask(after, served.port)
+                    await refusal(before, served.port)
+                nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_the_key_of_a_server_is_rolled_while_both_are_accepted(fleet: Fleet) -> None:
+    """The server starts anew with another pair, at the same address; the asker goes on."""
+    old, new, asking_member = friends(fleet, "old", "new", "asking")
+
+    async def main() -> None:
+        with closing(asking_member.channel()) as asking:
+            port = 0
+            for each in (old, new, old):
+                with closing(each.channel()) as serving:
+                    listener = serving.listen(HOST, port)
+                    port = listener.port
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(serve, listener, lambda frames: frames)
+                        await ask(asking, port)
+                        nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_folder_that_cannot_be_read_leaves_the_keys_of_before(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    serving_member, asking_member = friends(fleet, "serving", "asking")
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                (serving_member.accepted / "half.key").write_text("half writ")
+                await ask(asking, served.port)
+                nursery.cancel_scope.cancel()
+
+    run(main)
+    assert "the keys of before stay in use" in caplog.text
+
+
+# --- engines without keys -------------------------------------------------------------------------------------------
+
+
+def test_engines_without_keys_are_asked_where_that_is_allowed(fleet: Fleet) -> None:
+    """And those with keys with theirs, also at the address where one without had been."""
+    one, other = friends(fleet, "one", "other")
+
+    async def main() -> None:
+        with closing(other.channel(allows_insecure=True)) as asking:
+            port = 0
+            for make in (ZmqSideChannel, one.channel, ZmqSideChannel):
+                with closing(make()) as serving:
+                    listener = serving.listen(HOST, port)
+                    port = listener.port
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(serve, listener, lambda frames: frames)
+                        for _ in range(2):
+                            await ask(asking, port)
+                        link = await asking.open_link(HOST, port, serving.public_key)
+                        link.send([b"hello"])
+                        assert await link.receive() == (b"hello",)
+                        nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_no_engine_without_keys_is_asked_unless_that_is_allowed(fleet: Fleet) -> None:
+    async def main() -> None:
+        with closing(ZmqSideChannel()) as serving, closing(fleet.member("one").channel()) as asking:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                await refusal(asking, served.port)
+                with pytest.raises(NotAllowed):
+                    await asking.open_link(HOST, served.port)
+                nursery.cancel_scope.cancel()
+            assert served.heard == []
+
+    run(main)
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unknown key", "no key"])
+def test_a_stranger_costs_nothing(fleet: Fleet, kind: str) -> None:
+    """Hundreds of them, while members are served: neither descriptors nor sockets are left of them."""
+    serving_member, asking_member = friends(fleet, "serving", "asking")
+    unknown = fleet.member("unknown")
+    fleet.accept(serving_member, by=unknown)
+
+    async def main() -> None:
+        made = unknown.channel() if kind == "unknown key" else ZmqSideChannel()
+        serving_channel, asking_channel = serving_member.channel(), asking_member.channel()
+        with closing(serving_channel) as serving, closing(asking_channel) as asking, closing(made) as stranger:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                await ask(asking, served.port)
+                await refusal(stranger, served.port)
+                before = len(os.listdir("/proc/self/fd"))
+                limit = trio.CapacityLimiter(20)
+
+                async def knock() -> None:
+                    async with limit:
+                        with pytest.raises(NotAllowed):
+                            await stranger.connect(HOST, served.port).ask([b"let me in"])
+
+                async with trio.open_nursery() as strangers:
+                    for _ in range(STRANGERS):
+                        strangers.start_soon(knock)
+                    for _ in range(10):
+                        await ask(asking, served.port)
+                await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+                nursery.cancel_scope.cancel()
+            assert set(served.heard) == {(b"hello",)}
+
+    run(main)
+
+
+def test_a_listener_with_keys_says_no_word_to_who_speaks_without(fleet: Fleet) -> None:
+    """A client that goes on as if it had been let in: greeting, READY, a question. Only the greeting comes back."""
+    member = fleet.member("one")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03REQ"
+    question = b"\x01\x00\x00\x05hello"
+
+    async def main() -> None:
+        with closing(member.channel()) as serving:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                said = b""
+                async with await trio.open_tcp_stream(HOST, served.port) as stream:
+                    await stream.send_all(greeting + ready + question)
+                    with trio.move_on_after(AT_ONCE_SECONDS):
+                        try:
+                            async for chunk in stream:
+                                said += chunk
+                        except trio.BrokenResourceError:
+                            pass
+                assert len(said) <= 64
+                assert served.heard == []
+                nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_nobody_is_let_in_by_a_mistake(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving_member, asking_member = friends(fleet, "serving", "asking")
+
+    async def broken(*_: object) -> str | None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Gate, "_find_fault", broken)
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                await refusal(asking, served.port)
+                monkeypatch.undo()
+                await ask(asking, served.port)
+                nursery.cancel_scope.cancel()
+            assert served.heard == [(b"hello",)]
+
+    run(main)
+
+
+def test_nobody_is_let_in_when_there_is_no_gate(fleet: Fleet) -> None:
+    serving_member, asking_member = friends(fleet, "serving", "asking")
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
+            served = Served(serving)
+            assert serving._gate is not None
+            serving._gate.close()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                with trio.move_on_after(1.0), contextlib.suppress(NotAllowed, ConnectionRefused):
+                    await asking.connect(HOST, served.port).ask([b"hello"])
+                    raise AssertionError("it was let in")
+                nursery.cancel_scope.cancel()
+            assert served.heard == []
+
+    run(main)
+
+
+def test_a_server_of_something_else_is_still_told_from_one_with_keys(fleet: Fleet) -> None:
+    async def main() -> None:
+        with closing(fleet.member("one").channel()) as asking, socket.create_server((HOST, 0)) as other:
+
+            def hang_up() -> None:
+                while True:
+                    try:
+                        other.accept()[0].close()
+                    except OSError:
+                        return
+
+            thread = threading.Thread(target=hang_up)
+            thread.start()
+            try:
+                with trio.fail_after(10.0), pytest.raises(NotASideChannel):
+                    await asking.connect(HOST, other.getsockname()[1]).ask([b"hello"])
+            finally:
+                other.shutdown(socket.SHUT_RDWR)
+                await trio.to_thread.run_sync(thread.join)
+
+    run(main)
+
+
+# --- directories of keys --------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_made_once_and_its_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    own, public = make_pair(directory, "prefill")
+    keys = CurveKeys(str(directory))
+    assert keys.accepted == {keys.public_key: "prefill"}
+    assert own.stat().st_mode & 0o077 == 0
+    assert keys.secret_key.decode() not in public.read_text()
+    assert keys.secret_key.decode() not in repr(keys)
+    with pytest.raises(FileExistsError):
+        make_pair(directory, "prefill")
+    with pytest.raises(FileExistsError):
+        make_pair(directory, "again")
+    assert CurveKeys(str(directory)).accepted == keys.accepted, "a pair that was not made leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("engine.key_secret", None),
+        ("engine.key_secret", ""),
+        ("engine.key_secret", 'public-key = "short"\nsecret-key = "short"'),
+        ("engine.key_secret", f'public-key = "{"0" * 40}"'),
+        ("accepted/odd.key", 'public-key = "' + "\\" * 40 + '"'),
+        ("accepted/empty.key", ""),
+        ("accepted/large.key", "#" * 100_000),
+    ],
+)
+def test_a_directory_that_cannot_be_used_names_the_file(tmp_path: Path, file: str, content: str | None) -> None:
+    make_pair(tmp_path, "one")
+    path = tmp_path / file
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(KeyDirectoryError, match=path.name):
+        CurveKeys(str(tmp_path))
+
+
+def test_a_directory_without_a_folder_of_accepted_keys_cannot_be_used(tmp_path: Path) -> None:
+    make_pair(tmp_path, "one")
+    (tmp_path / "accepted" / "one.key").unlink()
+    assert CurveKeys(str(tmp_path)).accepted == {}
+    (tmp_path / "accepted").rmdir()
+    with pytest.raises(KeyDirectoryError, match="accepted"):
+        CurveKeys(str(tmp_path))
+
+
+# --- what listens where ---------------------------------------------------------------------------------------------
+
+
+def test_a_listener_listens_at_its_address_only(fleet: Fleet) -> None:
+    async def main() -> None:
+        for make in (ZmqSideChannel, fleet.member("one").channel, lambda: ZmqSideChannel(LOOPBACK)):
+            with closing(make()) as channel:
+                port = channel.listen(HOST, 0).port
+                for elsewhere in ("127.0.0.2", *_addresses_of_this_machine()):
+                    with pytest.raises(ConnectionRefusedError):
+                        socket.create_connection((elsewhere, port), timeout=5.0)
+                socket.create_connection((HOST, port), timeout=5.0).close()
+
+    run(main)
+
+
+def _addresses_of_this_machine() -> list[str]:
+    """Others than the loopback's."""
+    found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    return sorted(str(each) for each in found if not str(each).startswith("127."))

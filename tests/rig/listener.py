@@ -1,0 +1,24 @@
+"""The handshake listener of an engine that lends nothing and is never to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from connector.clock import BootClock, to_ns
+from connector.runtime.draining import Lent
+from connector.scheduler.listener_thread import ListenerThread
+from connector.step_metadata import HandshakeMetadata
+
+
+def make_listener_thread(
+    host: str,
+    port: int,
+    ranks: Mapping[tuple[int, int], HandshakeMetadata],
+    life: str = "0" * 32,
+    on_death: Callable[[str], None] = lambda reason: None,
+    **others: Any,
+) -> ListenerThread:
+    """Not started. `others`: of `ListenerThread`."""
+    usual = {"clock": BootClock(), "grace_ns": to_ns(60), "lease_ns": to_ns(30), "count": lambda: Lent(0, 0)}
+    return ListenerThread(host, port, ranks, life, on_death, **usual | others)

@@ -1,0 +1,65 @@
+"""READs that lie: NIXL says that they are complete, and one bit of what they have written is wrong.
+
+With `verify: all` every one of them ends its request as Corrupt, and no other request is disturbed; without it the byte
+oracle complains, which shows that they do lie.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.simulation import faults
+from tests.simulation.cluster import simulate
+from tests.simulation.faults import Fault, Kind, Plan, draw_plan
+from tests.simulation.mutants.mutant import Patch
+
+
+def lies(probability: float, at_seconds: float = 0.0, seconds: float = 20.0) -> list[Fault]:
+    """On every link."""
+    return [
+        Fault(
+            kind=Kind.READ_LIES,
+            target=f"d{decode}>p{prefill}",
+            at_seconds=at_seconds,
+            duration_seconds=seconds,
+            probability=probability,
+        )
+        for decode in range(3)
+        for prefill in range(3)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_is_done_with_what_a_lying_read_has_left(seed: int) -> None:
+    result = simulate(Plan(seed=seed, faults=lies(0.2)))
+    assert result.violations == []
+    assert result.outcomes["Corrupt"] > 5
+    assert result.outcomes["done"] > 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nor_among_other_faults(seed: int) -> None:
+    drawn = [each for each in draw_plan(seed + 40).faults if each.kind is not Kind.TWO_RANKS and "." not in each.target]
+    result = simulate(Plan(seed=seed, faults=[*drawn, *lies(0.2)]))
+    assert result.violations == []
+    assert result.outcomes["Corrupt"] > 0
+
+
+def test_where_no_read_lies_nothing_is_corrupt() -> None:
+    result = simulate(Plan(seed=1, faults=lies(0.0)))
+    assert result.violations == []
+    assert result.outcomes["Corrupt"] == 0
+    assert result.outcomes["done"] > 10
+
+
+def test_without_the_option_it_is_the_byte_oracle_that_notices() -> None:
+    plan = Plan(seed=1, faults=lies(0.2))
+    shape = msgspec.structs.replace(faults.shape_of(plan), verify="off")
+    with Patch() as patch:
+        patch.attribute(faults, "shape_of", lambda plan: shape)
+        from tests.simulation import cluster
+
+        patch.attribute(cluster, "shape_of", lambda plan: shape)
+        violations = simulate(plan).violations
+    assert any("bytes" in str(each) or "invariant 3" in str(each) for each in violations), violations[:3]

@@ -1,0 +1,299 @@
+"""Who may stay connected and who is heard: floods, crowds, messages without end, and who is left alone by them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from statemachine import admission
+from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
+from tests.unit.properties import on_any_machine
+
+SECOND = 1_000_000_000
+MB = 1 << 20
+
+LIMITS = AdmissionLimits(
+    connections_max=8,
+    unfinished_bytes_max=10 * MB,
+    unfinished_bytes_total_max=25 * MB,
+    common_units=100,
+    common_units_per_second=100,
+    newcomer_units=4,
+    own_units=40,
+    own_units_per_second=10,
+    dropped_max=5,
+    connects=20,
+    connects_per_second=2,
+    shut_out_ns=SECOND,
+    shut_out_ns_max=8 * SECOND,
+    addresses_max=4,
+)
+
+
+class Door:
+    """An admission, the connections that were made, and those that were cut off."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.core = Admission(msgspec.structs.replace(LIMITS, **changes))
+        self.numbers = itertools.count(1)
+        self.now_ns = 0
+        self.cut_off: list[CutOff] = []
+
+    def open(self, address: str = "stranger") -> int:
+        number = next(self.numbers)
+        self.cut_off += self.core.opened(number, address, self.now_ns)
+        return number
+
+    def open_many(self, count: int, address: str = "stranger") -> list[int]:
+        return [self.open(address) for _ in range(count)]
+
+    def says(self, connection: int, units: int = 1, *, understood: bool = True) -> Verdict:
+        """A message; served if it is heard."""
+        verdict = self.core.arrived(connection, self.now_ns)
+        if verdict is Verdict.SERVE:
+            self.core.served(connection, units, understood=understood, now_ns=self.now_ns)
+        elif verdict is Verdict.CUT_OFF:
+            self.cut_off += self.core.flooded(connection, self.now_ns)
+        return verdict
+
+    def flood(self, connection: int) -> list[Verdict]:
+        """Until it is cut off."""
+        verdicts = []
+        while connection not in {each.connection for each in self.cut_off}:
+            verdicts.append(self.says(connection))
+        return verdicts
+
+    def measure(self, received: Iterable[tuple[int, int]]) -> list[CutOff]:
+        cut_off = self.core.measured(received, self.now_ns)
+        self.cut_off += cut_off
+        return cut_off
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.now_ns += round(seconds * SECOND)
+
+
+def test_a_flood_is_served_as_far_as_it_goes_then_dropped_then_ended() -> None:
+    door = Door()
+    flooder = door.open()
+    verdicts = door.flood(flooder)
+    served = LIMITS.common_units + LIMITS.newcomer_units
+    assert verdicts == [Verdict.SERVE] * served + [Verdict.DROP] * LIMITS.dropped_max + [Verdict.CUT_OFF]
+    assert door.cut_off == [CutOff(flooder, "stranger", admission.FLOOD)]
+    assert len(door.core) == 0
+
+
+def test_who_was_there_before_is_heard_in_a_flood() -> None:
+    """It has an allowance that others cannot use up, and it comes back."""
+    door = Door()
+    engine = door.open("engine")
+    door.pass_seconds(10)
+    flooder = door.open("flooder")
+    assert set(door.flood(flooder)) == set(Verdict)
+    assert [door.says(engine) for _ in range(LIMITS.own_units)] == [Verdict.SERVE] * LIMITS.own_units
+    for _ in range(20):
+        door.pass_seconds(0.5)
+        again = door.open("another")
+        door.flood(again)
+        assert [door.says(engine) for _ in range(4)] == [Verdict.SERVE] * 4
+    assert {each.address for each in door.cut_off} == {"flooder", "another"}
+
+
+def test_a_newcomer_is_heard_in_a_flood() -> None:
+    """As often as a handshake needs."""
+    door = Door()
+    door.flood(door.open("flooder"))
+    engine = door.open("engine")
+    assert [door.says(engine) for _ in range(LIMITS.newcomer_units)] == [Verdict.SERVE] * LIMITS.newcomer_units
+    assert door.says(engine) is Verdict.DROP
+
+
+def test_a_message_costs_what_it_has_cost() -> None:
+    """One of many leases counts as so many."""
+    door = Door()
+    asker = door.open()
+    assert door.says(asker, units=LIMITS.common_units) is Verdict.SERVE
+    assert door.says(asker, units=1_000) is Verdict.SERVE
+    assert door.says(asker) is Verdict.DROP
+    door.pass_seconds(0.5)  # the common allowance is back, and the debt is its own
+    assert door.says(asker) is Verdict.SERVE
+
+
+def test_allowances_have_a_top() -> None:
+    door = Door()
+    engine = door.open()
+    door.pass_seconds(3600)
+    served = [each for each in door.flood(engine) if each is Verdict.SERVE]
+    assert len(served) == LIMITS.common_units + LIMITS.own_units
+
+
+def test_the_oldest_silent_connection_makes_room() -> None:
+    door = Door()
+    engine = door.open("engine")
+    door.says(engine)
+    silent = door.open_many(LIMITS.connections_max - 1)
+    door.open_many(3, "late")
+    assert [each.connection for each in door.cut_off] == silent[:3]
+    assert {each.why for each in door.cut_off} == {admission.TOO_MANY}
+    assert len(door.core) == LIMITS.connections_max
+
+
+def test_what_was_not_understood_is_no_word() -> None:
+    door = Door()
+    engine = door.open("engine")
+    door.says(engine)
+    for stranger in door.open_many(LIMITS.connections_max - 1):
+        door.says(stranger, understood=False)
+    door.open("late")
+    assert door.cut_off[0].connection != engine
+
+
+def test_of_those_who_speak_the_largest_crowd_makes_room() -> None:
+    """In it, the one that has been silent for longest; who is alone at its address stays."""
+    door = Door()
+    engine = door.open("engine")
+    door.says(engine)
+    crowd = door.open_many(LIMITS.connections_max - 1, "crowd")
+    for each in [*crowd, crowd[0]]:
+        door.says(each)
+    for name in ("late", "later"):
+        door.says(door.open(name))
+    assert [each.connection for each in door.cut_off] == crowd[1:3]
+
+
+def test_without_descriptors_somebody_makes_room() -> None:
+    door = Door()
+    assert door.core.accept_failed() == []
+    silent = door.open()
+    assert door.core.accept_failed() == [CutOff(silent, "stranger", admission.NO_DESCRIPTORS)]
+    assert len(door.core) == 0
+    again = door.open()
+    assert [each.connection for each in door.core.accept_failed()] == [again]  # it was not shut out
+
+
+def test_a_message_without_end_is_ended() -> None:
+    door = Door()
+    endless, engine = door.open(), door.open("engine")
+    received = 0
+    while not door.cut_off:
+        received += 4 * MB
+        door.says(engine)
+        door.measure([(endless, received), (engine, received)])
+    assert door.cut_off == [CutOff(endless, "stranger", admission.ENDLESS)]
+    assert received == 12 * MB
+
+
+def test_many_messages_without_end_share_a_bound() -> None:
+    door = Door()
+    many = door.open_many(3)
+    assert door.measure((each, 8 * MB) for each in many) == []
+    sizes = dict(zip(many, (8 * MB, 10 * MB, 9 * MB), strict=True))
+    assert [each.connection for each in door.measure(sizes.items())] == [many[1]]
+
+
+def test_who_was_cut_off_for_cause_is_shut_out_longer_each_time() -> None:
+    door = Door(newcomer_units=0, common_units=0, connects=1_000)
+
+    def seconds_shut_out() -> float:
+        connection = door.open()
+        door.flood(connection)
+        since = door.now_ns
+        while door.open() == door.cut_off[-1].connection:
+            assert door.cut_off[-1].why == admission.SHUT_OUT
+            door.pass_seconds(0.25)
+        return (door.now_ns - since) / SECOND
+
+    assert [seconds_shut_out() for _ in range(6)] == [1, 2, 4, 8, 8, 8]
+    door.pass_seconds(17)
+    assert seconds_shut_out() == 1
+
+
+def test_others_at_the_address_stay() -> None:
+    door = Door()
+    engine, flooder = door.open("same"), door.open("same")
+    door.pass_seconds(10)
+    door.flood(flooder)
+    assert door.says(engine) is Verdict.SERVE
+    assert [each.connection for each in door.cut_off] == [flooder]
+    assert door.open("same") == door.cut_off[-1].connection
+
+
+def test_an_address_that_only_connects_is_shut_out() -> None:
+    door = Door()
+    for _ in range(LIMITS.connects):
+        door.core.closed(door.open())
+    assert door.cut_off == []
+    refused = door.open()
+    assert door.cut_off == [CutOff(refused, "stranger", admission.SHUT_OUT)]
+    door.open("engine")
+    assert len(door.cut_off) == 1
+
+
+def test_what_has_ended_is_let_through_and_forgotten() -> None:
+    door = Door()
+    gone = door.open()
+    door.core.closed(gone)
+    door.core.closed(gone)
+    assert door.says(gone) is Verdict.SERVE
+    assert door.core.flooded(gone, 0) == []
+    assert door.measure([(gone, 100 * MB)]) == []
+    assert len(door.core) == 0
+
+
+def test_addresses_are_forgotten_but_none_that_is_connected() -> None:
+    door = Door(connects=10_000)
+    engine = door.open("engine")
+    for number in range(100):
+        door.core.closed(door.open(f"stranger {number}"))
+    assert len(door.core._addresses) <= LIMITS.addresses_max
+    assert "engine" in door.core._addresses
+    door.core.closed(engine)
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "close", "say", "garbage", "measure", "accept failed", "wait"]),
+        st.integers(0, 30),
+        st.integers(0, 3),
+    ),
+    max_size=120,
+)
+
+
+@on_any_machine
+@given(_STEPS)
+def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> None:
+    """Each connection is cut off at most once, never after it has ended, and the tables name the same ones."""
+    door = Door()
+    ended: set[int] = set()
+    newest = 0
+    received: dict[int, int] = {}
+    for what, number, more in steps:
+        before = len(door.cut_off)
+        match what:
+            case "open":
+                newest = door.open(f"address {more}")
+            case "close":
+                door.core.closed(number)
+                ended.add(number)
+            case "say" | "garbage":
+                door.says(number, units=1 + 20 * more, understood=what == "say")
+            case "measure":
+                received[number] = received.get(number, 0) + more * 4 * MB
+                door.measure(received.items())
+            case "accept failed":
+                door.cut_off += door.core.accept_failed()
+            case "wait":
+                door.pass_seconds(more)
+        for each in door.cut_off[before:]:
+            assert each.connection not in ended or each.connection == newest
+            ended.add(each.connection)
+        core = door.core
+        assert len(core) <= LIMITS.connections_max
+        assert set(core._strange) <= core._connections.keys()
+        of_addresses = [each for known in core._addresses.values() for each in known.open]
+        assert sorted(of_addresses) == sorted(core._connections)

@@ -1,0 +1,190 @@
+"""What two engines compare in place of the hash: which differences count, what is said of them, and what is bounded."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from connector.wire.handshake import HandshakeError, decode_reply, encode_payload, encode_reply
+from connector.wire.identity import (
+    FACTORS_MAX,
+    KvIdentity,
+    LayerIdentity,
+    differing_factors,
+    differing_layers,
+)
+from connector.wire.metadata import encode_agent_metadata
+from statemachine.failures import Incompatible
+from tests.rig.facts import facts
+from tests.unit.test_wire_handshake import METADATA
+
+FACTORS = {"vllm_version": "1", "model": "/here", "revision": "none", "dtype": "float32", "weights": "3 tensors aa"}
+LAYER = LayerIdentity(dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,))
+IDENTITY = KvIdentity(factors=FACTORS, layers={"layer": LAYER})
+
+
+def with_factors(**changes: str | None) -> KvIdentity:
+    factors = {name: value for name, value in (FACTORS | changes).items() if value is not None}
+    return msgspec.structs.replace(IDENTITY, factors=factors)
+
+
+def with_layer(**changes: Any) -> KvIdentity:
+    return msgspec.structs.replace(IDENTITY, layers={"layer": msgspec.structs.replace(LAYER, **changes)})
+
+
+def handshake(
+    theirs: KvIdentity | None, ours: KvIdentity | None = IDENTITY, *, hashes: tuple[str, str] = ("h", "h"), **more: Any
+) -> Incompatible | None:
+    """D's and P's hash; the failure, if D refuses."""
+    extension = msgspec.structs.replace(facts(), identity=theirs)
+    frames = encode_reply(encode_payload(hashes[1], encode_agent_metadata(METADATA), extension), 0.0)
+    expected = more.pop("expected_hash", hashes[0])
+    try:
+        decode_reply(frames, peer="prefill", address="host:5600", expected_hash=expected, identity=ours)
+    except HandshakeError as error:
+        return cast(Incompatible, error.failure)
+    return None
+
+
+def test_equal_identities_are_compatible() -> None:
+    assert handshake(IDENTITY) is None
+
+
+@pytest.mark.parametrize("name", ["vllm_version", "dtype", "weights"])
+def test_each_factor_is_named_with_both_values(name: str) -> None:
+    failure = handshake(with_factors(**{name: "another"}))
+    assert failure is not None
+    assert (failure.field, failure.local, failure.remote) == (name, FACTORS[name], "another")
+    assert "enforce_handshake_compat=false" in failure.advice
+
+
+@pytest.mark.parametrize("name", ["model", "revision"])
+def test_the_name_of_the_model_matters_only_where_the_weights_are_unknown(name: str) -> None:
+    there = {name: "elsewhere"}
+    assert handshake(with_factors(**there), hashes=("h", "another")) is None
+    for ours, theirs in (
+        (IDENTITY, with_factors(**there, weights=None)),
+        (with_factors(weights=None), with_factors(**there)),
+        (IDENTITY, with_factors(**there, weights="another")),
+    ):
+        failure = handshake(theirs, ours)
+        assert failure is not None
+        assert (failure.field, failure.remote) == (name, "elsewhere")
+
+
+def test_the_draft_models_name_is_its_own_affair() -> None:
+    draft = {"speculative.model": "/draft", "speculative.weights": "aa"}
+    ours = with_factors(**draft)
+    assert handshake(with_factors(**(draft | {"speculative.model": "/elsewhere"})), ours) is None
+    failure = handshake(with_factors(**(draft | {"speculative.weights": "bb"})), ours)
+    assert failure is not None
+    assert failure.field == "speculative.weights"
+    # Equal weights of the draft model say nothing of the model.
+    without = {name: value for name, value in ours.factors.items() if name != "weights"}
+    (found,) = differing_factors(without, without | {"model": "elsewhere"})
+    assert found.field == "model"
+
+
+def test_what_only_one_side_states_is_not_compared() -> None:
+    assert handshake(with_factors(of_a_later_version="1")) is None
+    assert handshake(IDENTITY, with_factors(of_a_later_version="1")) is None
+
+
+def test_others_that_differ_are_named_too() -> None:
+    theirs = with_factors(weights="another", **dict.fromkeys(("vllm_version", "dtype"), "another"))
+    failure = handshake(theirs)
+    assert failure is not None
+    assert failure.field == "vllm_version"
+    assert failure.advice.endswith("Also differ: dtype, weights")
+    many = {f"n{index}": "a" for index in range(9)}
+    failure = handshake(with_factors(**dict.fromkeys(many, "b")), with_factors(**many))
+    assert failure is not None
+    assert failure.advice.endswith("Also differ: n1, n2, n3, n4, n5 and 3 more")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "local", "remote"),
+    [
+        ({"dtype": "fp8_e5m2"}, "KV cache dtype of layer", "fp8", "fp8_e5m2"),
+        ({"order": "amx"}, "order of elements in a block of layer", "vec", "amx"),
+        ({"order": ""}, "order of elements in a block of layer", "vec", "as the tensor's shape"),
+        ({"k_scales": (0.75,)}, "k_scale of layer", "0.5", "0.75"),
+        ({"v_scales": (0.75,)}, "v_scale of layer", "0.25", "0.75"),
+        ({"k_scales": ()}, "k_scale of layer", "0.5", "none"),
+    ],
+)
+@pytest.mark.parametrize("expected_hash", ["h", None])
+def test_what_bytes_mean_is_compared_whatever_is_enforced(
+    changes: dict[str, Any], field: str, local: str, remote: str, expected_hash: str | None
+) -> None:
+    failure = handshake(with_layer(**changes), expected_hash=expected_hash)
+    assert failure is not None
+    assert (failure.field, failure.local, failure.remote) == (field, local, remote)
+
+
+def test_scales_of_heads_are_compared_where_both_ranks_have_the_head() -> None:
+    whole = msgspec.structs.replace(LAYER, k_scales=(1.0, 2.0, 3.0, 4.0), v_scales=())
+    second = msgspec.structs.replace(LAYER, k_scales=(3.0, 4.0), v_scales=(), first_head=2)
+    last = msgspec.structs.replace(LAYER, k_scales=(4.0,), v_scales=(), first_head=3)
+    for one in (whole, second, last):
+        for other in (whole, second, last):
+            assert not list(differing_layers({"l": one}, {"l": other}))
+    wrong = msgspec.structs.replace(second, k_scales=(3.0, 5.0))
+    (found,) = differing_layers({"l": whole}, {"l": wrong})
+    assert (found.field, found.local, found.remote) == ("k_scale of head 3 of l", "4.0", "5.0")
+    first = msgspec.structs.replace(second, first_head=0)
+    (found,) = differing_layers({"l": whole}, {"l": first})
+    assert found.field == "k_scale of head 0 of l"
+
+
+def test_layers_that_one_side_does_not_have_are_not_compared() -> None:
+    """A pipeline stage of P has some of D's layers; what is missing on both is the layout's affair."""
+    theirs = msgspec.structs.replace(IDENTITY, layers={"another layer": with_layer(order="amx").layers["layer"]})
+    assert handshake(theirs) is None
+
+
+def test_factors_can_be_left_unenforced() -> None:
+    assert handshake(with_factors(weights="another"), expected_hash=None, hashes=("h", "another")) is None
+
+
+def test_an_older_engine_is_compared_by_its_hash() -> None:
+    for ours, theirs in ((IDENTITY, None), (None, IDENTITY), (None, None)):
+        assert handshake(theirs, ours) is None
+        failure = handshake(theirs, ours, hashes=("h", "another"))
+        assert failure is not None
+        assert failure.field == "compatibility_hash"
+
+
+def test_an_identity_takes_the_place_of_the_hash() -> None:
+    assert handshake(IDENTITY, hashes=("h", "another")) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"factors": {"name": "v" * 257}},
+        {"factors": {"name": "two\nlines"}},
+        {"factors": {"name": 5}},
+        {"factors": {f"n{index}": "v" for index in range(FACTORS_MAX + 1)}},
+        {"layers": {"layer": {"dtype": "fp8", "k_scales": [1.0] * 1025}}},
+        {"layers": {"layer": {"dtype": "fp8", "k_scales": ["1.0"]}}},
+        {"layers": {"layer": {"dtype": "fp8", "first_head": -1}}},
+        {"layers": {"layer": {}}},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_bounds(changes: dict[str, Any]) -> None:
+    actor = msgspec.to_builtins(msgspec.structs.replace(facts(), identity=IDENTITY))
+    actor["identity"] |= changes
+    payload = {"compatibility_hash": "h", "agent_metadata_bytes": encode_agent_metadata(METADATA), "actor": actor}
+    with pytest.raises(HandshakeError) as caught:
+        decode_reply(
+            (msgspec.msgpack.encode(payload), b""),
+            peer="prefill",
+            address="host:5600",
+            expected_hash="h",
+            identity=IDENTITY,
+        )
+    assert caught.value.failure.kind == "HandshakeMalformed"

@@ -1,0 +1,111 @@
+"""`nixl-actor keys`: what it makes, and how the file of keys is rolled with it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from connector.observe.cli.main import app
+from connector.ports.curve_keys import CurveKeys
+from connector.wire.signatures import ParamsKeys, parse_keys
+
+runner = CliRunner()
+
+
+def keys(*arguments: str) -> Result:
+    return runner.invoke(app, ["keys", *arguments])
+
+
+def done(*arguments: str) -> str:
+    result = keys(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def read(file: Path) -> ParamsKeys:
+    assert file.stat().st_mode & 0o077 == 0
+    return parse_keys(file.read_text())
+
+
+def ids(file: Path) -> list[str]:
+    return [key.key_id for key in read(file).keys]
+
+
+def test_a_pair_of_keys(tmp_path: Path) -> None:
+    said = done("curve", str(tmp_path / "prefill"))
+    made = CurveKeys(str(tmp_path / "prefill"))
+    assert list(made.accepted.values()) == ["prefill"]
+    assert made.secret_key.decode() not in said
+    done("curve", str(tmp_path / "other"), "--name", "decode")
+    assert list(CurveKeys(str(tmp_path / "other")).accepted.values()) == ["decode"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..//x", "a b", "x" * 65])
+def test_names_that_are_no_file(tmp_path: Path, name: str) -> None:
+    assert keys("curve", str(tmp_path / "new"), "--name", name).exit_code == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_pair_is_never_overwritten(tmp_path: Path) -> None:
+    done("curve", str(tmp_path), "--name", "a")
+    before = CurveKeys(str(tmp_path)).public_key
+    assert keys("curve", str(tmp_path), "--name", "b").exit_code == 2
+    assert CurveKeys(str(tmp_path)).public_key == before
+
+
+def test_a_file_of_keys_is_rolled(tmp_path: Path) -> None:
+    file = tmp_path / "params.keys"
+    said = done("params", "add", str(file), "--id", "old")
+    secret = read(file).keys[0].secret
+    assert secret.hex() not in said
+    done("params", "add", str(file), "--id", "new")
+    assert ids(file) == ["old", "new"], "the new one is accepted, and does not sign yet"
+    done("params", "use", str(file), "new")
+    assert ids(file) == ["new", "old"]
+    done("params", "drop", str(file), "old")
+    assert ids(file) == ["new"]
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+def test_ids_are_made_of_the_date(tmp_path: Path) -> None:
+    file = tmp_path / "params.keys"
+    for _ in range(3):
+        done("params", "add", str(file))
+    first, second, third = ids(file)
+    assert first.startswith(time.strftime("%Y-"))
+    assert (second, third) == (f"{first}.2", f"{first}.3") or len({first, second, third}) == 3
+    assert len({key.secret for key in read(file).keys}) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["use", "unknown"], ["drop", "unknown"], ["drop", "first"], ["add", "--id", "first"], ["add", "--id", "a b"]],
+)
+def test_what_cannot_be_done_leaves_the_file_as_it_was(tmp_path: Path, arguments: list[str]) -> None:
+    file = tmp_path / "params.keys"
+    done("params", "add", str(file), "--id", "first")
+    before = file.read_text()
+    command, *rest = arguments
+    result = keys("params", command, str(file), *rest)
+    assert result.exit_code == 2
+    assert file.read_text() == before
+    assert read(file).keys[0].secret.hex() not in result.output
+
+
+def test_a_file_that_makes_no_sense_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "params.keys"
+    file.write_text("half writ")
+    for command in (["add", str(file)], ["use", str(file), "a"], ["drop", str(file), "a"]):
+        assert keys("params", *command).exit_code == 2
+    assert file.read_text() == "half writ"
+
+
+@pytest.mark.parametrize("command", [["ps"], ["doctor"], ["why", "x"]])
+def test_a_tool_whose_keys_cannot_be_used_says_so(tmp_path: Path, command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--keys", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "engine.key_secret" in result.output.translate(str.maketrans("", "", " \n│")), "folded to a box"

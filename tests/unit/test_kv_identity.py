@@ -1,0 +1,273 @@
+"""What an engine tells of its KV, from vLLM's own configurations and attention layers: one factor differs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from connector.families import layer_shapes, layer_specs
+from connector.wire.handshake import incompatibilities
+from connector.wire.identity import FACTORS_MAX, VALUE_LENGTH_MAX, KvIdentity
+from connector.worker.cpu_attention import as_stored
+from connector.worker.kv_identity import kv_identity
+from connector.worker.registration import derive_registration
+from tests.unit.cache_families import be_rank
+from tests.unit.vllm_setup import (
+    KV_HEADS,
+    allocate,
+    cache_config,
+    engine_config,
+    layer_name,
+    single_rank,
+    write_model,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
+    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
+        yield
+
+
+def model(directory: Path, seed: int = 1, **changes: Any) -> Path:
+    write_model(directory, **({"num_hidden_layers": LAYERS} | changes))
+    generator = torch.Generator().manual_seed(seed)
+    save_file({"model.embed": torch.randn(64, 64, generator=generator)}, directory / "model.safetensors")
+    return directory
+
+
+def layers_of(config: VllmConfig, head_size: int = 32, kv_heads: int = KV_HEADS) -> list[Attention]:
+    with set_current_vllm_config(config):
+        return [
+            Attention(
+                2 * kv_heads,
+                head_size,
+                scale=1.0,
+                num_kv_heads=kv_heads,
+                cache_config=config.cache_config,
+                prefix=layer_name(index),
+            )
+            for index in range(LAYERS)
+        ]
+
+
+def identity(
+    config: VllmConfig,
+    change: Callable[[list[Attention]], None] = lambda layers: None,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> KvIdentity:
+    """Of an engine with this configuration, after `change` to its attention layers."""
+    config.compilation_config.static_forward_context.clear()
+    layers = layers_of(config, kv_heads=KV_HEADS // tp_size)
+    spec = layers[0].get_kv_cache_spec(config)
+    caches = cache_config(spec, layers=LAYERS)
+    CPUAttentionBackend.get_builder_cls()(spec, caches.kv_cache_groups[0].layer_names, config, torch.device("cpu"))
+    change(layers)
+    specs = layer_specs(caches)
+    shapes = layer_shapes(caches, config.model_config, tp_size, prefix_caching=False)
+    shapes = as_stored(shapes, specs, config)
+    return kv_identity(config, "CPU_ATTN", specs, shapes, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def fields(ours: KvIdentity, theirs: KvIdentity) -> list[str]:
+    return [each.field for each in incompatibilities(ours, theirs, enforce_factors=True)]
+
+
+def test_two_copies_of_a_model_fit(tmp_path: Path) -> None:
+    first, second = (identity(engine_config(model(tmp_path / name))) for name in ("first", "second"))
+    assert first.factors["model"] != second.factors["model"]
+    assert fields(first, second) == fields(second, first) == []
+
+
+def test_a_cache_type_that_is_written_out_is_the_same_as_the_models(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    written = engine_config(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert fields(identity(engine_config(path, dtype="bfloat16")), identity(written)) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [
+        ("weights", {"seed": 2}),
+        ("config.rope_parameters", {"rope_theta": 5000.0}),
+        ("config.rms_norm_eps", {"rms_norm_eps": 0.5}),
+    ],
+)
+def test_another_model_of_the_same_shape_is_named(tmp_path: Path, named: str, changes: dict[str, Any]) -> None:
+    ours = identity(engine_config(model(tmp_path / "ours")))
+    theirs = identity(engine_config(model(tmp_path / "theirs", **changes)))
+    assert named in fields(ours, theirs)
+    assert set(fields(ours, theirs)) <= {"model", "weights", "config.rope_parameters", "config.rope_theta", named}
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        ("dtype", {"dtype": "bfloat16"}),
+        ("cache_dtype", {"kv_cache_dtype": "fp8"}),
+        ("config.rope_parameters", {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}}),
+        ("is_hma_enabled", {"disable_hybrid_kv_cache_manager": True}),
+    ],
+)
+def test_other_arguments_are_named(tmp_path: Path, named: str, arguments: dict[str, Any]) -> None:
+    path = model(tmp_path / "model")
+    assert named in fields(identity(engine_config(path)), identity(engine_config(path, **arguments)))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"max_model_len": 1024}, {"seed": 7}, {"block_size": 32}, {"max_num_seqs": 3}, {"revision": "abc"}]
+)
+def test_arguments_that_change_no_kv_do_not_matter(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    path = model(tmp_path / "model")
+    assert fields(identity(engine_config(path)), identity(engine_config(path, **arguments))) == []
+
+
+def test_quantization_is_named(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    quantized = engine_config(path)
+    quantized.model_config.quantization = "fp8"
+    assert fields(identity(engine_config(path)), identity(quantized)) == ["quantization"]
+
+
+def test_the_draft_model_is_named(tmp_path: Path) -> None:
+    def speculating(seed: int) -> KvIdentity:
+        draft = model(
+            tmp_path / f"draft {seed}",
+            seed,
+            architectures=["LlamaForCausalLMEagle3"],
+            num_hidden_layers=1,
+            draft_vocab_size=512,
+        )
+        speculative = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(draft)}
+        return identity(engine_config(path, speculative_config=speculative))
+
+    path = model(tmp_path / "model")
+    assert fields(identity(engine_config(path)), speculating(1)) == ["speculative.method"]
+    assert fields(speculating(1), speculating(2)) == ["speculative.model", "speculative.weights"]
+
+
+def test_speculation_without_kv_of_its_own_does_not_matter(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    guessing = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert fields(identity(engine_config(path)), identity(engine_config(path, speculative_config=guessing))) == []
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def scaled(k: Any, v: Any) -> Callable[[list[Attention]], None]:
+    """As after loading a checkpoint with scales of its KV cache, in the second layer."""
+
+    def change(layers: list[Attention]) -> None:
+        layers[1]._k_scale, layers[1]._v_scale = torch.tensor(k), torch.tensor(v)
+
+    return change
+
+
+def test_scales_of_a_quantized_cache_are_named(tmp_path: Path) -> None:
+    config = engine_config(model(tmp_path / "model"), dtype="bfloat16", kv_cache_dtype="fp8")
+    ours = identity(config, scaled(0.5, 0.25))
+    assert fields(ours, identity(config, scaled(0.5, 0.25))) == []
+    assert fields(ours, identity(config, scaled(0.75, 0.25))) == [f"k_scale of {layer_name(1)}"]
+    assert fields(ours, identity(config, scaled(0.5, 0.75))) == [f"v_scale of {layer_name(1)}"]
+    assert ours.layers[layer_name(0)].k_scales == (1.0,)
+
+
+def test_scales_of_heads_fit_the_ranks_that_have_them(tmp_path: Path) -> None:
+    config = engine_config(model(tmp_path / "model"), dtype="bfloat16", kv_cache_dtype="fp8")
+    k, v = [0.5, 1.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0]
+    whole = identity(config, scaled(k, v))
+    for rank in range(2):
+        heads = slice(2 * rank, 2 * rank + 2)
+        assert fields(whole, identity(config, scaled(k[heads], v[heads]), tp_rank=rank, tp_size=2)) == []
+        wrong = identity(config, scaled(k[heads], [1.0, 9.0]), tp_rank=rank, tp_size=2)
+        head = 2 * rank if rank else 1
+        assert fields(whole, wrong) == [f"v_scale of head {head} of {layer_name(1)}"]
+
+
+def test_scales_of_a_cache_that_is_not_quantized_do_not_matter(tmp_path: Path) -> None:
+    config = engine_config(model(tmp_path / "model"))
+    assert fields(identity(config, scaled(0.5, 0.5)), identity(config)) == []
+    assert identity(config).layers[layer_name(0)].k_scales == ()
+
+
+def test_layers_that_are_exempt_from_quantization_are_named(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    fp8 = engine_config(path, dtype="bfloat16", kv_cache_dtype="fp8")
+
+    def exempt(layers: list[Attention]) -> None:
+        layers[1].kv_cache_dtype = "auto"
+
+    assert fields(identity(fp8), identity(fp8, exempt))[0] == f"KV cache dtype of {layer_name(1)}"
+
+
+def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:
+    config = engine_config(model(tmp_path / "model"))
+
+    def computed_with(isa: str) -> KvIdentity:
+        def change(layers: list[Attention]) -> None:
+            for layer in layers:
+                layer.isa = isa
+
+        return identity(config, change)
+
+    order = f"order of elements in a block of {layer_name(0)}"
+    assert fields(computed_with("vec"), computed_with("amx"))[0] == order
+    assert fields(computed_with("neon"), computed_with("rvv"))[0] == order
+    # Both keep K by its elements, and V by tokens.
+    assert fields(computed_with("vec"), computed_with("vec16")) == []
+
+
+@pytest.mark.skipif(current_platform.get_cpu_architecture() is not CpuArchEnum.X86, reason="instruction sets of x86")
+def test_what_vllm_chooses_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(model(tmp_path / "model"), dtype="bfloat16")
+    told = {}
+    for has_tiles in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_tiles=has_tiles: has_tiles)
+        told[has_tiles] = identity(config).layers[layer_name(0)].order
+    assert told == {False: "vec", True: "amx"}
+
+
+# --- bounds, and the way to the peer ----------------------------------------------------------------------------------
+
+
+def test_whatever_a_configuration_holds_is_within_the_bounds_of_the_wire(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    first, second = engine_config(path), engine_config(path)
+    for config, last in ((first, "a"), (second, "b")):
+        config.model_config.hf_text_config.update({f"entry_{index}": index for index in range(1000)})
+        config.model_config.hf_text_config.update({"a_long_one": ["x" * 5000, last], "an_odd_one": "two\nlines"})
+    ours, theirs = identity(first), identity(second)
+    assert len(ours.factors) == FACTORS_MAX
+    assert max(map(len, ours.factors.values())) <= VALUE_LENGTH_MAX
+    assert all(value.isprintable() for value in ours.factors.values())
+    assert fields(ours, theirs) == ["config.a_long_one"]
+
+
+def test_the_registration_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(model(tmp_path / "model"))
+    ours = identity(config)
+    caches = cache_config(layers_of_context(config), layers=LAYERS)
+    be_rank(monkeypatch, "connector.worker.parallelism", 0, 1)
+    assert derive_registration(config, caches, allocate(caches)).identity == ours
+
+
+def layers_of_context(config: VllmConfig) -> Any:
+    layer = config.compilation_config.static_forward_context[layer_name(0)]
+    return layer.get_kv_cache_spec(config)
