@@ -19,7 +19,7 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
-from connector.observe.flight_recorder import STEPS_KEPT, FlightRecorder
+from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
 from connector.runtime.draining import EngineDraining, Lent
@@ -217,7 +217,7 @@ class Rank:
                 clock=clock,
                 sink=self,
                 figures=self.figures,
-                flight=FlightRecorder(around.steps_kept),
+                flight=FlightRecorder(around.steps_kept, min(around.steps_kept, BAD_ENDS_KEPT)),
             ),
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
