@@ -6,6 +6,7 @@
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
+# make crashes a fault at every await and every call of a port, one after the other; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
@@ -22,8 +23,8 @@ ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tes
          tests/e2e/test_deepseek_v4.py
 SEEDS ?= 100
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh oracle mutants \
-        test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh crashes oracle \
+        mutants test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -66,6 +67,9 @@ simulate: setup
 
 simulate-fresh: setup
 	$(BIN)/python -m tests.simulation.fresh --seconds 40
+
+crashes: setup
+	$(BIN)/python -m tests.simulation.crashes
 
 oracle: setup
 	@$(BIN)/python -m tests.unit.layout_oracle --examples 100000
