@@ -9,6 +9,7 @@
 # make soak    a day of virtual time: eight engines of each role that come and go; about ten minutes. Goes on with the next
 #              seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them
+# make crashes a fault at every await and every call of a port, one after the other; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
@@ -31,8 +32,8 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn oracle \
-        mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn crashes \
+        oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -81,6 +82,9 @@ soak: setup
 
 churn: setup
 	@$(BIN)/python -m tests.actors.churn --peers 1000
+
+crashes: setup
+	$(BIN)/python -m tests.simulation.crashes
 
 oracle: setup
 	@$(BIN)/python -m tests.unit.layout_oracle --examples 100000

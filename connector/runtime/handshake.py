@@ -16,8 +16,9 @@ after its timeout must have no socket to arrive at.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -147,9 +148,7 @@ async def disconnect(context: ActorContext, connection: Connection) -> None:
     """Take back what `connect` loaded. No READ may be in flight on it."""
     lists = [source.remote_list for source in connection.sources]
     await _unload(context, connection.owner, [rank.agent for rank in connection.ranks], lists)
-    for rank in connection.ranks:
-        if rank.link is not None:
-            rank.link.close()
+    _close(context, [rank.link for rank in connection.ranks if rank.link is not None])
 
 
 # --- questions ------------------------------------------------------------------------------------------------------
@@ -347,8 +346,7 @@ async def _load(
         await _for_each(open_link, list(facts))
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
-        for link in links.values():
-            link.close()
+        _close(context, links.values())
         with trio.CancelScope(shield=True):
             await _unload(context, owner, list(agents.values()), remote_lists)
         raise
@@ -405,16 +403,30 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
 async def _unload(
     context: ActorContext, owner: Hashable, agents: Sequence[AgentName], remote_lists: Sequence[DescriptorListHandle]
 ) -> None:
-    try:
-        for remote_list in remote_lists:
-            await context.reads.port.release_descriptor_list(remote_list)
-    except (NixlCallFailed, PortClosed):
-        pass  # The port is gone or has forgotten the peer by itself, and its lists with it.
+    """Never raises: what one call costs must not keep an agent loaded, which could never be loaded again."""
+    reads = context.reads
+    for remote_list in remote_lists:
+        await _attempt(context, partial(reads.port.release_descriptor_list, remote_list))
     for agent in agents:
+        await _attempt(context, partial(reads.unload_agent, agent, owner))
+
+
+async def _attempt(context: ActorContext, call: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await call()
+    except (NixlCallFailed, PortClosed):
+        return  # The port is gone or has forgotten the peer by itself, and what it held for it.
+    except Exception as error:
+        context.log_crash("tear-down of a connection", error)
+
+
+def _close(context: ActorContext, links: Iterable[Link]) -> None:
+    """All of them; never raises."""
+    for link in links:
         try:
-            await context.reads.unload_agent(agent, owner)
-        except (NixlCallFailed, PortClosed):
-            continue  # Likewise; there is nothing left to take back.
+            link.close()
+        except Exception as error:
+            context.log_crash("closing of a control link", error)
 
 
 def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError:

@@ -216,7 +216,7 @@ class Engine:
             name,
             make_supervisor,
             worker._note_death,
-            guarded(points, name, "figures", worker.figures_of_actors.note_wake_up),
+            guarded(points, name, "figures", "note_wake_up", worker.figures_of_actors.note_wake_up),
         )
         worker._thread = self.thread
 
@@ -298,4 +298,4 @@ class _Figures:
         self._points, self._owner, self._worker = points, owner, worker
 
     def observer(self) -> Any:
-        return guarded(self._points, self._owner, "figures", self._worker.figures_of_actors.observer())
+        return guarded(self._points, self._owner, "figures", "transition", self._worker.figures_of_actors.observer())

@@ -179,11 +179,11 @@ class Door:
         return result if kind is None else Door(self._points, self._owner, kind, result)
 
 
-def guarded(points: Points, owner: str, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(points: Points, owner: str, kind: str, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a function."""
 
     def call(*arguments: Any, **named: Any) -> Any:
-        points.call(owner, kind, kind)
+        points.call(owner, kind, place)
         return function(*arguments, **named)
 
     return call

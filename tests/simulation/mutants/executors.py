@@ -397,7 +397,7 @@ HANDSHAKE = (
         name="links of a failed handshake stay open",
         row=51,
         broken="the control connections of a handshake that failed are not closed",
-        changes=(Edit(handshake._load, "for link in links.values():", "for link in ():"),),
+        changes=(Edit(handshake._load, "_close(context, links.values())", "pass"),),
         place=ByTest(
             "tests/unit/test_handshake_answers.py::test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing"
         ),
@@ -413,7 +413,13 @@ HANDSHAKE = (
         name="links kept",
         row=50,
         broken="the control connections stay open when the connection is torn down",
-        changes=(Edit(handshake.disconnect, "rank.link.close()", "pass"),),
+        changes=(
+            Edit(
+                handshake.disconnect,
+                "_close(context, [rank.link for rank in connection.ranks if rank.link is not None])",
+                "pass",
+            ),
+        ),
         place=level2("leaks", *READ_ERRORS),
     ),
     Mutant(
