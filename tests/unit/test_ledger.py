@@ -212,7 +212,8 @@ def test_what_is_to_be_summed_is_taken_once_and_is_no_result() -> None:
     wanted = SumsWanted(ticket=1, stretches=())
     book.record(wanted)
     results = book.take_results()
-    assert not (results.finished_recving or results.finished_sending)
+    assert not results.finished_recving
+    assert not results.finished_sending
     assert book.take_sums_wanted() == [wanted]
     assert book.take_sums_wanted() == []
     assert book.take_stats() is None
