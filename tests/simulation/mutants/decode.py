@@ -524,8 +524,8 @@ READS = (
         changes=(
             Edit(
                 RemoteEngine._take_read_end,
-                "failure.transport_lost or not event.is_quiescent",
-                "not event.is_quiescent",
+                "(transport_lost or not event.is_quiescent)",
+                "(not event.is_quiescent)",
             ),
         ),
         place=Explored(within(ONE, 2), "invariant 7"),
@@ -538,8 +538,8 @@ READS = (
         changes=(
             Edit(
                 RemoteEngine._take_read_end,
-                "failure.transport_lost or not event.is_quiescent",
-                "failure.transport_lost",
+                "(transport_lost or not event.is_quiescent)",
+                "transport_lost",
             ),
         ),
         place=Seeds(level=1, oracle="suspect", faults=ERRS_EARLY),
