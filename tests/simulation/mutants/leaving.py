@@ -37,7 +37,7 @@ MUTANTS = (
         name="what was accepted is dropped",
         broken="prefills that were accepted before it began to drain are not lent, although they are computed",
         changes=(Edit(ConnectorScheduler._begins_lease, " or request.request_id in self._heard_ns", ""),),
-        place=ByTest(SCHEDULER + "::test_a_prefill_that_was_accepted_before_is_lent[0]"),
+        place=ByTest(SCHEDULER + "::test_a_prefill_that_was_accepted_before_is_lent"),
     ),
     Mutant(
         name="granted until the end",
@@ -61,7 +61,7 @@ MUTANTS = (
         name="the grace period never ends",
         broken="a decode engine that is dead, or holds for ever, keeps an engine from draining",
         changes=(Edit(draining._count, "event.now_ns < draining.ends_ns", "True"),),
-        place=ByTest(MACHINE + "::test_the_grace_period_bounds_the_wait[3]"),
+        place=ByTest(MACHINE + "::test_the_grace_period_bounds_the_wait"),
     ),
     Mutant(
         name="renewed beyond the grace period",
@@ -87,12 +87,12 @@ MUTANTS = (
         name="D ignores Leaving",
         broken="when an engine that had said so has ended, D connects again, waits, and says releases to nobody",
         changes=(Edit(departure._say, "state=State.LEAVING", "state=State.STAYS"),),
-        place=ByTest(LEAVING + "::test_when_its_process_is_gone_everybody_fails_at_once_and_nobody_connects[link]"),
+        place=ByTest(LEAVING + "::test_when_its_process_is_gone_everybody_fails_at_once_and_nobody_connects"),
     ),
     Mutant(
         name="every failure is a departure",
         broken="a READ that fails for another reason costs all requests of an engine that leaves",
-        changes=(Edit(RemoteEngine._suspect, "            if has_ended:", "            if True:"),),
+        changes=(Edit(RemoteEngine._suspect, "if has_ended:", "if True:"),),
         place=ByTest(LEAVING + "::test_a_read_that_fails_for_another_reason_does_not_mean_that_it_is_gone"),
     ),
     Mutant(

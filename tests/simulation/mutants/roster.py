@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from connector.runtime import supervisor
 from connector.runtime.peer_actor import PeerActor
-from connector.runtime.supervisor import Supervisor
 from statemachine.quarantine import Quarantine
 from statemachine.roster import Roster
 from tests.simulation.mutants.executors import FULL_QUARANTINE, REPLACEMENTS, WRONG_SIZES, level2
@@ -16,7 +16,7 @@ MUTANTS = (
         rule="alike descriptions",
         row=68,
         broken="requests that say different sizes of an engine share one connection",
-        changes=(Edit(Supervisor._ask, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "(1, 1, 1)"),),
+        changes=(Edit(supervisor._key, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "(1, 1, 1)"),),
         place=level2("isolation", *WRONG_SIZES),
     ),
     Mutant(
