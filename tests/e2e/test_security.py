@@ -201,3 +201,17 @@ def test_keys_of_parameters_are_rolled_while_engines_run(guarded: Guarded) -> No
     params = guarded.service.prefill(prompt(TOKENS, "rolled"), "rolled-p").kv_transfer_params
     assert params is not None
     assert params["signature"].startswith("new:")
+
+
+def test_only_members_drain_an_engine(guarded: Guarded) -> None:
+    """The last test of these engines. Its processes tell each other with the engine's own keys."""
+    address = f"{LOOPBACK}:{guarded.prefill.options.side_channel_port}"
+    refused = CliRunner().invoke(app, ["drain", address, "--no-wait"])
+    assert refused.exit_code == 2, refused.output
+    serves(guarded, "not-drained")
+    drained = CliRunner().invoke(app, ["drain", address, "--keys", str(guarded.tool.directory)])
+    assert drained.exit_code == 0, drained.output
+    answer = guarded.service.prefill(prompt(TOKENS, "drained"), "drained-p")
+    assert answer.ok
+    assert not answer.kv_transfer_params
+    wait_for(lambda: " leaves: what it lends" in guarded.decode.log() or None, "D being told")
