@@ -37,7 +37,9 @@ def test_an_answer_about_another_rank_than_was_asked_about_is_refused(
 
     monkeypatch.setattr(handshake, "_ask", ask)
     monkeypatch.setattr(handshake, "decode_reply", lambda *frames, **expected: answer(answered))
-    context: Any = SimpleNamespace(options=ConnectorOptions(), local=SimpleNamespace(compatibility_hash="x"))
+    context: Any = SimpleNamespace(
+        options=ConnectorOptions(), local=SimpleNamespace(compatibility_hash="x", identity=None)
+    )
 
     async def exchange() -> HandshakeReply:
         return await handshake._exchange(context, PEER, RankId(0, 1))
@@ -139,7 +141,7 @@ def test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing() -> N
     plan: Any = SimpleNamespace(reads=(), notify_only=told)
 
     async def load() -> object:
-        return await handshake._load(context, PEER, "owner", ranks, replies, plan)
+        return await handshake._load(context, PEER, "owner", ranks, replies, plan, {})
 
     with pytest.raises(HandshakeError):
         trio.run(load)

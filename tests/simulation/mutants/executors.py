@@ -705,7 +705,13 @@ PORTS = (
         name="dead before it greets is somebody else",
         row=43,
         broken="an engine that ends before it has greeted is taken for something that is no engine",
-        changes=(Edit(ZmqRequester._exchange, "if not await self._is_anybody_there(address):", "if False:"),),
+        changes=(
+            Edit(
+                ZmqRequester._look_at_greeting,
+                "raise ConnectionRefused(self._host, self._port, REFUSED) from error",
+                "pass",
+            ),
+        ),
         place=ByTest(
             "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_a_process_that_ends_before_it_greets_is_nobody_else"
         ),
