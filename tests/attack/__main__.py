@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests.attack.attackers import CONNECTIONS, allow_connections, kinds
-from tests.attack.scene import STRANGER, Outcome, scene
+from tests.attack.scene import Outcome, scene
 
 MB = 1 << 20
 LOG_SHOWN = 3000
@@ -70,7 +70,7 @@ def main() -> int:
     )
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help="of attacks that only have many")
     parser.add_argument("--rounds", type=int, default=8, help="of five pulls and a handshake, for each attack")
-    parser.add_argument("--source", default=STRANGER, help="address of this machine that the attacks come from")
+    parser.add_argument("--source", help="address of this machine that all attacks come from")
     parser.add_argument("--json", type=Path, help="the figures, for programs")
     options = parser.parse_args()
     allowed = allow_connections(options.connections)

@@ -1,7 +1,7 @@
 """The attacks, each in a process of its own with the lowest priority, until the other end of its pipe closes.
 
 Each works on many connections in one thread, and counts what it has tried. None waits for an answer that it does not
-need. `source`: the address of this machine that it comes from; the decode engine comes from another one.
+need. `source`: the address of this machine that it comes from, another one than the decode engine's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Peer:
 class Attack:
     """Connections to one address, and their I/O."""
 
-    def __init__(self, target: Address, source: str, tally: Tally) -> None:
+    def __init__(self, target: Address, source: Callable[[], str], tally: Tally) -> None:
         self.target = target
         self.source = source
         self.tally = tally
@@ -90,7 +90,7 @@ class Attack:
         reads: bool = True,
     ) -> bool:
         try:
-            connection = socket.create_connection(self.target, timeout=2, source_address=(self.source, 0))
+            connection = socket.create_connection(self.target, timeout=2, source_address=(self.source(), 0))
         except OSError as error:
             self.tally.refused += 1
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL):
@@ -228,6 +228,9 @@ def garbage(choose: random.Random) -> bytes:
     return message(mutate(target.seeds, choose))
 
 
+OVERSIZE = frame(bytes(16 << 20))[: 1 << 16]
+"""The beginning: the length is said first."""
+
 HANDSHAKE, CONTROL = "side channel", "control socket"
 
 
@@ -238,6 +241,8 @@ class Kind:
     socket: str
     step: Callable[[Attack, random.Random], Step]
     what: str = field(default="")
+    is_spread: bool = False
+    """Each connection comes from another address."""
 
 
 def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
@@ -264,10 +269,18 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
         "holds, unread": Kind(CONTROL, lambda a, c: flood(a, hold, reads=False), "answers unread"),
         "releases": Kind(CONTROL, lambda a, c: flood(a, release), "of 512 leases that are not lent"),
         "questions": Kind(CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "Inspect of every kind"),
-        "oversize frames": Kind(
-            CONTROL, lambda a, c: flood(a, lambda: frame(b"x" * (16 << 20))), "of 16 MiB, refused by their length"
-        ),
+        "oversize frames": Kind(CONTROL, lambda a, c: flood(a, lambda: OVERSIZE), "of 16 MiB, refused by their length"),
         "endless messages": Kind(CONTROL, lambda a, c: flood(a, endless), "parts of 64 KiB, never a last one"),
+        "holds, spread": Kind(CONTROL, lambda a, c: flood(a, hold), "each connection from another address", True),
+        "questions, spread": Kind(
+            CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "each connection from another address", True
+        ),
+        "handshakes, spread": Kind(
+            HANDSHAKE, lambda a, c: flood(a, lambda: once_asked), "each connection from another address", True
+        ),
+        "come and go, spread": Kind(
+            HANDSHAKE, lambda a, c: come_and_go(a), "each connection from another address", True
+        ),
         "bytes that are not ZMTP": Kind(
             HANDSHAKE,
             lambda a, c: keep(a, 64, lambda: a.connect(c.randbytes(4096), hello=False)),
@@ -290,8 +303,14 @@ def run(name: str, target: Address, source: str, connections: int, seed: int, pi
     """Entry point of the process: attack, and say how it stands whenever asked, until the pipe closes."""
     os.nice(19)
     tally = Tally()
-    attack = Attack(target, source, tally)
-    steps = kinds(allow_connections(connections))[name].step(attack, random.Random(seed))
+    choose = random.Random(seed)
+    kind = kinds(allow_connections(connections))[name]
+
+    def anywhere() -> str:
+        return f"127.{choose.randint(1, 250)}.{choose.randint(0, 250)}.{choose.randint(2, 250)}"
+
+    attack = Attack(target, anywhere if kind.is_spread else lambda: source, tally)
+    steps = kind.step(attack, choose)
     with contextlib.suppress(EOFError, OSError):
         for _ in steps:
             if pipe.poll():

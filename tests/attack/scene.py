@@ -17,7 +17,8 @@ from tests.attack.attackers import HANDSHAKE, Address, Attacker, Tally, kinds
 from tests.rig import OURS, EngineRig, engine_pair, expected_output, prompt
 
 HOST = "127.0.0.1"
-STRANGER = "127.0.0.2"
+STRANGER = "127.0.0.{}"
+"""Each attack comes from an address of its own: who attacked before may be shut out."""
 PROMPT_TOKENS = 96
 SETTLED_SECONDS = 15.0
 """In which memory comes back after an attack."""
@@ -69,6 +70,7 @@ class Scene:
         self.decode = decode
         self.side_channel = (HOST, prefill.options.side_channel_port)
         self._number = 0
+        self._attacks = 0
         self.control = self._control_socket()
 
     def target(self, name: str) -> Address:
@@ -110,7 +112,7 @@ class Scene:
         connections: int,
         rounds: int,
         pulls_each: int = 5,
-        source: str = STRANGER,
+        source: str | None = None,
         warm_up: float = 2,
     ) -> Outcome:
         """Pull, attack, pull meanwhile, look at what is left when it is over, and pull again."""
@@ -118,7 +120,9 @@ class Scene:
         self.pull(calm, pulls_each * rounds)
         start = self.prefill.snapshot()
         most_bytes, most_files = start.resident_bytes, start.open_files
-        with Attacker(name, self.target(name), source, connections) as attacker:
+        self._attacks += 1
+        address = source or STRANGER.format(1 + self._attacks)
+        with Attacker(name, self.target(name), address, connections) as attacker:
             time.sleep(warm_up)
             for _ in range(rounds):
                 self.pull(during, pulls_each)
