@@ -71,7 +71,7 @@ from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
-from connector.observe.log import FailureLog, distribution_version, get_logger
+from connector.observe.log import CrashCount, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
@@ -222,6 +222,7 @@ class ConnectorScheduler:
         )
         warn_of_insecurity(options, f"{self._host}:{self._port}")
         self._figures = EngineFigures()
+        self._crashes = CrashCount()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         # Where vLLM traces.
@@ -358,8 +359,12 @@ class ConnectorScheduler:
                 self._stop_lending(report.stopped)
 
     def take_stats(self) -> EngineStats | None:
-        """Figures since the last step; None: nothing has changed."""
-        return self._figures.take(len(self._waiting), len(self._computing), self._draining.show())
+        """Figures since the last step; None: nothing has changed. Never raises: a figure is not worth a step."""
+        try:
+            return self._figures.take(len(self._waiting), len(self._computing), self._draining.show())
+        except Exception as error:
+            self._crashes.note("figures of the engine", error)
+            return None
 
     @property
     def keeps_stepping(self) -> bool:

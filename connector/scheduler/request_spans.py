@@ -19,6 +19,7 @@ import msgspec
 from vllm.tracing import extract_trace_context
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.log import CrashCount
 from connector.observe.spans import ARRIVAL, HELD, REPORTED, Attribute, Part, PullTimes, makes_spans, slowest
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class _Open:
 
 
 class RequestSpans:
-    """See the module's docstring. On the scheduler's thread."""
+    """See the module's docstring. On the scheduler's thread; what the tracer raises ends here."""
 
     def __init__(self, tracer: Tracer) -> None:
         from opentelemetry.context import Context
@@ -66,6 +67,7 @@ class RequestSpans:
         self._tracer = tracer
         self._no_context = Context()
         self._record = record_spans
+        self._crashes = CrashCount()
         self._open: dict[str, _Open] = {}
         # Of these, those whose KV is here and that have no token yet.
         self._computing: dict[str, _Open] = {}
@@ -115,6 +117,12 @@ class RequestSpans:
         self._computing.pop(request_id, None)
         if not found.pulls:
             return  # its worker's actors are dead
+        try:
+            self._write(found, end_ns)
+        except Exception as error:  # of a tracer that somebody has set up; a span is not worth a step
+            self._crashes.note("span of a request", error)
+
+    def _write(self, found: _Open, end_ns: int) -> None:
         times = slowest(found.pulls)
         arrived_ns = min(round(found.request.arrival_time * NS_PER_SECOND), found.heard_ns)
         parts = [Part(ARRIVAL, arrived_ns, found.heard_ns)]

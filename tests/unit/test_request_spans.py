@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from connector.observe.log import CrashCount
 from connector.observe.spans import Part, PullTimes
 from connector.scheduler.request_spans import RequestSpans
 from connector.worker.pull_timer import PullTimer
@@ -98,6 +99,27 @@ def test_without_a_caller_s_span_it_is_a_trace_of_its_own(made: Made) -> None:
     made.spans.end("r")
     (root,) = made.roots
     assert root.parent is None
+
+
+class BrokenTracer:
+    """An exporter that somebody has set up, and that raises."""
+
+    def start_span(self, *arguments: object, **named: object) -> object:
+        raise ConnectionError("the collector is gone")
+
+
+def test_a_tracer_that_raises_costs_no_step() -> None:
+    spans = RequestSpans(BrokenTracer())  # type: ignore[arg-type]
+    crashes: list[str] = []
+    spans._crashes = CrashCount(lambda what, error: crashes.append(what))
+    for number in range(5):
+        request = a_request(f"r{number}")
+        spans.hear(request)
+        spans.report([pull(f"r{number}")], [f"r{number}"])
+        request.append_output_token_ids(7)
+        spans.step()
+    assert spans._open == {}
+    assert len(crashes) == 3  # the first, the second and the fourth
 
 
 def test_of_several_ranks_the_one_that_was_waited_for_is_shown(made: Made) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,6 +258,45 @@ def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
     sink.close()
     sink.close()
     assert len(errors) == 1
+
+
+_UP_TO_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+from connector.observe.trace_log import open_trace_log
+from statemachine.trace import TransitionRecord
+import msgspec
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+record = msgspec.json.decode(sys.argv[2], type=TransitionRecord)
+sink = open_trace_log(sys.argv[1], engine_id="e", role="kv_both", rank=0)
+for _ in range(1000):
+    sink.write(record)
+sink.close()
+print("still here")
+"""
+
+
+def test_a_quota_that_is_used_up_in_the_middle_ends_the_trace_only(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow beyond a limit; what was written until then can be read."""
+    command = [sys.executable, "-c", _UP_TO_A_LIMIT, str(tmp_path), msgspec.json.encode(FULL).decode()]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=100)
+    assert ended.stdout.endswith(b"still here\n")
+    assert ended.stderr.count(b"ends here") == 1
+    assert read_trace(tmp_path)[0] == FULL
+    assert 50 < len(read_trace(tmp_path)) < 1000
+
+
+def test_a_directory_that_is_gone_when_the_next_file_begins_ends_the_trace_only(
+    tmp_path: Path, errors: list[str]
+) -> None:
+    directory = tmp_path / "traces"
+    sink = open_trace_log(directory, engine_id="e", role="kv_both", rank=0, file_bytes=1 << 10)
+    sink.write(FULL)
+    shutil.rmtree(directory)
+    for _ in range(20):
+        sink.write(FULL)
+    assert len(errors) == 1
+    assert "ends here" in errors[0]
 
 
 def test_a_record_that_cannot_be_written_ends_the_trace_only(tmp_path: Path, errors: list[str]) -> None:
