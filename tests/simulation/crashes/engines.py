@@ -135,7 +135,6 @@ class HostedWorker(ConnectorWorker):
         super().__init__(config, config, options)
         self._clock = clock  # type: ignore[assignment]
         self.ledger = TransferLedger(clock, options.kv_lease_duration)
-        self._figures = type(self._figures)(clock)
         self.figures_of_actors = self._figures
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory([torch.from_numpy(memory)]))
         if points.armed:
@@ -297,5 +296,10 @@ class _Figures:
     def __init__(self, points: Points, owner: str, worker: HostedWorker) -> None:
         self._points, self._owner, self._worker = points, owner, worker
 
-    def observer(self) -> Any:
-        return guarded(self._points, self._owner, "figures", "transition", self._worker.figures_of_actors.observer())
+    def count(self, *step: Any) -> None:
+        self._points.call(self._owner, "figures", "transition")
+        self._worker.figures_of_actors.count(*step)
+
+    def count_within(self, *step: Any) -> None:
+        self._points.call(self._owner, "figures", "transition")
+        self._worker.figures_of_actors.count_within(*step)
