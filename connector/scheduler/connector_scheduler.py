@@ -105,6 +105,7 @@ from connector.wire.params import (
     names_source,
     parse_remote_prefill,
 )
+from statemachine.draining import State
 from statemachine.failures import BadParams
 from statemachine.lease import LeaseName
 
@@ -349,7 +350,10 @@ class ConnectorScheduler:
 
     def take_stats(self) -> EngineStats | None:
         """Figures since the last step; None: nothing has changed."""
-        return self._figures.take(len(self._waiting), len(self._computing), self._draining.show())
+        listener, draining = self._listener, State.SERVING
+        if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
+            draining = self._draining.show()  # not asked while it serves: this is done with every step
+        return self._figures.take(len(self._waiting), len(self._computing), draining)
 
     @property
     def keeps_stepping(self) -> bool:
