@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull, TrackLease
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
 from connector.wire.inspection import INSPECTION_VERSION
 from statemachine.lease import LeaseName
@@ -41,6 +42,7 @@ def test_a_rank_tells_its_facts_and_the_scheduler_adds_its_life() -> None:
         control_host="10.0.0.1",
         control_port=40_000,
         inspection=INSPECTION_VERSION,
+        administration=ADMINISTRATION_VERSION,
     )
 
 
