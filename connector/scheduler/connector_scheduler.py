@@ -108,6 +108,7 @@ from connector.wire.params import (
     parse_remote_prefill,
     require_genuine,
 )
+from statemachine.draining import State
 from statemachine.failures import BadParams, ParamsFailure
 from statemachine.lease import LeaseName
 
@@ -361,7 +362,10 @@ class ConnectorScheduler:
     def take_stats(self) -> EngineStats | None:
         """Figures since the last step; None: nothing has changed. Never raises: a figure is not worth a step."""
         try:
-            return self._figures.take(len(self._waiting), len(self._computing), self._draining.show())
+            listener, draining = self._listener, State.SERVING
+            if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
+                draining = self._draining.show()  # not asked while it serves: this is done with every step
+            return self._figures.take(len(self._waiting), len(self._computing), draining)
         except Exception as error:
             self._crashes.note("figures of the engine", error)
             return None

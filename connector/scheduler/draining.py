@@ -68,8 +68,8 @@ class SchedulerDraining:
         self._clock = clock
         self._listener = listener
         self._grace_ns = grace_ns
-        # SIGTERM has come; the machine hears of it a little later, in the listener's thread.
-        self._is_asked = False
+        self.is_asked = False
+        """SIGTERM has come; the machine hears of it a little later, in the listener's thread."""
         self._asked_ns = 0
         self._former_handler: Callable[[int, FrameType | None], Any] | None = None
         # The state that the metrics have shown.
@@ -79,7 +79,7 @@ class SchedulerDraining:
     def state(self) -> State:
         listener = self._listener()
         state = listener.draining.state if listener is not None else State.SERVING
-        return State.DRAINING if state is State.SERVING and self._is_asked else state
+        return State.DRAINING if state is State.SERVING and self.is_asked else state
 
     @property
     def accepts(self) -> bool:
@@ -107,7 +107,7 @@ class SchedulerDraining:
         listener, state = self._listener(), self.state
         if listener is None or listener.is_dead or state is State.SERVING or state is self._shown is State.DRAINED:
             return False
-        ends_ns = max(listener.draining.ends_ns, self._asked_ns + self._grace_ns if self._is_asked else 0)
+        ends_ns = max(listener.draining.ends_ns, self._asked_ns + self._grace_ns if self.is_asked else 0)
         return self._clock.now_ns() < ends_ns + SHOWN_LATE_NS
 
     # --- SIGTERM ----------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class SchedulerDraining:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         listener = self._listener()
-        if listener is not None and not self._is_asked:
-            self._asked_ns, self._is_asked = self._clock.now_ns(), True
+        if listener is not None and not self.is_asked:
+            self._asked_ns, self.is_asked = self._clock.now_ns(), True
             listener.drain(SIGTERM_CAUSE, self._grace_ns)
         if self._former_handler is not None:
             self._former_handler(number, frame)

@@ -21,7 +21,7 @@ def calm_run() -> tuple[TransitionRecord, ...]:
 @cache
 def faulty_run() -> tuple[TransitionRecord, ...]:
     """With failures of many kinds, restarts, and an engine that is replaced."""
-    return tuple(simulate(draw_plan(1, LEVEL2_KINDS)).trace)
+    return tuple(simulate(draw_plan(9, LEVEL2_KINDS)).trace)
 
 
 def write_run(directory: Path, records: Iterable[TransitionRecord]) -> None:
