@@ -51,6 +51,7 @@ class Tally:
     """Connections that the other end has closed."""
     open: int = 0
     messages: int = 0
+    """Of those that were handed to the kernel together, only if all were."""
     bytes: int = 0
     problem: str = ""
 
@@ -68,6 +69,8 @@ class Peer:
     hello: int = HELLO_BYTES
     """Bytes of the other end's that are awaited before `more` is asked for the first time."""
     reads: bool = True
+    has_begun: bool = False
+    """`more` was asked."""
 
 
 class Attack:
@@ -128,11 +131,13 @@ class Attack:
     def _send(self, peer: Peer) -> None:
         if not peer.pending and not peer.hello:
             peer.pending = memoryview(peer.more())
-            self.tally.messages += peer.messages if peer.pending else 0
+            peer.has_begun = True
         if peer.pending:
             sent = peer.connection.send(peer.pending)
             self.tally.bytes += sent
             peer.pending = peer.pending[sent:]
+            if not peer.pending and peer.has_begun:
+                self.tally.messages += peer.messages
 
     def _watch(self, peer: Peer) -> None:
         waits = select.EPOLLIN if peer.reads or peer.hello else 0
@@ -243,6 +248,8 @@ class Kind:
     what: str = field(default="")
     is_spread: bool = False
     """Each connection comes from another address."""
+    is_crowd: bool = False
+    """It only has many connections, and has begun when it has tried all of them."""
 
 
 def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
@@ -250,15 +257,18 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
     dripped = GREETING[10:]
     once_asked = message(encode_handshake(0, 0))
     return {
-        "idle connections": Kind(HANDSHAKE, lambda a, c: idle(a, connections, HELLO), "greeted, silent"),
-        "idle connections, control": Kind(CONTROL, lambda a, c: idle(a, connections, HELLO), "greeted, silent"),
+        "idle connections": Kind(HANDSHAKE, lambda a, c: idle(a, connections, HELLO), "greeted, silent", is_crowd=True),
+        "idle connections, control": Kind(
+            CONTROL, lambda a, c: idle(a, connections, HELLO), "greeted, silent", is_crowd=True
+        ),
         "half a greeting": Kind(
-            HANDSHAKE, lambda a, c: dribble(a, connections, GREETING[:10], dripped), "a byte each second"
+            HANDSHAKE, lambda a, c: dribble(a, connections, GREETING[:10], dripped), "a byte each second", is_crowd=True
         ),
         "half a message": Kind(
             CONTROL,
             lambda a, c: dribble(a, connections, b"", HELLO + frame(b"x" * 200)),
             "a byte each second, from the first byte on",
+            is_crowd=True,
         ),
         "come and go": Kind(HANDSHAKE, lambda a, c: come_and_go(a), "connect, ask, leave"),
         "handshakes": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: once_asked), "requests"),

@@ -20,6 +20,8 @@ HOST = "127.0.0.1"
 STRANGER = "127.0.0.{}"
 """Each attack comes from an address of its own: who attacked before may be shut out."""
 PROMPT_TOKENS = 96
+CROWD_SECONDS = 60.0
+"""In which a crowd has to come together; attackers have the lowest priority."""
 SETTLED_SECONDS = 15.0
 """In which memory comes back after an attack."""
 
@@ -123,6 +125,12 @@ class Scene:
         self._attacks += 1
         address = source or STRANGER.format(1 + self._attacks)
         with Attacker(name, self.target(name), address, connections) as attacker:
+            deadline = time.monotonic() + CROWD_SECONDS
+            while kinds()[name].is_crowd and time.monotonic() < deadline:
+                tally = attacker.tally()
+                if tally.connections + tally.refused >= connections:
+                    break
+                time.sleep(0.2)
             time.sleep(warm_up)
             for _ in range(rounds):
                 self.pull(during, pulls_each)

@@ -15,7 +15,7 @@ from tests.attack.scene import Scene, scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-CONNECTIONS = 6_000
+CONNECTIONS = 5_000
 """More than a listener has."""
 RATIO_MAX = 5.0
 SLACK_SECONDS = 0.1
