@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import msgspec
 import numpy as np
@@ -283,6 +284,8 @@ class FakeNixlWorld:
         self._stray_on_later(read)
 
     def _stray_on_later(self, read: FlyingRead) -> None:
+        if read.stray_interval_seconds == inf:
+            return
         self.agenda.after(read.stray_interval_seconds, lambda: self._stray_on(read))
 
     def _stray_on(self, read: FlyingRead) -> None:

@@ -14,8 +14,8 @@ has a short time to live for engines that are gone, so that both kinds of evicti
 
 What a run of a day must not do is grow. After each hour, at rest, what the interpreter holds is counted: blocks of its
 allocator, and resident memory. The simulator forgets what it has judged (`Oracles.forget_the_past`), and the tables
-of the product that are bounded by a number (leases that were released, leases that have ended, the flight recorder's
-steps) are kept so short that they are full soon. The hours after the second are compared with the last ones.
+of the product that are bounded by a number (`TABLES`, and the flight recorder's steps) are kept so short that they are
+full soon. The hours after the second are compared with the last ones.
 
 A campaign is resumed: a seed that has passed is not run again, one that has failed or was interrupted is. Exit status 1
 when a seed has failed; the trace of its last episode is written beside the state.
@@ -83,8 +83,10 @@ FEW_PLACES = 6
 """Too few for all prefill engines."""
 FEW_PLACES_SHARE = 0.35
 TIMES_TO_LIVE = (60.0, 300.0, 1800.0)
+TABLES = ((lending, "ENDED_MAX"), (lending, "HEARERS_MAX"), (remote_engine, "CONSUMED_MAX"))
+"""The bounds of tables that remember what is over."""
 TABLE_MAX = 64
-"""Entries of tables that remember what is over."""
+"""What these bounds are here."""
 
 WARM_UP_HOURS = 2
 COMPARED_HOURS = 5
@@ -291,13 +293,15 @@ def soak(seed: int, course: Course) -> tuple[Result, list[Memory]]:
 
 @contextmanager
 def _short_tables() -> Iterator[None]:
-    """What is remembered of leases that are over is bounded, and the bound is reached soon."""
-    before = lending.ENDED_MAX, remote_engine.CONSUMED_MAX
-    lending.ENDED_MAX = remote_engine.CONSUMED_MAX = TABLE_MAX
+    """What is remembered of leases and links that are over is bounded, and the bounds are reached soon."""
+    before = [getattr(module, name) for module, name in TABLES]
+    for module, name in TABLES:
+        setattr(module, name, TABLE_MAX)
     try:
         yield
     finally:
-        lending.ENDED_MAX, remote_engine.CONSUMED_MAX = before
+        for (module, name), value in zip(TABLES, before, strict=True):
+            setattr(module, name, value)
 
 
 def _median(hours: Sequence[Memory], name: str) -> float:
