@@ -238,6 +238,7 @@ class Engine:
                 payloads={(0, 0): payload},
                 perf_counter=lambda: self.clock.now_ns() / 1e9,
                 log_bad_frame=lambda detail: None,
+                log_cut_off=lambda address, why: None,
                 log_crash=log_crash,
             )
 
