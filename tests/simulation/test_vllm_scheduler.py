@@ -284,7 +284,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]]
     (report_quarantined_blocks_as_free, [STALL], 8, "block reuse"),
     (never_lift_a_quarantine, [STALL], 8, "blocks"),
     (report_every_load_twice, [], 12, "scheduler"),
-    (report_before_the_device_is_done, [], 30, "bytes"),
+    (report_before_the_device_is_done, [], 24, "bytes"),
     (say_held_of_what_was_released, [], 1, "proof"),
     (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
     (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),
