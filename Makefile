@@ -2,7 +2,7 @@
 # make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
 #                check, test-parts (tests that need no whole engine, two at a time), simulate-fresh,
 #                test-pairs (engines of all kinds, two files at a time), test-alone (tests of how soon something is
-#                noticed, which want the machine for themselves)
+#                noticed, and of engines that take long to start, which want the machine for themselves)
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
@@ -27,7 +27,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
-         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py
+         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py
 SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
