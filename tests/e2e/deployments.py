@@ -23,6 +23,8 @@ LENGTHS = (1, 20, 33, 300, 700)
 CACHE_BLOCKS = 300
 LEASE_SECONDS = 120.0
 """Longer than the patience of `blocks_are_free`: only a notification ends it in time."""
+HANDSHAKE_TIMEOUT_SECONDS = 30.0
+"""Several engines share two cores."""
 
 
 def options(directory: Path, name: str, arguments: tuple[str, ...] = (), **others: Any) -> EngineOptions:
@@ -33,7 +35,7 @@ def options(directory: Path, name: str, arguments: tuple[str, ...] = (), **other
         trace_directory=directory / "traces",
         context_tokens=CONTEXT_TOKENS,
         arguments=("--num-gpu-blocks-override", str(CACHE_BLOCKS), *arguments),
-        extra_config={"kv_lease_duration": LEASE_SECONDS},
+        extra_config={"kv_lease_duration": LEASE_SECONDS, "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
         **others,
     )
 
