@@ -208,6 +208,32 @@ def over_copies() -> Iterator[Pair]:
     pair.end()
 
 
+def read_on_command() -> None:
+    """Program: a reader. It is told of the source in two lines, reads a block, and at the next line posts READs of all,
+    to whose end it does not come."""
+    metadata, address = base64.b64decode(sys.stdin.readline()), int(sys.stdin.readline())
+    memory = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    agent = new_agent()
+    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+    name = agent.add_remote_agent(metadata)
+    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", Pair._rows(memory.ctypes.data), "DRAM")
+    remote = agent.prep_xfer_dlist(name, Pair._rows(address), "DRAM")
+    first = agent.make_prepped_xfer("READ", local, ids(0), remote, ids(0))
+    agent.transfer(first)
+    until(lambda: agent.check_xfer_state(first) == "DONE")
+    say("connected")
+    sys.stdin.readline()
+    falling = ids(*reversed(range(BLOCKS)))
+    handles = [agent.make_prepped_xfer("READ", local, falling, remote, falling) for _ in range(8)]
+    for handle in handles:
+        agent.transfer(handle)
+    for _ in range(200):
+        assert agent.check_xfer_state(handles[-1]) == "PROC"
+        time.sleep(0.001)
+    say("posted")
+    sys.stdin.readline()
+
+
 # --- the end of a READ ----------------------------------------------------------------------------------------------
 
 
@@ -298,6 +324,41 @@ def test_facts_7_and_8_one_bad_read_breaks_the_connection_until_the_agent_is_rem
     pair.memory[:] = 0
     pair.read(ids(1))
     assert (pair.memory[1] == 2).all()
+
+
+def test_fact_29_over_tcp_a_reader_that_is_killed_takes_its_source_along() -> None:
+    environment = {**os.environ, "UCX_TLS": "tcp,self"}
+    source = Source(environment)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", "from tests.conformance.test_nixl_facts import read_on_command; read_on_command()"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    try:
+        reader.stdin.write(f"{base64.b64encode(source.metadata).decode()}\n{source.address}\n")
+        reader.stdin.flush()
+        assert "connected" in next(line for line in reader.stdout if line.startswith("@"))
+        source.stop()
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        assert "posted" in next(line for line in reader.stdout if line.startswith("@"))
+        reader.kill()
+        reader.wait()
+        source.resume()
+        until(lambda: source.process.poll() is not None)
+        assert source.process.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
+    finally:
+        for process in (reader, source.process):
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
 
 def test_fact_9_a_list_does_not_survive_the_removal_of_its_agent(over_copies: Pair) -> None:
