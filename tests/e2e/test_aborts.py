@@ -20,6 +20,7 @@ from tests.e2e.cluster import (
     wait_for,
 )
 from tests.e2e.engines import Engine
+from tests.plain_paths import LEASE_PATHS_PLAIN
 from tests.rig.network import BlackHole, dead_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -79,7 +80,7 @@ def test_while_a_read_is_in_flight(cluster: OnePrefillTwoDecode) -> None:
     request = cluster.traces.ended_request(key)
     assert request.states == ("pending_handshake", "reading", "draining", "failed")
     assert request.reason == "AbortedByClient"
-    assert cluster.traces.ended_lease(key).states == ("computing", "held", "done")
+    assert cluster.traces.ended_lease(key).states in LEASE_PATHS_PLAIN
     assert_serves(service, cluster, "abort-reading-next")
 
 

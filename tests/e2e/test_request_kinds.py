@@ -42,9 +42,8 @@ def test_a_prompt_that_d_has_cached_is_not_read_again(cluster: OnePrefillTwoDeco
     request, lease = cluster.traces.assert_plain(keys[1])
     assert (request.blocks, request.length_bytes) == (1, BLOCK_BYTES)
     assert lease.blocks == blocks_of(tokens)
-    held_seconds = lease.visits[1].seconds
-    assert held_seconds is not None
-    assert held_seconds < NOTIFIED_SECONDS
+    # Nothing, where P's worker heard of the grant after D was through.
+    assert sum(visit.seconds for visit in lease.visits[1:] if visit.seconds is not None) < NOTIFIED_SECONDS
 
 
 def test_only_what_lies_behind_a_common_prefix_is_read(cluster: OnePrefillTwoDecode) -> None:

@@ -90,7 +90,7 @@ def test_one_that_was_served(cluster: OnePrefillTwoDecode) -> None:
     cluster.traces.assert_plain(key)
     said = why(key, cluster.failing)
     assert_names(said, "Done", status=0)
-    for line in ("lease held", "request reading", "request done", "lease done"):
+    for line in ("lease computing", "request reading", "request done", "lease done"):
         assert line in said.text
     found = json.loads(why(key, cluster.failing, "--json").text)
     (match,) = found["matches"]

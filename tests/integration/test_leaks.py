@@ -202,6 +202,8 @@ _LIFE_OPTIONS = {
 }
 _GROWTH_OF_A_LIFE_BYTES_MAX = 1 << 17
 """For each life of a prefill engine, in the mean; it was 10 kB (docs/performance.md)."""
+_ROUNDS_OF_LIVES_MAX = 3
+"""A pool of the allocator that grows once is no leak: what each life leaves behind is seen in every round."""
 
 
 @dataclass
@@ -276,13 +278,18 @@ def test_prefill_engines_that_come_and_go_leave_nothing_behind(lives: Lives) -> 
     descriptors, and the memory of the decode engine that computes the prompts instead."""
     for _ in range(_LIVES_TO_WARM_UP):
         lives.live()
-    before = lives.settle()
-    for _ in range(_LIVES):
-        lives.live()
-    after = lives.settle()
+    before = after = lives.settle()
+    grown_bytes: list[int] = []
+    while not grown_bytes or (
+        grown_bytes[-1] > _LIVES * _GROWTH_OF_A_LIFE_BYTES_MAX and len(grown_bytes) < _ROUNDS_OF_LIVES_MAX
+    ):
+        start_bytes = after.resident_bytes
+        for _ in range(_LIVES):
+            lives.live()
+        after = lives.settle()
+        grown_bytes.append(after.resident_bytes - start_bytes)
     assert lives.decode.inspect().holdings == Holdings(remote_agents=0, descriptor_lists=1, reads=0)
     assert after.threads == before.threads
     assert after.native_threads <= before.native_threads + _THREADS_GROWTH_MAX
     assert after.open_files <= before.open_files + _DESCRIPTORS_GROWTH_MAX
-    grown_bytes = after.resident_bytes - before.resident_bytes
-    assert grown_bytes <= _LIVES * _GROWTH_OF_A_LIFE_BYTES_MAX, f"{grown_bytes / _LIVES / 1e6:.2f} MB for each life"
+    assert min(grown_bytes) <= _LIVES * _GROWTH_OF_A_LIFE_BYTES_MAX, f"in rounds of {_LIVES} lives: {grown_bytes}"
