@@ -394,7 +394,8 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         if isinstance(error, NotAllowed):
             raise _not_allowed(peer, error) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
-            detail = f"its control socket at {host}:{port} did not answer: {error or 'timeout'}"
+            reason = str(error) or f"nothing came within {timeout_seconds:g} s"
+            detail = f"its control socket at {host}:{port} did not answer: {reason}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         raise
     return link

@@ -34,6 +34,9 @@ ENGINE_TTL_SECONDS = 5.0
 """Engines that are gone are forgotten within twice that."""
 LEASE_LIMIT_SECONDS = 30.0
 SURVEY_SECONDS = 5.0
+DRAIN_GRACE_SECONDS = 10.0
+SHUTDOWN_SECONDS = 12
+"""vLLM waits so long at SIGTERM; without it nothing that is lent survives one."""
 
 COMMON = {"kv_lease_duration": LEASE_SECONDS}
 OURS_ONLY = {
@@ -43,6 +46,7 @@ OURS_ONLY = {
     "quiesce_timeout_seconds": QUIESCE_TIMEOUT_SECONDS,
     "backoff_max_seconds": BACKOFF_SECONDS_MAX,
     "engine_ttl": ENGINE_TTL_SECONDS,
+    "drain_grace_seconds": DRAIN_GRACE_SECONDS,
 }
 BUILTIN_ONLY = BUILTIN_CONFIG | {"kv_lease_duration": int(LEASE_SECONDS), "engine_ttl": ENGINE_TTL_SECONDS}
 
@@ -139,6 +143,9 @@ class ChaosCluster:
             max_num_batched_tokens=CHUNK_TOKENS,
             trace_directory=self.directory / "traces" if is_ours else None,
             environment={"UCX_TLS": "tcp,self"} if name == "recompute" else {},
-            arguments=("--num-gpu-blocks-override", str(blocks)),
+            arguments=(
+                *("--num-gpu-blocks-override", str(blocks)),
+                *(("--shutdown-timeout", str(SHUTDOWN_SECONDS)) if is_prefill else ()),
+            ),
             **others,
         )

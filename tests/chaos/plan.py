@@ -28,8 +28,8 @@ class Kind(enum.Enum):
 
     KILL_SAME_ID = "kill, back with the same engine id"
     KILL_NEW_ID = "kill, back with a new engine id"
-    TERMINATE_SAME_ID = "SIGTERM, back with the same engine id"
-    TERMINATE_NEW_ID = "SIGTERM, back with a new engine id"
+    SIGTERM_SAME_ID = "SIGTERM drains, back with the same engine id"
+    DRAIN_NEW_ID = "nixl-actor drain, back with a new engine id"
     STOP_SHORT = "SIGSTOP for less than a lease"
     STOP_LONG = "SIGSTOP for longer than a lease"
 
@@ -45,10 +45,10 @@ class Kind(enum.Enum):
 LIFE_KINDS = (
     Kind.KILL_SAME_ID,
     Kind.STOP_LONG,
-    Kind.TERMINATE_NEW_ID,
+    Kind.DRAIN_NEW_ID,
     Kind.STOP_SHORT,
     Kind.KILL_NEW_ID,
-    Kind.TERMINATE_SAME_ID,
+    Kind.SIGTERM_SAME_ID,
 )
 NETWORK_KINDS = (Kind.DELAY, Kind.CUT, Kind.RESET, Kind.REFUSE)
 STRANGER_KINDS = (Kind.GARBAGE, Kind.HALF_OPEN)
@@ -59,8 +59,8 @@ SOCKETS = (SIDE, CONTROL)
 _SECONDS_OF: dict[Kind, tuple[float, float]] = {
     Kind.KILL_SAME_ID: (0.0, 4.0),
     Kind.KILL_NEW_ID: (0.0, 4.0),
-    Kind.TERMINATE_SAME_ID: (0.0, 2.0),
-    Kind.TERMINATE_NEW_ID: (0.0, 2.0),
+    Kind.SIGTERM_SAME_ID: (0.0, 2.0),
+    Kind.DRAIN_NEW_ID: (0.0, 2.0),
     Kind.STOP_SHORT: (0.5, LEASE_SECONDS / 2),
     Kind.STOP_LONG: (LEASE_SECONDS * 1.3, LEASE_SECONDS * 1.8),
     Kind.DELAY: (1.0, 4.0),

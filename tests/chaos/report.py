@@ -73,6 +73,8 @@ class Report(msgspec.Struct, kw_only=True):
     never_ended: int = 0
     deaths: list[str] = []
     """Of decode engines."""
+    drains: dict[str, int] = {}
+    """How often a prefill engine that was drained had anything lent at the end."""
     left: list[str] = []
     """What engines held when everything had settled, and must not."""
     traces_wrong: list[str] = []
@@ -191,6 +193,7 @@ def render(reports: Sequence[Report]) -> str:
 
     section("faults", [each.faults for each in reports])
     section("faults whose target was not there", [each.impossible_faults for each in reports])
+    section("drains", [each.drains for each in reports])
     section(
         "prefill calls that gave no parameters (the router goes on without)", [dict(r.lost_prefills) for r in reports]
     )

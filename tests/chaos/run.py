@@ -10,17 +10,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from connector.observe.administration import AdministrationError, drain
 from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
 from connector.observe.conformance import check
+from connector.observe.live import Address
 from connector.observe.trace_log import read_processes
-from tests.chaos.cluster import ChaosCluster, ConnectorName, Prefill
+from tests.chaos.cluster import DRAIN_GRACE_SECONDS, ChaosCluster, ConnectorName, Prefill
 from tests.chaos.load import Load
 from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
 from tests.chaos.remains import WORKER, Processes, grown, left_in_connector, left_in_vllm, megabytes, processes
 from tests.chaos.report import Memory, Report
 from tests.chaos.strangers import keep_half_open, send_garbage
 from tests.e2e.client import Client
-from tests.e2e.engines import Engine
+from tests.e2e.engines import LOOPBACK, Engine
 from tests.e2e.metrics_page import Page
 
 STRANGERS_AT_ONCE = 16
@@ -29,6 +31,7 @@ DELAY_FRACTION = 0.1
 SERVES_SECONDS = 6.0
 """How long a prefill engine is left alone between two faults of its life."""
 LATE_MAX = 2.0
+DRAIN_SECONDS_MAX = 2 * DRAIN_GRACE_SECONDS
 WATCH_SECONDS = 1.0
 MEMORY_SECONDS = 5.0
 SETTLE_SECONDS = 90.0
@@ -144,10 +147,32 @@ class _Run:
                 prefill.end_life(prefill.engine.kill)
                 time.sleep(fault.seconds)
                 prefill.begin_life(new_id=fault.kind is Kind.KILL_NEW_ID)
+            case Kind.DRAIN_NEW_ID:
+                self._drain(prefill)
+                prefill.end_life(prefill.engine.stop)
+                time.sleep(fault.seconds)
+                prefill.begin_life(new_id=True)
             case _:
                 prefill.end_life(prefill.engine.stop)
                 time.sleep(fault.seconds)
-                prefill.begin_life(new_id=fault.kind is Kind.TERMINATE_NEW_ID)
+                prefill.begin_life(new_id=False)
+
+    def _drain(self, prefill: Prefill) -> None:
+        """As an operator does; of a built-in engine nobody can ask it. One that cannot be asked is ended all the same:
+        strangers may just have all the room that its side channel has for connections from one address."""
+        if self._cluster.connector != "ours":
+            return
+        address = Address(LOOPBACK, prefill.engine.options.side_channel_port)
+        try:
+            report = drain(address, waits=True, timeout_seconds=DRAIN_SECONDS_MAX)
+        except AdministrationError as error:
+            self._report.drains["not asked"] = self._report.drains.get("not asked", 0) + 1
+            self._say(f"{prefill.engine.name} could not be drained: {error}")
+            return
+        became = "with nothing lent" if report.state == "drained" and not report.lent else "with prefills still lent"
+        self._report.drains[became] = self._report.drains.get(became, 0) + 1
+        if report.state != "drained":
+            self._report.left.append(f"{prefill.engine.name}: still draining after {report.seconds:.0f} s")
 
     def _disturb(self, fault: Fault) -> None:
         is_possible = self._visit(fault) if fault.kind in (Kind.GARBAGE, Kind.HALF_OPEN) else self._delay_or_cut(fault)
