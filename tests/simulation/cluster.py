@@ -13,6 +13,7 @@ this needs are private in trio, and asserted to exist.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from collections import Counter
@@ -49,7 +50,7 @@ from tests.simulation.engines import (
     PrefillEngine,
     prompt_tokens,
 )
-from tests.simulation.fake_network import FakeNetwork
+from tests.simulation.fake_network import FakeLink, FakeNetwork
 from tests.simulation.fake_nixl import STRAY_GRACE_SECONDS, FakeNixlWorld, FlyingRead
 from tests.simulation.faults import (
     QUIESCE_SECONDS,
@@ -98,6 +99,9 @@ BURST_MEAN = 3
 """Prompts that arrive together, on average."""
 GARBAGE_SECONDS = 0.02
 """How often garbage comes while that fault lasts."""
+FLOODING_STRANGERS = 3
+FLOOD_GAP_SECONDS = 0.005
+"""How often each of them sends a message; most cost ten units."""
 GARBAGE = (
     b"",
     b"\xff\xfe",
@@ -453,6 +457,8 @@ class Cluster:
                 await self._break_ports(self._engine(fault.target), fault)
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
+            case Kind.FLOOD:
+                await self._flood(fault)
             case Kind.ACTOR_CRASH | Kind.CONTROL_CRASH | Kind.KEEPER_CRASH:
                 await self._crash_actors(fault)
             case _:
@@ -550,6 +556,26 @@ class Cluster:
             self._around.network.inject(rank.host, rank.control.port, frames[:1] or (chance.choice(GARBAGE),))
             self._around.nixl.send("stranger.1", rank.port, chance.choice(GARBAGE))
             await trio.sleep(GARBAGE_SECONDS)
+
+    async def _flood(self, fault: Fault) -> None:
+        """Strangers send to all sockets of an engine whatever they can; who is cut off comes back from elsewhere."""
+        chance = generator(self._plan.seed, f"flood at {fault.at_seconds}")
+        network = self._around.network
+        strangers = itertools.count(1)
+        links: dict[tuple[str, int], list[FakeLink]] = {}
+        while trio.current_time() < fault.end_seconds:
+            self._strike(fault)
+            sockets = [(f"{fault.target}.sim", PORT), *((r.host, r.control.port) for r in self._ranks(fault))]
+            for address in sockets:
+                open_links = links.setdefault(address, [])
+                for ended in [link for link in open_links if not link.send((chance.choice(GARBAGE),))]:
+                    ended.close()
+                    open_links.remove(ended)
+                if len(open_links) < FLOODING_STRANGERS:
+                    open_links.append(FakeLink(network, f"stranger.{next(strangers)}", *address))
+            await trio.sleep(FLOOD_GAP_SECONDS)
+        for link in itertools.chain(*links.values()):
+            link.close()
 
     async def _slew_clocks(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"slew at {fault.at_seconds}")

@@ -7,6 +7,9 @@ hosts only, not contents. A host is a process: `FakeNetwork.kill` ends it.
 Unlike TCP the network may lose a message while both ends live on; that stands for a connection that breaks under one. A
 lost message of a link is lost for good, and the link does not notice. Only the first packet of a link, which connects
 it, is sent again. The news that a connection was refused or reset are messages, too.
+
+Who may stay connected to a listener, and who is heard, is decided by the product's `Admission`, with a smaller common
+allowance than the real listener's, so that few messages are a flood.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from connector.ports.side_channel import (
     Request,
     SideChannelError,
 )
+from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 from tests.simulation.agenda import Agenda
 from tests.simulation.faults import LATENCY_SECONDS
 
@@ -40,11 +44,29 @@ CONNECT_AGAIN_SECONDS = 1.0
 LINK_QUEUED_MAX = 1000
 """Messages of a link that are under way or wait for its connection."""
 
+NS_PER_SECOND = 1_000_000_000
+ADMISSION = AdmissionLimits(
+    connections_max=4096,
+    unfinished_bytes_max=1 << 30,
+    unheard_bytes_max=1 << 30,
+    common_units=1000,
+    common_units_per_second=1000,
+)
+"""Messages arrive whole here, so their sizes are of no account."""
+DROPPED_UNITS = 4
+"""What a message out of bounds costs its sender."""
+
 REFUSED = "Connection refused"
 NOT_LET_IN = "it does not let this engine in"
+NOT_CONNECTED = 0
+"""The number of a connection that has ended, for `Admission`."""
 RESET = "Connection reset by peer"
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,253}")
+
+
+def _now_ns() -> int:
+    return round(trio.current_time() * NS_PER_SECOND)
 
 
 class NetworkRules:
@@ -137,7 +159,9 @@ class FakeNetwork:
         return identity
 
     def dismiss(self, identity: ReplyAddress) -> None:
-        self._requesters.pop(identity, None)
+        requester = self._requesters.pop(identity, None)
+        if requester is not None and requester.listener is not None:
+            requester.listener.farewell(identity)
 
     def ask(self, source: str, host: str, port: int, identity: ReplyAddress, frames: tuple[bytes, ...]) -> None:
         letter = _Letter(host, port, identity, frames)
@@ -158,6 +182,9 @@ class FakeNetwork:
         elif listener is not None and not is_refused:
             if requester is not None:
                 requester.reached = Reached.LISTENER
+                if requester.listener is None:
+                    requester.listener = listener
+                    listener.welcome(letter.identity, requester.source)
             listener.take_in(letter.identity, letter.frames)
         elif requester is not None:
             for delay_seconds in self.rules.delays(letter.host, requester.source):
@@ -186,7 +213,16 @@ class FakeNetwork:
         return identity
 
     def close_link(self, identity: ReplyAddress) -> None:
-        self._links.pop(identity, None)
+        link = self._links.pop(identity, None)
+        if link is not None and link.listener is not None:
+            link.listener.farewell(identity)
+
+    def cut_off(self, identity: ReplyAddress) -> None:
+        """A listener ends a connection. A requester notices nothing: it waits until its caller does no more."""
+        link = self._links.get(identity)
+        if link is not None:
+            link.is_broken = True
+            self._end(link, RESET)
 
     def unclosed_links(self, source: str) -> int:
         """How many links this process has opened and not closed; a leak of sockets shows here."""
@@ -258,6 +294,8 @@ class FakeRequester:
         self._is_refused = False
         self._is_rejected = False
         self.reached = Reached.NOTHING
+        self.listener: FakeListener | None = None
+        """Where its question arrived."""
         self._is_dead = False
         self._news = trio.Event()
         self._is_closed = False
@@ -379,6 +417,7 @@ class FakeLink:
         """Its first packet has arrived."""
         if self.listener is None and not self._is_closed:
             self.listener = listener
+            listener.welcome(self.identity, self.source)
             to_send, self._to_send = self._to_send, []
             for frames in to_send:
                 self._network.carry(self, frames)
@@ -414,12 +453,28 @@ class FakeLink:
 class FakeListener:
     """Made by `FakeSideChannel.listen`."""
 
-    def __init__(self, network: FakeNetwork, host: str, port: int, frames_max: int, frame_bytes_max: int) -> None:
+    def __init__(
+        self,
+        network: FakeNetwork,
+        host: str,
+        port: int,
+        frames_max: int,
+        frame_bytes_max: int,
+        on_cut_off: Callable[[str, str], None],
+    ) -> None:
         self._network = network
         self.host = host
         self._port = port
         self._frames_max = frames_max
         self._frame_bytes_max = frame_bytes_max
+        self._on_cut_off = on_cut_off
+        self._admission = Admission(ADMISSION, _now_ns())
+        self._connections = itertools.count(1)
+        # Of connections that are open and were not cut off.
+        self._numbers: dict[ReplyAddress, int] = {}
+        self._identities: dict[int, ReplyAddress] = {}
+        self._dropped_requests = 0
+        self._cut_off_connections = 0
         self._requests: deque[Request] = deque()
         self._news = trio.Event()
         self._is_receiving = False
@@ -463,17 +518,52 @@ class FakeListener:
             oversized_requests=self._oversized_requests,
             undelimited_requests=self._undelimited_requests,
             dropped_replies=self._dropped_replies,
+            dropped_requests=self._dropped_requests,
+            cut_off=self._cut_off_connections,
         )
 
     def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
-        """This network has room for all, and only engines send."""
+        number = self._numbers.get(address, NOT_CONNECTED)
+        self._admission.served(number, units, understood=understood, now_ns=_now_ns())
+
+    def welcome(self, identity: ReplyAddress, address: str) -> None:
+        """A connection was made."""
+        number = next(self._connections)
+        self._numbers[identity], self._identities[number] = number, identity
+        self._cut_off(self._admission.opened(number, address, _now_ns()))
+
+    def farewell(self, identity: ReplyAddress) -> None:
+        """A connection has ended."""
+        number = self._numbers.pop(identity, None)
+        if number is not None:
+            del self._identities[number]
+            self._admission.closed(number)
+
+    def _cut_off(self, connections: Sequence[CutOff]) -> None:
+        for each in connections:
+            identity = self._identities.pop(each.connection)
+            del self._numbers[identity]
+            self._cut_off_connections += 1
+            self._on_cut_off(each.address, each.why)
+            self._network.cut_off(identity)
+
+    def _hears(self, identity: ReplyAddress) -> bool:
+        number = self._numbers.get(identity, NOT_CONNECTED)
+        verdict = self._admission.arrived(number, _now_ns())
+        if verdict is Verdict.CUT_OFF:
+            self._cut_off(self._admission.flooded(number, _now_ns()))
+        return verdict is Verdict.SERVE
 
     def take_in(self, identity: ReplyAddress, frames: tuple[bytes, ...]) -> None:
         """A request has arrived."""
-        if not frames:
+        if not self._hears(identity):
+            self._dropped_requests += 1
+        elif not frames:
             self._undelimited_requests += 1
+            self.charge(identity, DROPPED_UNITS, understood=False)
         elif len(frames) > self._frames_max or any(len(frame) > self._frame_bytes_max for frame in frames):
             self._oversized_requests += 1
+            self.charge(identity, DROPPED_UNITS, understood=False)
         else:
             self.on_arrival(frames)
             self._requests.append(Request(identity, frames))
@@ -556,7 +646,9 @@ class FakeSideChannel:
             raise trio.ClosedResourceError
         if host != self._host:
             raise SideChannelError(host, port, "Cannot assign requested address")
-        listener = FakeListener(self._network, host, port or self._network.new_port(), frames_max, frame_bytes_max)
+        listener = FakeListener(
+            self._network, host, port or self._network.new_port(), frames_max, frame_bytes_max, on_cut_off
+        )
         self._open[listener] = None
         return listener
 

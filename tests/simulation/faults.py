@@ -79,6 +79,7 @@ class Kind(enum.Enum):
     METADATA_DROPPED = "metadata_dropped"
 
     DRAIN = "drain"
+    FLOOD = "flood"
 
 
 WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
@@ -86,8 +87,8 @@ WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, 
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
 takes over, prompts whose samples two decode engines read, requests that name other sizes than those of the prefill
 engine."""
-HARMLESS_KINDS = WORKLOAD_KINDS | {Kind.CLOCK_SLEW, Kind.WALL_CLOCK_JUMP}
-"""What must not be felt: those, and clocks that run at different rates or jump."""
+HARMLESS_KINDS = WORKLOAD_KINDS | {Kind.CLOCK_SLEW, Kind.WALL_CLOCK_JUMP, Kind.FLOOD}
+"""What must not be felt: those, clocks that run at different rates or jump, and strangers that send without end."""
 LOSSY_KINDS = frozenset(
     {
         Kind.MESSAGE_LOSS,
@@ -121,6 +122,7 @@ LEVEL2_ONLY = frozenset(
         Kind.METADATA_DROPPED,
         Kind.READ_LIES,
         Kind.DRAIN,
+        Kind.FLOOD,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
@@ -153,7 +155,7 @@ DECODE_LINK_KINDS = (
     Kind.METADATA_DROPPED,
 )
 """METADATA_DROPPED: NIXL forgets agents that were loaded. Links from a decode engine to a prefill engine."""
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN})
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD})
 """Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
@@ -164,6 +166,7 @@ PREFILL_KINDS = (
     Kind.TWO_HOLDERS,
     Kind.HANDSHAKE_REFUSED,
     Kind.DRAIN,
+    Kind.FLOOD,
 )
 """DRAIN: it is to end, says so, ends when it has drained, and is started again. INCOMPATIBLE: it is replaced by an
 engine of another model for a while."""
@@ -224,6 +227,8 @@ STOP_WHILE_DRAINING_SHARE = 0.08
 ABORT_WHILE_DRAINING_SHARE = 0.05
 METADATA_DROPPED_SHARE = 0.1
 DRAIN_SHARE = 0.2
+FLOOD_SHARE = 0.15
+FLOOD_SECONDS_MAX = 2.0
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -377,6 +382,12 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         of_drains = generator(seed, "drains")
         if of_drains.random() < DRAIN_SHARE:
             faults += [draw_fault(Kind.DRAIN, shape, of_drains) for _ in range(of_drains.randint(1, 2))]
+    if Kind.FLOOD in kinds:
+        of_floods = generator(seed, "floods")
+        if of_floods.random() < FLOOD_SHARE:
+            flood = draw_fault(Kind.FLOOD, shape, of_floods)
+            seconds = min(flood.duration_seconds, FLOOD_SECONDS_MAX)
+            faults.append(msgspec.structs.replace(flood, duration_seconds=seconds))
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 

@@ -7,10 +7,12 @@ from connector.ports.zmq_bridge import ZmqListener
 from connector.runtime.inspector import Inspector
 from connector.runtime.lease_keeper import LeaseKeeper
 from statemachine.admission import Admission
-from tests.simulation.mutants.mutant import ByTest, Edit, Mutant
+from tests.simulation.faults import Kind
+from tests.simulation.mutants.mutant import ByTest, Edit, Mutant, Seeds, fault
 
 CORE = "tests/unit/test_admission.py"
 DOOR = "tests/conformance/test_doorman.py"
+FLOOD = (fault(Kind.FLOOD, "p0", 0.3, 2.0),)
 
 MUTANTS = (
     Mutant(
@@ -32,7 +34,7 @@ MUTANTS = (
         rule="an allowance of one's own",
         broken="a flood uses up what engines need",
         changes=(Edit(Admission.arrived, " or known.own.is_left(now_ns)", ""),),
-        place=ByTest(f"{CORE}::test_who_was_there_before_is_heard_in_a_flood"),
+        place=Seeds(2, "isolation", faults=FLOOD),
     ),
     Mutant(
         name="floods are dropped for ever",
@@ -59,7 +61,7 @@ MUTANTS = (
         rule="a newcomer can shake hands",
         broken="no engine can meet this one while somebody floods it",
         changes=(Edit(Admission.opened, "Allowance(limits.newcomer_units,", "Allowance(0,"),),
-        place=ByTest(f"{CORE}::test_a_newcomer_is_heard_in_a_flood"),
+        place=Seeds(2, "isolation", faults=FLOOD),
     ),
     Mutant(
         name="crowds are let in",
