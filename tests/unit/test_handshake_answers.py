@@ -123,3 +123,44 @@ def test_a_control_socket_that_answers_something_else_is_refused(
     assert isinstance(failure, ControlLinkLost)
     assert failure.detail == f"its control socket at host:2 did not answer: {why}"
     assert link.is_closed
+
+
+def test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing() -> None:
+    """The first rank's control socket works, that of the second says something else."""
+    links = [Stranger(tuple(control.encode_answer(said))) for said in (control.HoldAnswer(sent_ns=0), WRONG)]
+    opened = iter(links)
+    loaded: list[str] = []
+
+    async def open_link(host: str, port: int, server_key: str | None) -> Stranger:
+        link = next(opened)
+        await trio.sleep(0 if link is links[0] else 0.01)
+        return link
+
+    async def load_agent(metadata: bytes, owner: object) -> str:
+        loaded.append(metadata.decode())
+        return loaded[-1]
+
+    async def unload_agent(agent: str, owner: object) -> None:
+        loaded.remove(agent)
+
+    context: Any = SimpleNamespace(
+        options=ConnectorOptions(),
+        local=SimpleNamespace(layout=SimpleNamespace(engine_id="d", tp_rank=0)),
+        side_channel=SimpleNamespace(open_link=open_link),
+        reads=SimpleNamespace(load_agent=load_agent, unload_agent=unload_agent),
+    )
+    ranks = [RankId(0, number) for number in (0, 1)]
+    told: Any = [SimpleNamespace(remote_rank=rank, consumers=1) for rank in ranks]
+    replies: Any = [
+        SimpleNamespace(metadata=SimpleNamespace(agent_metadata=b"agent %d" % number), actor=answer(number).actor)
+        for number in (0, 1)
+    ]
+    plan: Any = SimpleNamespace(reads=(), notify_only=told)
+
+    async def load() -> object:
+        return await handshake._load(context, PEER, "owner", ranks, replies, plan, {})
+
+    with pytest.raises(HandshakeError):
+        trio.run(load)
+    assert [link.is_closed for link in links] == [True, True]
+    assert loaded == []
