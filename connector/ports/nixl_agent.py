@@ -54,6 +54,7 @@ from connector.ports.nixl_thread import (
     Command,
     Outgoing,
     ReadOrdered,
+    Scratch,
     ThreadEnded,
 )
 from connector.thread_mailbox import ThreadMailbox
@@ -96,13 +97,15 @@ class RealNixlPort:
         num_threads: int = 0,
         *,
         package: str = "nixl",
+        scratch: Scratch | None = None,
         prepare_thread: Callable[[], None] | None = None,
         timeout_seconds: float = OPEN_SECONDS_MAX,
         on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> RealNixlPort:
         """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
 
-        `package` is NIXL's own name, which is another one in its wheel for ROCm. `num_threads` is UCX's (0: none;
+        `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
+        each peer with memory of that kind; None: on the host. `num_threads` is UCX's (0: none;
         otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's thread first: for VRAM it must
         make the device current, or UCX finds no CUDA context and does without NVLink.
         `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
@@ -112,7 +115,7 @@ class RealNixlPort:
         def make_core() -> AgentCore:
             if prepare_thread is not None:
                 prepare_thread()
-            return AgentCore(agent_name, ranges, backends, num_threads, package)
+            return AgentCore(agent_name, ranges, backends, num_threads, package, scratch)
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:

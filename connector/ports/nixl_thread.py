@@ -23,6 +23,10 @@ Rules
     NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
     descriptor are read a second time, to the same place. If that is refused or fails, the READ has failed. It is short,
     so that the call mostly returns before the engine thread has noticed that it could have the interpreter.
+* The first READ between two agents makes UCX's connections and takes it milliseconds longer than any further one,
+  whatever was asked of NIXL before. So when the first list of an agent is prepared, the first bytes of its memory are
+  read into a few of the port's own. Nobody waits for that READ, nobody is told of it, and it may fail: a request's own
+  READ says why. The agent's removal does not wait for it either; its handle is released after that.
 * Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
   the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
   to a ceiling that depends on what it waits for. A command ends a pause at once.
@@ -97,11 +101,21 @@ UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""
 
 PROBE_BYTES = 8
-"""Of a descriptor that is read a second time, if it is so long."""
+"""Of a descriptor that is read a second time, or for the sake of the connection, if it is so long."""
+
+_ONE = np.zeros(1, dtype=np.int32)
+"""The ids of a READ of the first descriptor of a list."""
 
 CLOCK = BootClock()
 
 _log = get_logger()
+
+
+class Scratch(NamedTuple):
+    """Memory of PROBE_BYTES for the first READ from each peer, and who keeps it."""
+
+    memory: MemoryRange
+    owner: object
 
 
 class CallRefused(Exception):
@@ -248,6 +262,7 @@ class AgentCore:
         backends: Sequence[str],
         num_threads: int,
         package: str,
+        scratch: Scratch | None,
     ) -> None:
         self._nixl = _import_nixl(package)
         self._name = agent_name
@@ -268,6 +283,10 @@ class AgentCore:
             described = [(r.address, r.length_bytes, r.device_id, "") for r in ranges if r.memory_kind == kind]
             self._registrations.append(self._agent.register_memory(described, kind, list(backends)))
         self.registered_ranges = len(ranges)
+        memory, self._scratch_owner = scratch or _scratch_on_host()
+        row, self._scratch_kind = (memory.address, PROBE_BYTES, memory.device_id), memory.memory_kind
+        self._registrations.append(self._agent.register_memory([(*row, "")], memory.memory_kind, list(backends)))
+        self._scratch: Any = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [row], memory.memory_kind)
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
         self.agents: set[AgentName] = set()
         self.lists: dict[DescriptorListHandle, _List] = {}
@@ -275,6 +294,10 @@ class AgentCore:
         """READs in flight."""
         self.errored: dict[ReadHandle, _Read] = {}
         """READs that ended with an error and may still write; their handles are kept."""
+        self.first_reads: dict[AgentName, Any] = {}
+        """Handles of READs that nobody has asked for, in flight. See the module's rules."""
+        self._met: set[AgentName] = set()
+        """Agents from which something was read."""
         self.notification_polls_lost = 0
         self._leaving: set[AgentName] = set()
         self._done: list[tuple[ReadHandle, _Read]] = []
@@ -310,7 +333,9 @@ class AgentCore:
             return
         self._leaving.discard(name)
         self.agents.discard(name)
+        self._met.discard(name)
         self._agent.remove_remote_agent(name)
+        self._forget_first_read(name)
         for handle in [handle for handle, read in self.errored.items() if read.agent == name]:
             if self._release(self.errored[handle]):
                 del self.errored[handle]
@@ -337,6 +362,25 @@ class AgentCore:
             self._agent.release_dlist_handle(whole)
             raise
         self.lists[handle] = _List(agent, runs, _Prepared(whole, probe))
+        if agent is not None and kind == self._scratch_kind and runs[0].length_bytes >= PROBE_BYTES:
+            self._read_first(agent, probe)
+
+    def _read_first(self, agent: AgentName, probe: Any) -> None:
+        """Have UCX make its connections, unless it has."""
+        if agent in self._met:
+            return
+        self._met.add(agent)
+        try:
+            self.first_reads[agent] = self._make_read(self._scratch, _ONE, probe, _ONE)
+            self._agent.transfer(self.first_reads[agent])
+        except Exception:
+            self._forget_first_read(agent)
+
+    def _forget_first_read(self, agent: AgentName) -> None:
+        transfer = self.first_reads.pop(agent, None)
+        if transfer is not None:
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(transfer)
 
     def release_list(self, handle: DescriptorListHandle) -> None:
         """Unknown handles are ignored."""
@@ -403,6 +447,13 @@ class AgentCore:
 
     def poll_reads(self) -> list[NixlEvent]:
         """Ask for the state of every READ in flight; this also makes them progress and sends their notifications."""
+        for agent, transfer in list(self.first_reads.items()):
+            try:
+                is_over = self._agent.check_xfer_state(transfer) == "DONE"
+            except Exception:
+                is_over = True
+            if is_over:
+                self._forget_first_read(agent)
         ended = [self._look_at(handle, read) for handle, read in list(self.reads.items())]
         return [event for event in ended if event is not None]
 
@@ -538,13 +589,16 @@ class AgentCore:
             self.release_list(handle)
         for name in list(self.agents):
             self._agent.remove_remote_agent(name)
+        for name in list(self.first_reads):
+            self._forget_first_read(name)
+        self._agent.release_dlist_handle(self._scratch)
         for each in self._registrations:
             self._agent.deregister_memory(each)
         self.agents.clear()
         self._unreleasable.clear()
         self._registrations = []
         self.registered_ranges = 0
-        del self._agent
+        del self._agent, self._scratch
 
     def leak(self) -> None:
         """Keep everything alive for the life of the process, on purpose: a READ may still write.
@@ -647,7 +701,7 @@ class AgentThread:
         except Exception as error:
             failure = f"{_kind(error)}: {error}"
         self.abandoned = (*core.reads, *core.errored)
-        if self.abandoned or failure is not None:
+        if self.abandoned or core.first_reads or failure is not None:
             core.leak()
         else:
             try:
@@ -686,7 +740,7 @@ class AgentThread:
             started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
                 return
-            events = core.poll_reads() if core.reads else []
+            events = core.poll_reads() if core.reads or core.first_reads else []
             ceiling_seconds = self._pause_seconds_max(core)
             # Without READs this is what makes UCX progress: a peer may be reading from us.
             is_due = not core.reads or started >= notifications_at
@@ -712,7 +766,7 @@ class AgentThread:
     def _pause_seconds_max(self, core: AgentCore) -> float:
         if core.reads:
             return PAUSE_READING_SECONDS_MAX
-        return PAUSE_EXPECTING_SECONDS_MAX if self._expecting else PAUSE_IDLE_SECONDS_MAX
+        return PAUSE_EXPECTING_SECONDS_MAX if self._expecting or core.first_reads else PAUSE_IDLE_SECONDS_MAX
 
     def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
         """Wait for a command and run it. False when the pause went by without one."""
@@ -749,6 +803,11 @@ class AgentThread:
         measured = core.tidy()
         if measured:
             self._deliver(measured)
+
+
+def _scratch_on_host() -> Scratch:
+    owner = np.zeros(PROBE_BYTES, dtype=np.uint8)
+    return Scratch(MemoryRange(owner.ctypes.data, owner.nbytes), owner)
 
 
 def _import_nixl(package: str) -> Any:

@@ -41,7 +41,9 @@ from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
+from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_thread import PROBE_BYTES, Scratch
 from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
@@ -159,6 +161,7 @@ class ConnectorWorker:
             backends=self._options.backends,
             num_threads=self._options.num_threads,
             package="nixl_rocm" if current_platform.is_rocm() else "nixl",
+            scratch=_scratch_beside(next(iter(registered.values())), layout) if layout.memory_kind == "VRAM" else None,
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
@@ -452,6 +455,14 @@ def _open_control_socket(
         # The variable is the scheduler process's; a worker on another node has no such address.
         host = get_ip()
         return host, listen(host)
+
+
+def _scratch_beside(cache: torch.Tensor, layout: RankLayout) -> Scratch:
+    """Memory of the cache's kind, for the first READ from each peer."""
+    import torch
+
+    owner = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=cache.device)
+    return Scratch(MemoryRange(owner.data_ptr(), PROBE_BYTES, layout.device_id, layout.memory_kind), owner)
 
 
 def _make_device_current(device_id: int) -> None:

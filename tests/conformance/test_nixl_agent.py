@@ -46,6 +46,7 @@ from tests.conformance.nixl_suite import (
     Recorder,
     new_memory,
     new_reader,
+    pattern,
     read_in_flight,
     reader_and_peer,
     reader_and_source,
@@ -336,6 +337,69 @@ class TestRealNixlPort(NixlPortSuite):
             await reader.recorder.until(lambda: len(reader.recorder.ends()) == 2)
             _, end = reader.recorder.ends().values()
             assert end.ended_ns < returned_ns[-15]
+
+        self.run(scenario)
+
+    # The first READ from a peer
+
+    @pytest.mark.parametrize("stepwise", [False, True], ids=["copies", "tcp"])
+    def test_the_connection_is_made_before_anybody_reads(self, stepwise: bool) -> None:
+        """By a READ of the port's own, which nobody is told of."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=stepwise)
+            assert isinstance(reader.port, RealNixlPort)
+            core = reader.port._core
+            while core.first_reads:
+                await trio.sleep(0.001)
+            assert bytes(core._scratch_owner) == pattern(0)[: nixl_thread.PROBE_BYTES]
+            await reader.port.prepare_remote(reader.peer_name, [peer.run])
+            assert not core.first_reads, "one for each peer"
+            assert reader.recorder.events == []
+            assert reader.port.counts().reads == 0
+            assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("ends", ["removed", "closed"])
+    def test_a_peer_that_hangs_before_its_first_read_keeps_nobody(self, ends: str) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=True)
+            reader = await new_reader(world, stepwise=True)
+            assert isinstance(reader.port, RealNixlPort)
+            core = reader.port._core
+            await peer.pause()
+            await reader.connect(peer.metadata, peer.run)
+            assert core.first_reads
+            assert reader.port.counts().reads == 0
+            if ends == "closed":
+                assert await reader.port.aclose(5.0) == []
+                return
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts().remote_agents == 0
+            assert not core.first_reads
+            await peer.resume()
+            await reader.connect(peer.metadata, peer.run)
+            await reader.recorder.done(await reader.post([1], [1]))
+            assert reader.holds([1], [1])
+
+        self.run(scenario)
+
+    def test_a_first_read_that_fails_is_nobodys_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bindings = nixl_thread._import_nixl("nixl")
+
+        def fail(*arguments: object) -> object:
+            raise bindings.nixlBind.nixlRemoteDisconnectError("injected")
+
+        async def scenario(world: NixlWorld) -> None:
+            memory, run = new_memory()
+            source = await world.open_port(whole(memory))
+            reader = await new_reader(world)
+            with monkeypatch.context() as patched:
+                patched.setattr(bindings.nixl_agent, "transfer", fail)
+                await reader.connect(source.agent_metadata, run)
+            assert reader.recorder.events == []
+            await reader.recorder.done(await reader.post([0], [0]))
 
         self.run(scenario)
 
