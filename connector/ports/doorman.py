@@ -30,6 +30,7 @@ from typing import TypeAlias
 import zmq
 
 from connector.clock import NS_PER_SECOND, BootClock
+from connector.ports.received import received_bytes
 from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -47,8 +48,6 @@ GONE = 0
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=hi")
-_RECEIVED_BYTES = struct.Struct("128xQ")
-"""Where `tcpi_bytes_received` is in Linux's `struct tcp_info`."""
 
 
 def connections_max() -> int:
@@ -203,7 +202,7 @@ class Doorman:
         return MEASURED_EVERY_NS * max(MEASURED_AT_A_TIME, len(self._connections)) // MEASURED_AT_A_TIME
 
     def _measure(self) -> None:
-        received = [(number, _received_bytes(each.descriptor)) for number, each in self._connections.items()]
+        received = [(number, received_bytes(each.descriptor)) for number, each in self._connections.items()]
         self._measured_ns = self._clock.now_ns()
         self._carry_out(self._admission.measured(received, self._measured_ns))
 
@@ -243,20 +242,5 @@ def _peer_address(descriptor: int) -> str:
         return str(looked_at.getpeername()[0])
     except (OSError, IndexError, TypeError):
         return ""
-    finally:
-        looked_at.detach()
-
-
-def _received_bytes(descriptor: int) -> int:
-    """0 when the connection has ended already."""
-    try:
-        looked_at = socket.socket(fileno=descriptor)
-    except OSError:
-        return 0
-    try:
-        facts = looked_at.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
-        return int(_RECEIVED_BYTES.unpack(facts)[0])
-    except (OSError, struct.error):
-        return 0
     finally:
         looked_at.detach()

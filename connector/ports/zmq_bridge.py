@@ -35,6 +35,10 @@ Design
   messages wait. How many connections there may be, what each may cost, and that a message must end, is for the doorman
   (`connector/ports/doorman.py`). A message of too many frames is taken and dropped in pieces: no other can be read
   meanwhile, but other tasks go on.
+* A client is no safer than a listener: where it connects to is what a request says. libzmq keeps the parts of a message
+  until the last one has come, and all whole messages that nobody has taken; so few may wait, and a task of the channel
+  looks at all clients now and then. One that has received more since its last whole message than all those that may
+  wait is lost (a link), or has met something else than a side channel (a requester).
 * Replies are queued for each connection, and few: who reads none is cut off by the kernel after a while. A large reply
   that is sent to many is kept once.
 """
@@ -57,8 +61,10 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
+from connector.ports.received import received_bytes
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
@@ -83,9 +89,21 @@ REPLY_FRAME_BYTES_MAX = 64 * 1024 * 1024
 REPLY_FRAMES_MAX = 16
 """What a requester takes. 64 MiB is the metadata of some 300,000 regions."""
 
+REPLY_UNFINISHED_BYTES_MAX = 4 * REPLY_FRAME_BYTES_MAX
+"""What a requester may have received without a whole message."""
+
 LINK_FRAME_BYTES_MAX = 4 * 1024 * 1024
-LINK_FRAMES_MAX = 16
-"""What a link takes."""
+LINK_FRAMES_MAX = 4
+"""What a link takes, the delimiter included."""
+
+LINK_WAITING_MAX = 16
+"""Messages that wait in a link to be taken; libzmq reads no further ones meanwhile."""
+
+LINK_UNFINISHED_BYTES_MAX = (LINK_WAITING_MAX + 2) * LINK_FRAMES_MAX * LINK_FRAME_BYTES_MAX
+"""What a link may have received since the last time that a message was taken: those that wait, and what the kernel
+keeps."""
+
+CLIENTS_MEASURED_EVERY_SECONDS = 0.25
 
 LINK_QUEUED_MAX = 1000
 """Messages that wait in a link for a connection, or for a peer that does not read."""
@@ -150,6 +168,7 @@ ADDRESSES_REMEMBERED_MAX = 4096
 
 REFUSED = "the connection was refused, or there is no way to the host"
 ENDED = "the connection was ended before anything was said"
+ENDLESS = "it sends a message without end"
 NOT_LET_IN = (
     "it does not let this engine in: our address is not in its allowed_peers, or our public key not among its accepted "
     "keys"
@@ -175,6 +194,7 @@ class ZmqRequester:
         self._reached = Reached.NOTHING
         self._asked = False
         self._closed = False
+        self._is_endless = False
         self._asking: trio.CancelScope | None = None
 
     @property
@@ -191,8 +211,13 @@ class ZmqRequester:
         try:
             with trio.CancelScope() as self._asking:
                 return await self._exchange(frames)
+        except trio.ClosedResourceError:
+            if not self._is_endless:
+                raise
         finally:
             self.close()
+        if self._is_endless:
+            raise self._something_else(ENDLESS)
         raise trio.ClosedResourceError("this requester was closed while it waited")
 
     async def _exchange(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -289,6 +314,12 @@ class ZmqRequester:
     def _something_else(self, error: str) -> NotASideChannel:
         return NotASideChannel(self._host, self._port, error)
 
+    def measure(self) -> None:
+        """Give up if what has come is too much."""
+        if self._monitor is not None and self._monitor.received_bytes() > REPLY_UNFINISHED_BYTES_MAX:
+            self._is_endless = True
+            self.close()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -325,6 +356,9 @@ class ZmqLink:
         self._closed = False
         self._receiving = False
         self._parked: trio.CancelScope | None = None
+        # Whether a whole message was taken since it was measured, and what had been received by the last time of this.
+        self._has_taken = False
+        self._measured_bytes = 0
 
     def send(self, frames: Sequence[bytes]) -> bool:
         if self._closed:
@@ -370,6 +404,7 @@ class ZmqLink:
             message = _receive_bounded(self._dealer, LINK_FRAMES_MAX, LINK_FRAME_BYTES_MAX)
             if message is None:
                 return None
+            self._has_taken = True
             if message.is_delimited:
                 return message.frames[1:]
             self._lose("what the peer sent is not a delimited message within bounds")
@@ -396,6 +431,18 @@ class ZmqLink:
                     break
                 self._arrived.append(message.frames[1:])
             self._lose("the peer has closed the connection" if self._monitor.greeted else ENDED)
+
+    def measure(self) -> None:
+        """Lose the connection if too much has come over it since the last whole message."""
+        self._look_at_connection()
+        if self._lost is not None or self._closed:
+            return
+        received = self._monitor.received_bytes()
+        if self._has_taken:
+            self._has_taken = False
+            self._measured_bytes = received
+        elif received - self._measured_bytes > LINK_UNFINISHED_BYTES_MAX:
+            self._lose(ENDLESS)
 
     def _lose(self, error: str) -> None:
         self._lost = error
@@ -580,6 +627,7 @@ class ZmqSideChannel:
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._monitors = itertools.count()
         self._open: set[ZmqRequester | ZmqListener | ZmqLink] = set()
+        self._is_measuring = False
         self._closed = False
 
     def connect(self, host: str, port: int) -> ZmqRequester:
@@ -588,6 +636,7 @@ class ZmqSideChannel:
         _check_address(host, port, port_min=1)
         requester = ZmqRequester(self, host, port)
         self._open.add(requester)
+        self._measure_clients()
         return requester
 
     @property
@@ -638,6 +687,7 @@ class ZmqSideChannel:
         try:
             dealer.setsockopt(zmq.MAXMSGSIZE, LINK_FRAME_BYTES_MAX)
             dealer.setsockopt(zmq.SNDHWM, LINK_QUEUED_MAX)
+            dealer.setsockopt(zmq.RCVHWM, LINK_WAITING_MAX)
             dealer.setsockopt(zmq.RECONNECT_IVL, LINK_RECONNECT_SECONDS * 1000)
             monitor = self.monitor(dealer)
         except (zmq.ZMQError, OSError) as error:
@@ -651,6 +701,7 @@ class ZmqSideChannel:
             raise SideChannelError(host, port, str(error)) from error
         link = ZmqLink(self, host, port, dealer, monitor)
         self._open.add(link)
+        self._measure_clients()
         return link
 
     def listen(
@@ -762,6 +813,25 @@ class ZmqSideChannel:
         """For `closed` to say that it is."""
         self._open.discard(closed)
 
+    def _measure_clients(self) -> None:
+        """As long as there are any. The task belongs to the trio run: whoever has the channel need not know of it."""
+        if not self._is_measuring:
+            self._is_measuring = True
+            trio.lowlevel.spawn_system_task(self._measure_until_none_is_open)
+
+    async def _measure_until_none_is_open(self) -> None:
+        try:
+            while clients := [each for each in self._open if not isinstance(each, ZmqListener)]:
+                for client in clients:
+                    try:
+                        client.measure()
+                    except Exception as error:
+                        # A task of the run itself must not raise: everything would end.
+                        log_crash("measuring of a client of the side channel", error)
+                await trio.sleep(CLIENTS_MEASURED_EVERY_SECONDS)
+        finally:
+            self._is_measuring = False
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("this side channel is closed")
@@ -792,6 +862,7 @@ class Monitor:
         """The other end has said that it does not let us in."""
         self.disconnected = False
         """A connection has ended."""
+        self._descriptor: int | None = None
         try:
             watched.monitor(address, _WATCHED_EVENTS)
             events.connect(address)
@@ -815,6 +886,12 @@ class Monitor:
             with contextlib.suppress(trio.ClosedResourceError):
                 await trio.lowlevel.wait_readable(self._both.fileno())
 
+    def received_bytes(self) -> int:
+        """Over the connection, if there is one."""
+        if not self._events.closed:
+            self.catch_up()
+        return 0 if self._descriptor is None else received_bytes(self._descriptor)
+
     def catch_up(self) -> None:
         """Take in all events up to now. Look at the attributes afterwards: the events are used up."""
         while True:
@@ -822,7 +899,12 @@ class Monitor:
                 message = self._events.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            event = parse_monitor_message(message)["event"]
+            parsed = parse_monitor_message(message)
+            event = parsed["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._descriptor = parsed["value"]
+            elif event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
+                self._descriptor = None
             self.connection_failed |= event == zmq.EVENT_CLOSED
             self.connected |= event == zmq.EVENT_CONNECTED
             self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import trio
 import trio.testing
 import zmq
 
+from connector.ports import zmq_bridge
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
@@ -33,6 +34,7 @@ from connector.ports.zmq_bridge import (
     REPLIES_QUEUED_MAX,
     ZmqSideChannel,
 )
+from tests.attack import zmtp
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
 from tests.rig.key_files import Fleet
 from tests.rig.network import OTHER_SERVERS, BlackHole
@@ -440,6 +442,41 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_link_is_lost_over_a_message_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """libzmq would keep all of it."""
+        monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 8 << 20)
+
+        async def scenario(channel: SideChannel) -> None:
+            with babbler(zmtp.endless()) as port:
+                link = await channel.open_link(HOST, port)
+                with pytest.raises(LinkLost, match="message without end"):
+                    await link.receive()
+                assert not link.send([b"still there?"])
+
+        self.run(scenario)
+
+    def test_who_answers_with_a_message_without_end_is_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(zmq_bridge, "REPLY_UNFINISHED_BYTES_MAX", 8 << 20)
+
+        async def scenario(channel: SideChannel) -> None:
+            with babbler(zmtp.endless()) as port, pytest.raises(NotASideChannel, match="message without end"):
+                await channel.connect(HOST, port).ask([b"who is there?"])
+
+        self.run(scenario)
+
+    def test_messages_that_are_taken_may_be_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 32 << 20)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+
+        async def scenario(channel: SideChannel) -> None:
+            with babbler(zmtp.message(bytes(1 << 18))) as port:
+                link = await channel.open_link(HOST, port)
+                for _ in range(400):
+                    assert len((await link.receive())[0]) == 1 << 18
+                link.close()
+
+        self.run(scenario)
+
     def test_a_connection_that_is_reset_ends_the_link(self) -> None:
         async def scenario(channel: SideChannel) -> None:
             with socket.create_server((HOST, 0)) as server:
@@ -490,6 +527,29 @@ class TestZmqSideChannel(SideChannelSuite):
             bound_but_not_listening.bind((HOST, 0))
             nobody = bound_but_not_listening.getsockname()[1]
             trio.run(main)
+
+
+@contextmanager
+def babbler(said: bytes) -> Iterator[int]:
+    """A server that says this again and again, as soon as somebody has greeted it; its port."""
+
+    def talk() -> None:
+        with suppress(OSError):
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(zmtp.GREETING + zmtp.ready(b"ROUTER"))
+                zmtp.await_hello(connection)
+                while True:
+                    connection.sendall(said)
+
+    with socket.create_server((HOST, 0)) as server:
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 FEW = 10
