@@ -112,7 +112,7 @@ def test_rank_that_the_peer_does_not_have_fails_the_request_and_leaves_nothing()
     """The parameters claim more ranks than the engine has, which says itself how many it has."""
 
     async def test() -> None:
-        options = ConnectorOptions(handshake_timeout_seconds=0.5)
+        options = ConnectorOptions(handshake_timeout_seconds=2.0)
         async with parallel_engine("p", 1, serves=True) as (p,), parallel_engine("d", 1, options=options) as (d,):
             address = PeerAddress(engine_id="p", host="127.0.0.1", port=p.address.port, tp_size=2)
             lend([p], "remote-a")

@@ -665,7 +665,7 @@ def test_an_engine_that_comes_back_is_served_while_others_are_asked_for_in_vain(
 
     async def test() -> None:
         options = ConnectorOptions(
-            handshake_timeout_seconds=0.3, backoff_initial_seconds=0.02, backoff_max_seconds=0.05
+            handshake_timeout_seconds=1.0, backoff_initial_seconds=0.02, backoff_max_seconds=0.05
         )
         with BlackHole() as silent:
             async with engine("d", options=options) as d, trio.open_nursery() as nursery:
