@@ -35,8 +35,6 @@ ENGINE_TTL_SECONDS = 5.0
 LEASE_LIMIT_SECONDS = 30.0
 SURVEY_SECONDS = 5.0
 DRAIN_GRACE_SECONDS = 10.0
-SHUTDOWN_SECONDS = 12
-"""vLLM waits so long at SIGTERM; without it nothing that is lent survives one."""
 
 COMMON = {"kv_lease_duration": LEASE_SECONDS}
 OURS_ONLY = {
@@ -143,9 +141,6 @@ class ChaosCluster:
             max_num_batched_tokens=CHUNK_TOKENS,
             trace_directory=self.directory / "traces" if is_ours else None,
             environment={"UCX_TLS": "tcp,self"} if name == "recompute" else {},
-            arguments=(
-                *("--num-gpu-blocks-override", str(blocks)),
-                *(("--shutdown-timeout", str(SHUTDOWN_SECONDS)) if is_prefill else ()),
-            ),
+            arguments=("--num-gpu-blocks-override", str(blocks)),
             **others,
         )
