@@ -16,7 +16,8 @@ Rules:
 * There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was asked for
   longest ago is retired, one that is not connected before one that is. A connected one goes too, because a dead engine
   that nobody uses looks connected: with a full table, engines that replaced others would never find a place.
-* A newcomer is refused when nobody can be retired for it, and when the connector stops.
+* A newcomer is refused when nobody can be retired for it, and when the connector stops. From then on nothing begins at
+  a member either: it would fail with the member's end, and be told another reason than the true one.
 * When a member has connected, other engines that were looked for at the same place are gone: they are retired.
 * Members that know one engine by different sizes stand on the same agents, which can be loaded again only when all have
   let go. When one of them has taken back its connection, unused ones that are connected are retired.
@@ -341,11 +342,11 @@ class Roster:
         key, message = asked.key, asked.message
         entry = self._entries.get(key)
         effects: list[Effect] = []
-        if self._quarantine.is_full and asked.is_awaited and self._stopped is None:
+        if self._stopped is not None and (entry is None or asked.is_awaited):
+            return self._turn_away(asked, self._stopped)
+        if self._quarantine.is_full and asked.is_awaited:
             return self._turn_away_for_now(asked, entry)
         if entry is None:
-            if self._stopped is not None:
-                return self._turn_away(asked, self._stopped)
             if self._staying >= self._members_max:
                 effects = self._make_room()
                 if not effects:

@@ -68,7 +68,7 @@ MUTANTS = (
         name="newcomers admitted while it stops",
         rule="newcomers are refused",
         broken="a connector that stops starts actors for new peers",
-        changes=(Edit(Roster._ask, "if self._stopped is not None:", "if False:"),),
+        changes=(Edit(Roster._ask, "self._stopped is not None and (entry is None or asked.is_awaited)", "False"),),
         place=ByTest(f"{ROSTER}::test_after_the_stop_only_who_is_known_gets_messages"),
     ),
     Mutant(
@@ -186,7 +186,7 @@ MUTANTS = (
         name="the queue is refused",
         rule="a limit to the quarantine",
         broken="the lease of a request that waits in the queue is not held while the quarantine is full",
-        changes=(Edit(Roster._ask, "asked.is_awaited and self._stopped is None:", "self._stopped is None:"),),
+        changes=(Edit(Roster._ask, "self._quarantine.is_full and asked.is_awaited", "self._quarantine.is_full"),),
         place=ByTest(f"{ROSTER}::test_who_waits_in_the_queue_or_needs_nothing_is_not_refused"),
     ),
 )
