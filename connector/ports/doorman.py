@@ -30,7 +30,7 @@ from typing import TypeAlias
 import zmq
 
 from connector.clock import NS_PER_SECOND, BootClock
-from connector.ports.received import received_bytes
+from connector.ports.tcp import peer_address, received_bytes
 from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -184,7 +184,7 @@ class Doorman:
 
     def _open(self, descriptor: int) -> None:
         self._forget(descriptor)
-        number, address = next(self._numbers), _peer_address(descriptor)
+        number, address = next(self._numbers), peer_address(descriptor)
         self._connections[number] = _Connection(descriptor, address)
         self._by_descriptor[descriptor] = number
         self._carry_out(self._admission.opened(number, address, self._clock.now_ns()))
@@ -230,17 +230,3 @@ class Doorman:
         finally:
             duplicate.detach()
             os.dup2(self._nothing, self._spare, inheritable=False)
-
-
-def _peer_address(descriptor: int) -> str:
-    """Empty when the connection has ended already."""
-    try:
-        looked_at = socket.socket(fileno=descriptor)
-    except OSError:
-        return ""
-    try:
-        return str(looked_at.getpeername()[0])
-    except (OSError, IndexError, TypeError):
-        return ""
-    finally:
-        looked_at.detach()

@@ -64,7 +64,6 @@ from zmq.utils.monitor import parse_monitor_message
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
-from connector.ports.received import received_bytes
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
@@ -77,6 +76,7 @@ from connector.ports.side_channel import (
     Request,
     SideChannelError,
 )
+from connector.ports.tcp import received_bytes
 from statemachine.admission import AdmissionLimits
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -211,14 +211,13 @@ class ZmqRequester:
         try:
             with trio.CancelScope() as self._asking:
                 return await self._exchange(frames)
+            raise trio.ClosedResourceError("this requester was closed while it waited")
         except trio.ClosedResourceError:
-            if not self._is_endless:
-                raise
+            if self._is_endless:
+                raise self._something_else(ENDLESS) from None
+            raise
         finally:
             self.close()
-        if self._is_endless:
-            raise self._something_else(ENDLESS)
-        raise trio.ClosedResourceError("this requester was closed while it waited")
 
     async def _exchange(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
         address = await self._channel.numeric_address(self._host, self._port)
@@ -887,9 +886,7 @@ class Monitor:
                 await trio.lowlevel.wait_readable(self._both.fileno())
 
     def received_bytes(self) -> int:
-        """Over the connection, if there is one."""
-        if not self._events.closed:
-            self.catch_up()
+        """Over the connection that `catch_up` has told of. Takes no event in: who waits for one would miss it."""
         return 0 if self._descriptor is None else received_bytes(self._descriptor)
 
     def catch_up(self) -> None:

@@ -1,0 +1,46 @@
+"""What the kernel says of a TCP connection by its descriptor, which belongs to somebody else and may be closed any
+moment.
+
+libzmq keeps the parts of a message until the last one has come, however many they are, and tells nobody. The bytes
+that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_RECEIVED_BYTES = struct.Struct("128xQ")
+"""Where `tcpi_bytes_received` is in `struct tcp_info`."""
+
+
+def received_bytes(descriptor: int) -> int:
+    """Since it was opened; 0 when the connection has ended already."""
+    return _asked(descriptor, _received, 0)
+
+
+def peer_address(descriptor: int) -> str:
+    """Empty when the connection has ended already."""
+    return _asked(descriptor, lambda connection: str(connection.getpeername()[0]), "")
+
+
+def _received(connection: socket.socket) -> int:
+    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
+    return int(_RECEIVED_BYTES.unpack(facts)[0])
+
+
+def _asked(descriptor: int, question: Callable[[socket.socket], T], otherwise: T) -> T:
+    try:
+        looked_at = socket.socket(fileno=descriptor)
+    except OSError:
+        return otherwise
+    try:
+        return question(looked_at)
+    except (OSError, struct.error, IndexError, TypeError):  # it has ended, or is something else by now
+        return otherwise
+    finally:
+        looked_at.detach()
