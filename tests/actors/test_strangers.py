@@ -28,15 +28,6 @@ def fleet(tmp_path: Path) -> Fleet:
     return Fleet(tmp_path)
 
 
-def friends(fleet: Fleet, *names: str) -> list[Member]:
-    members = [fleet.member(name) for name in names]
-    for member in members:
-        for other in members:
-            if other is not member:
-                fleet.accept(other, by=member)
-    return members
-
-
 def with_keys(member: Member, **options: object) -> ConnectorOptions:
     return ConnectorOptions(curve_directory=str(member.directory), **options)  # type: ignore[arg-type]
 
@@ -59,7 +50,7 @@ async def is_refused(d: Engine, p: Engine | PeerAddress, name: str) -> str:
 
 
 def test_engines_with_keys_serve_each_other_and_tools_with_keys(fleet: Fleet) -> None:
-    p_keys, d_keys, tool = friends(fleet, "p", "d", "tool")
+    p_keys, d_keys, tool = fleet.friends("p", "d", "tool")
 
     async def test() -> None:
         of_p, of_d = with_keys(p_keys), with_keys(d_keys)
@@ -80,7 +71,7 @@ def test_engines_with_keys_serve_each_other_and_tools_with_keys(fleet: Fleet) ->
 
 @pytest.mark.parametrize("kind", ["unknown key", "no key", "key on one side"])
 def test_a_stranger_is_refused_at_once_and_told_why(fleet: Fleet, kind: str) -> None:
-    p_keys, d_keys = friends(fleet, "p", "d")
+    p_keys, d_keys = fleet.friends("p", "d")
     unknown = fleet.member("unknown")
     fleet.accept(p_keys, by=unknown)
     of_p = ConnectorOptions() if kind == "key on one side" else with_keys(p_keys)
@@ -103,7 +94,7 @@ def test_a_stranger_is_refused_at_once_and_told_why(fleet: Fleet, kind: str) -> 
 
 def test_control_sockets_let_no_stranger_in_who_knows_where_they_are(fleet: Fleet) -> None:
     """He may have been told by the side channel before his key was taken away."""
-    p_keys, d_keys = friends(fleet, "p", "d")
+    p_keys, d_keys = fleet.friends("p", "d")
 
     async def test() -> None:
         async with engine("p", serves=True, options=with_keys(p_keys)) as p:
@@ -159,7 +150,7 @@ def test_p_answers_nobody_from_outside_of_its_ranges() -> None:
 
 def test_a_mixed_fleet_meets_over_side_channels_without_keys(fleet: Fleet) -> None:
     """Those with keys have them on their control sockets all the same, which nobody without keys gets into."""
-    p_keys, d_keys = friends(fleet, "p", "d")
+    p_keys, d_keys = fleet.friends("p", "d")
 
     async def test() -> None:
         mixed = {"allow_insecure_peers": True}

@@ -62,6 +62,7 @@ class _Run:
         self._over = threading.Event()
         self._faults: Counter[str] = Counter()
         self._impossible: Counter[str] = Counter()
+        self._drains: Counter[str] = Counter()
         self._report = Report(connector=cluster.connector, seed=plan.seed, seconds=plan.seconds)
 
     def carry_out(self) -> Report:
@@ -83,6 +84,7 @@ class _Run:
         self._say("the load has stopped; waiting until all has settled")
         report.count(self._load.results)
         report.faults, report.impossible_faults = dict(self._faults), dict(self._impossible)
+        report.drains = dict(self._drains)
         report.lives = {name: each.lives for name, each in self._cluster.prefill.items()}
         loads_after = self._loads()
         for engine, (loaded, failed) in loads_before.items():
@@ -143,19 +145,13 @@ class _Run:
                     time.sleep(fault.seconds)
                 finally:
                     prefill.engine.resume()
-            case Kind.KILL_SAME_ID | Kind.KILL_NEW_ID:
-                prefill.end_life(prefill.engine.kill)
-                time.sleep(fault.seconds)
-                prefill.begin_life(new_id=fault.kind is Kind.KILL_NEW_ID)
-            case Kind.DRAIN_NEW_ID:
-                self._drain(prefill)
-                prefill.end_life(prefill.engine.stop)
-                time.sleep(fault.seconds)
-                prefill.begin_life(new_id=True)
             case _:
-                prefill.end_life(prefill.engine.stop)
+                if fault.kind is Kind.DRAIN_NEW_ID:
+                    self._drain(prefill)
+                is_kill = fault.kind in (Kind.KILL_SAME_ID, Kind.KILL_NEW_ID)
+                prefill.end_life(prefill.engine.kill if is_kill else prefill.engine.stop)
                 time.sleep(fault.seconds)
-                prefill.begin_life(new_id=False)
+                prefill.begin_life(new_id=fault.kind in (Kind.KILL_NEW_ID, Kind.DRAIN_NEW_ID))
 
     def _drain(self, prefill: Prefill) -> None:
         """As an operator does; of a built-in engine nobody can ask it. One that cannot be asked is ended all the same:
@@ -166,11 +162,12 @@ class _Run:
         try:
             report = drain(address, waits=True, timeout_seconds=DRAIN_SECONDS_MAX)
         except AdministrationError as error:
-            self._report.drains["not asked"] = self._report.drains.get("not asked", 0) + 1
+            self._drains["not asked"] += 1
             self._say(f"{prefill.engine.name} could not be drained: {error}")
             return
-        became = "with nothing lent" if report.state == "drained" and not report.lent else "with prefills still lent"
-        self._report.drains[became] = self._report.drains.get(became, 0) + 1
+        self._drains[
+            "with nothing lent" if report.state == "drained" and not report.lent else "with prefills still lent"
+        ] += 1
         if report.state != "drained":
             self._report.left.append(f"{prefill.engine.name}: still draining after {report.seconds:.0f} s")
 

@@ -21,7 +21,7 @@ from connector.ports.gate import Access, Gate
 from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
 from connector.ports.zmq_bridge import ZmqSideChannel
 from tests.conformance.side_channel_suite import AT_ONCE_SECONDS, HOST, serve, until
-from tests.rig.key_files import Fleet, Member
+from tests.rig.key_files import Fleet
 
 ELSEWHERE = Access(networks=(ip_network("10.0.0.0/8"), ip_network("fd00::/8")))
 LOOPBACK = Access(networks=(ip_network("127.0.0.1"),))
@@ -44,16 +44,6 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
             await main()
 
     trio.run(bounded)
-
-
-def friends(fleet: Fleet, *names: str) -> list[Member]:
-    """Members all of whom accept each other."""
-    members = [fleet.member(name) for name in names]
-    for member in members:
-        for other in members:
-            if other is not member:
-                fleet.accept(other, by=member)
-    return members
 
 
 async def ask(channel: SideChannel, port: int, question: bytes = b"hello", host: str = HOST) -> tuple[bytes, ...]:
@@ -156,7 +146,7 @@ def test_nothing_connects_to_where_it_may_not(host: str) -> None:
 
 def test_members_hear_each_other_and_nobody_else_reads_along(fleet: Fleet) -> None:
     """Through a proxy that keeps all bytes: neither question nor answer is among them."""
-    one, other = friends(fleet, "one", "other")
+    one, other = fleet.friends("one", "other")
     seen = bytearray()
 
     async def forward(source: trio.SocketStream, target: trio.SocketStream) -> None:
@@ -189,7 +179,7 @@ def test_members_hear_each_other_and_nobody_else_reads_along(fleet: Fleet) -> No
 
 
 def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
-    one, other = friends(fleet, "one", "other")
+    one, other = fleet.friends("one", "other")
     unknown = fleet.member("unknown")
     fleet.accept(one, by=unknown)
 
@@ -223,7 +213,7 @@ def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("told", ["nothing", "another key"])
 def test_a_link_needs_the_key_of_its_listener(fleet: Fleet, told: str) -> None:
-    one, other = friends(fleet, "one", "other")
+    one, other = fleet.friends("one", "other")
     stranger = fleet.member("stranger")
 
     async def main() -> None:
@@ -242,7 +232,7 @@ def test_a_link_needs_the_key_of_its_listener(fleet: Fleet, told: str) -> None:
 
 def test_the_right_one_of_many_keys_is_found_and_remembered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"engine-{number:02}" for number in range(30)]
-    *_, serving_member, asking_member = friends(fleet, *names)
+    *_, serving_member, asking_member = fleet.friends(*names)
     attempts: list[bytes | None] = []
     make_client = ZmqSideChannel.make_client
 
@@ -270,7 +260,7 @@ def test_the_right_one_of_many_keys_is_found_and_remembered(fleet: Fleet, monkey
 
 def test_keys_are_rolled_without_a_restart_of_those_who_accept_them(fleet: Fleet) -> None:
     """The asker gets a new pair: it is accepted beside the old one, and then instead of it."""
-    serving_member, old = friends(fleet, "serving", "old")
+    serving_member, old = fleet.friends("serving", "old")
     new = fleet.member("new")
     fleet.accept(serving_member, by=new)
 
@@ -295,7 +285,7 @@ def test_keys_are_rolled_without_a_restart_of_those_who_accept_them(fleet: Fleet
 
 def test_the_key_of_a_server_is_rolled_while_both_are_accepted(fleet: Fleet) -> None:
     """The server starts anew with another pair, at the same address; the asker goes on."""
-    old, new, asking_member = friends(fleet, "old", "new", "asking")
+    old, new, asking_member = fleet.friends("old", "new", "asking")
 
     async def main() -> None:
         with closing(asking_member.channel()) as asking:
@@ -313,7 +303,7 @@ def test_the_key_of_a_server_is_rolled_while_both_are_accepted(fleet: Fleet) -> 
 
 
 def test_a_folder_that_cannot_be_read_leaves_the_keys_of_before(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    serving_member, asking_member = friends(fleet, "serving", "asking")
+    serving_member, asking_member = fleet.friends("serving", "asking")
 
     async def main() -> None:
         with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
@@ -333,7 +323,7 @@ def test_a_folder_that_cannot_be_read_leaves_the_keys_of_before(fleet: Fleet, ca
 
 def test_engines_without_keys_are_asked_where_that_is_allowed(fleet: Fleet) -> None:
     """And those with keys with theirs, also at the address where one without had been."""
-    one, other = friends(fleet, "one", "other")
+    one, other = fleet.friends("one", "other")
 
     async def main() -> None:
         with closing(other.channel(allows_insecure=True)) as asking:
@@ -375,7 +365,7 @@ def test_no_engine_without_keys_is_asked_unless_that_is_allowed(fleet: Fleet) ->
 @pytest.mark.parametrize("kind", ["unknown key", "no key"])
 def test_a_stranger_costs_nothing(fleet: Fleet, kind: str) -> None:
     """Hundreds of them, while members are served: neither descriptors nor sockets are left of them."""
-    serving_member, asking_member = friends(fleet, "serving", "asking")
+    serving_member, asking_member = fleet.friends("serving", "asking")
     unknown = fleet.member("unknown")
     fleet.accept(serving_member, by=unknown)
 
@@ -437,7 +427,7 @@ def test_a_listener_with_keys_says_no_word_to_who_speaks_without(fleet: Fleet) -
 
 
 def test_nobody_is_let_in_by_a_mistake(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving_member, asking_member = friends(fleet, "serving", "asking")
+    serving_member, asking_member = fleet.friends("serving", "asking")
 
     async def broken(*_: object) -> str | None:
         raise RuntimeError("injected")
@@ -459,7 +449,7 @@ def test_nobody_is_let_in_by_a_mistake(fleet: Fleet, monkeypatch: pytest.MonkeyP
 
 
 def test_nobody_is_let_in_when_there_is_no_gate(fleet: Fleet) -> None:
-    serving_member, asking_member = friends(fleet, "serving", "asking")
+    serving_member, asking_member = fleet.friends("serving", "asking")
 
     async def main() -> None:
         with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:

@@ -46,6 +46,15 @@ class Fleet:
         make_pair(made.directory, name)
         return made
 
+    def friends(self, *names: str) -> list[Member]:
+        """New members all of whom accept each other."""
+        members = [self.member(name) for name in names]
+        for member in members:
+            for other in members:
+                if other is not member:
+                    self.accept(other, by=member)
+        return members
+
     def accept(self, member: Member, *, by: Member) -> None:
         shutil.copy(member.public, by.accepted)
 

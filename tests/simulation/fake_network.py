@@ -23,6 +23,7 @@ from typing import Any
 
 import trio
 
+from connector.clock import to_ns
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
@@ -34,6 +35,7 @@ from connector.ports.side_channel import (
     Request,
     SideChannelError,
 )
+from connector.ports.zmq_bridge import DROPPED_UNITS
 from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 from tests.simulation.agenda import Agenda
 from tests.simulation.faults import LATENCY_SECONDS
@@ -44,7 +46,6 @@ CONNECT_AGAIN_SECONDS = 1.0
 LINK_QUEUED_MAX = 1000
 """Messages of a link that are under way or wait for its connection."""
 
-NS_PER_SECOND = 1_000_000_000
 ADMISSION = AdmissionLimits(
     connections_max=4096,
     unfinished_bytes_max=1 << 30,
@@ -53,8 +54,6 @@ ADMISSION = AdmissionLimits(
     common_units_per_second=1000,
 )
 """Messages arrive whole here, so their sizes are of no account."""
-DROPPED_UNITS = 4
-"""What a message out of bounds costs its sender."""
 
 REFUSED = "Connection refused"
 NOT_LET_IN = "it does not let this engine in"
@@ -66,7 +65,7 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,253}")
 
 
 def _now_ns() -> int:
-    return round(trio.current_time() * NS_PER_SECOND)
+    return to_ns(trio.current_time())
 
 
 class NetworkRules:

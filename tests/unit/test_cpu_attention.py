@@ -13,8 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
@@ -25,7 +23,16 @@ from connector.layout.remote import layout_from_metadata
 from connector.unsupported import UnsupportedCache
 from connector.worker.registration import derive_registration
 from tests.unit.cache_families import Rank, be_rank, carry_out, seen
-from tests.unit.vllm_setup import KV_HEADS, allocate, cache_config, engine_config, layer_name, single_rank, write_model
+from tests.unit.vllm_setup import (
+    KV_HEADS,
+    allocate,
+    attention_layers,
+    cache_config,
+    engine_config,
+    layer_name,
+    single_rank,
+    write_model,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -68,7 +75,7 @@ class Engine:
         dtype, head_size = ORDERS[order]
         config = engine_config(write_model(directory / "model", head_dim=head_size), block_size=block_size, dtype=dtype)
         config.kv_transfer_config.engine_id = engine_id
-        self.layers = self._layers(config, KV_HEADS // tp_size, head_size)
+        self.layers = attention_layers(config, LAYERS, head_size, KV_HEADS // tp_size)
         spec = self.layers[0].get_kv_cache_spec(config)
         self.caches = cache_config(spec, layers=LAYERS, num_blocks=BLOCKS)
         names = [layer_name(index) for index in range(LAYERS)]
@@ -84,20 +91,6 @@ class Engine:
             tensors=self.tensors,
             registration=derive_registration(config, self.caches, self.tensors),
         )
-
-    def _layers(self, config: VllmConfig, kv_heads: int, head_size: int) -> list[Attention]:
-        with set_current_vllm_config(config):
-            return [
-                Attention(
-                    2 * kv_heads,
-                    head_size,
-                    scale=1.0,
-                    num_kv_heads=kv_heads,
-                    cache_config=config.cache_config,
-                    prefix=layer_name(index),
-                )
-                for index in range(LAYERS)
-            ]
 
     @property
     def instruction_set(self) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -24,6 +24,7 @@ from tests.unit.cache_families import be_rank
 from tests.unit.vllm_setup import (
     KV_HEADS,
     allocate,
+    attention_layers,
     cache_config,
     engine_config,
     layer_name,
@@ -51,18 +52,7 @@ def model(directory: Path, seed: int = 1, **changes: Any) -> Path:
 
 
 def layers_of(config: VllmConfig, head_size: int = 32, kv_heads: int = KV_HEADS) -> list[Attention]:
-    with set_current_vllm_config(config):
-        return [
-            Attention(
-                2 * kv_heads,
-                head_size,
-                scale=1.0,
-                num_kv_heads=kv_heads,
-                cache_config=config.cache_config,
-                prefix=layer_name(index),
-            )
-            for index in range(LAYERS)
-        ]
+    return attention_layers(config, LAYERS, head_size, kv_heads)
 
 
 def identity(

@@ -25,6 +25,7 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -134,6 +135,22 @@ def block_hasher(block_size: int, max_model_len: int) -> BlockHasher:
 
 def layer_name(index: int) -> str:
     return f"model.layers.{index}.self_attn.attn"
+
+
+def attention_layers(config: VllmConfig, count: int, head_size: int, kv_heads: int) -> list[Attention]:
+    """vLLM's own, with two query heads for each KV head. Within `single_rank`."""
+    with set_current_vllm_config(config):
+        return [
+            Attention(
+                2 * kv_heads,
+                head_size,
+                scale=1.0,
+                num_kv_heads=kv_heads,
+                cache_config=config.cache_config,
+                prefix=layer_name(index),
+            )
+            for index in range(count)
+        ]
 
 
 def attention_spec(block_size_tokens: int = 64, **changes: Any) -> FullAttentionSpec:
