@@ -5,8 +5,9 @@ slow each other down more than their number says. `Engine` starts, waits for, st
 is the context manager that ends all of them whatever happens inside.
 
 Nothing started here may outlive the program that started it. Three nets, each for what the one before cannot see: the
-context manager (an exception, Ctrl-C), `atexit` (a forgotten engine), and the reaper, a small process that reads the
-process groups to end from a pipe and ends them when the pipe closes (this program was killed with SIGKILL).
+context manager (an exception, Ctrl-C), `atexit` (a forgotten engine), and the reaper (`tests.e2e.reaper`), a small
+process that reads the process groups to end from a pipe and ends them when the pipe closes (this program was killed
+with SIGKILL).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
+from tests.e2e import reaper
 from tests.e2e.calm import CALM_POLLING, calm_environment
 from tests.e2e.serve import ONE_THREAD, ForkedServer
 
@@ -43,6 +46,9 @@ STOP_AFTER_ERROR_TIMEOUT_SECONDS = 3.0
 KILL_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.2
 LOG_TAIL_LINES = 25
+TROUBLE = re.compile(r"ERROR|Traceback|Fatal Python error|terminate called|Killed")
+TROUBLE_LINES = 25
+"""What comes last in a log is what followed from the cause, in several processes; so from the first sign of it too."""
 
 PORT_RANGE = range(20_000, 32_000)
 """Below the ephemeral range of Linux, so that no outgoing connection takes a port between our look and the bind."""
@@ -217,6 +223,7 @@ class EngineOptions:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
             "TMPDIR": _scratch().name,
         }
         if self.forks:
@@ -257,6 +264,7 @@ class Engine:
         self._started_at = 0.0
         self._terminating = False
         self._log_start = 0
+        self._shared_memory: set[Path] = set()
 
     @property
     def name(self) -> str:
@@ -284,6 +292,7 @@ class Engine:
         self._process = self.options.start(self.log_path)
         self._started_at = time.monotonic()
         self._terminating = False
+        self._shared_memory = set()
         _guard.watch(self._process.pid)
         return self
 
@@ -292,15 +301,16 @@ class Engine:
     ) -> Engine:
         """Return once /health answers 200; `EngineFailed` when the server ends before or the time is up."""
         deadline = time.monotonic() + timeout_seconds
-        while not self.healthy():
+        while True:
+            if progress is not None:
+                progress(time.monotonic() - self._started_at)
+            if self.healthy():
+                return self
             if not self.running:
                 raise EngineFailed(f"engine {self.name} ended while starting\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 raise EngineFailed(f"engine {self.name} not up after {timeout_seconds:g} s\n{self.log_tail()}")
-            if progress is not None:
-                progress(time.monotonic() - self._started_at)
             time.sleep(POLL_SECONDS)
-        return self
 
     def healthy(self) -> bool:
         """Whether /health answers 200 now."""
@@ -320,6 +330,7 @@ class Engine:
 
     def start_to_kill(self) -> None:
         """`kill` without the wait until everything is gone, which takes the kernel seconds on a busy machine."""
+        self._see_shared_memory()
         self._signal_group(signal.SIGKILL)
 
     def pause(self) -> None:
@@ -334,6 +345,7 @@ class Engine:
         """SIGTERM to the server, once: vLLM restores the default action before it cleans up, a second would kill it."""
         if self._process is not None and self.running and not self._terminating:
             self._terminating = True
+            self._see_shared_memory()
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()  # it ends its own children; `stop` ends what is left of the group
             self.resume()
@@ -349,7 +361,7 @@ class Engine:
                 self._process.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
                 graceful = False
-        self._signal_group(signal.SIGKILL)
+        self.start_to_kill()
         self._reap(KILL_TIMEOUT_SECONDS)
         return graceful
 
@@ -363,23 +375,33 @@ class Engine:
         """Everything that the engine has logged, over all its starts."""
         return self.log_path.read_text(errors="replace")
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The end of the log, for error messages."""
+    def log_tail(self) -> str:
+        """For error messages: this start's log from the first sign of trouble on, and its end."""
         try:
-            text = self.log_path.read_text(errors="replace")
+            lines = self._log_of_this_start().splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return (
-            "\n".join("  | " + line for line in text.splitlines()[-lines:]) + f"\nthe whole log is in {self.log_path}"
-        )
+        tail = max(0, len(lines) - LOG_TAIL_LINES)
+        first = next((number for number, line in enumerate(lines) if TROUBLE.search(line)), tail)
+        left_out = ["..."] if first + TROUBLE_LINES < tail else []
+        shown = [*lines[first : min(first + TROUBLE_LINES, tail)], *left_out, *lines[tail:]]
+        return "\n".join("  | " + line for line in shown) + f"\nthe whole log is in {self.log_path}"
+
+    def _log_of_this_start(self) -> str:
+        return self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
 
     def start_phase(self) -> str:
         """How far the server has come with its start, in words."""
         try:
-            text = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
+            text = self._log_of_this_start()
         except OSError:
             text = ""
         return next((phase for sign, phase in START_PHASES if sign in text), "importing vLLM")
+
+    def _see_shared_memory(self) -> None:
+        """Before its processes end: afterwards nobody knows whose it was."""
+        if self._process is not None:
+            self._shared_memory |= reaper.shared_memory(self._process.pid)
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -390,7 +412,8 @@ class Engine:
         if self._process is None:
             return
         self._process.wait(timeout_seconds)
-        _wait_group_gone(self._process.pid, timeout_seconds)
+        reaper.wait_gone(self._process.pid, timeout_seconds)
+        reaper.remove(self._shared_memory)
         _guard.forget(self._process.pid)
 
 
@@ -398,17 +421,6 @@ class Engine:
 def _scratch() -> tempfile.TemporaryDirectory[str]:
     """For what engines that are killed leave behind: sockets, torch's rendezvous. It goes with this program."""
     return tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True)
-
-
-def _wait_group_gone(group: int, timeout_seconds: float) -> None:
-    """Until no process of the group is left, so that its ports and memory are free again."""
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
-            return
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -422,7 +434,7 @@ def process_group(command: Sequence[str], environment: Mapping[str, str], log: P
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(KILL_TIMEOUT_SECONDS)
-        _wait_group_gone(process.pid, KILL_TIMEOUT_SECONDS)
+        reaper.wait_gone(process.pid, KILL_TIMEOUT_SECONDS)
         _guard.forget(process.pid)
 
 
@@ -480,21 +492,6 @@ def _end(engines: Sequence[Engine], timeout_seconds: float) -> None:
         engine.stop(max(0.0, deadline - time.monotonic()))
 
 
-_REAPER = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-groups = set()
-for line in sys.stdin:
-    word, group = line.split()
-    (groups.add if word == "watch" else groups.discard)(int(group))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
-"""
-
-
 class _Guard:
     """Ends process groups that are still watched when this program ends, however it ends."""
 
@@ -512,9 +509,7 @@ class _Guard:
 
     def kill_all(self) -> None:
         """Called at exit; the reaper ends with the pipe."""
-        for group in self._groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+        reaper.end(self._groups)
 
     def _tell(self, word: str, group: int) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -526,7 +521,7 @@ class _Guard:
         if self._reaper is None:
             # A session of its own: Ctrl-C in the terminal must not end it before its work is done.
             self._reaper = subprocess.Popen(
-                [sys.executable, "-S", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
+                [sys.executable, "-S", reaper.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
             )
             atexit.register(self.kill_all)
         assert self._reaper.stdin is not None

@@ -12,6 +12,7 @@ has forked. It ends with its input. Its children are nobody's to wait for, so th
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import runpy
@@ -150,6 +151,7 @@ def main() -> None:
     # What vLLM prints meanwhile must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    faulthandler.enable()  # an engine's process that dies of a signal says where, in that engine's log
     fork_the_rest()
     import_what_all_need()
     imported = {name: value for name, value in os.environ.items() if name not in at_start} | {METHOD: "fork"}

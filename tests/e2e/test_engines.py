@@ -13,15 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import reaper
 from tests.e2e.engines import ROOT, Engine, EngineFailed, EngineOptions, EngineSet, free_port
 
 TIMEOUT_SECONDS = 20.0
+PROCESSES = 3
 
 STAND_IN = """
 import http.server, signal, subprocess, sys
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); "
+import multiprocessing.shared_memory
+shared = multiprocessing.shared_memory.SharedMemory(create=True, size=100)
+print("shared", shared.name, flush=True)
 child = subprocess.Popen([sys.executable, "-c", ignore + "time.sleep(600)"], stdout=subprocess.PIPE)
 child.stdout.readline()
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -31,16 +36,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("listening", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+BROKEN = {
+    "broken": "raise SystemExit('no such model')",
+    "talkative": "print('a start', 'Traceback of the cause', *(f'line {n}' for n in range(1, 200)), sep='\\n')",
+}
+"""Programs that end at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn(EngineOptions):
-    """An 'engine' with a child process that ignores SIGTERM."""
+    """An 'engine' with a child process that ignores SIGTERM, and shared memory, which has a process of Python's watch
+    over it."""
 
     behaviour: str = "plain"
 
     def start(self, log_path: Path) -> subprocess.Popen[bytes]:
-        program = "raise SystemExit('no such model')" if self.behaviour == "broken" else STAND_IN
+        program = BROKEN.get(self.behaviour, STAND_IN)
         return self.start_command([sys.executable, "-c", program, str(self.http_port), self.behaviour], log_path)
 
 
@@ -75,16 +86,29 @@ def wait_until_empty(group: int) -> None:
     assert members == []
 
 
+def wait_until_gone(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not path.exists()
+
+
+def shared_memory(log: str) -> Path:
+    return reaper.SHARED_MEMORY / log.split()[1]
+
+
 def test_start_reports_progress_and_stop_leaves_no_process(engines: EngineSet, tmp_path: Path) -> None:
     seen: list[str] = []
     (engine,) = engines.start(options(tmp_path), progress=lambda engines, _: seen.append(engines[0].start_phase()))
     assert seen[0] == "importing vLLM"
     assert engine.healthy()
     assert "listening" in engine.log_tail()
-    assert len(group_members(engine.pid)) == 2
+    assert len(group_members(engine.pid)) == PROCESSES
+    assert shared_memory(engine.log()).exists()
     assert engine.stop()
     assert group_members(engine.pid) == []
     assert not engine.healthy()
+    assert not shared_memory(engine.log()).exists()
 
 
 def test_an_engine_that_ignores_sigterm_is_killed(engines: EngineSet, tmp_path: Path) -> None:
@@ -98,6 +122,7 @@ def test_kill_takes_the_whole_group_and_restart_comes_back_on_the_same_port(engi
     killed = engine.pid
     engine.kill()
     assert group_members(killed) == []
+    assert not shared_memory(engine.log()).exists()
     engine.restart().wait_healthy(TIMEOUT_SECONDS)
     assert engine.pid != killed
 
@@ -112,6 +137,16 @@ def test_a_paused_engine_is_stopped_too(engines: EngineSet, tmp_path: Path) -> N
 def test_an_engine_that_does_not_start_says_why(engines: EngineSet, tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="no such model"):
         engines.start(options(tmp_path, "broken"))
+
+
+def test_the_first_sign_of_trouble_is_shown_with_the_end_of_the_log(engines: EngineSet, tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed) as failed:
+        engines.start(options(tmp_path, "talkative"))
+    shown = [line.removeprefix("  | ") for line in str(failed.value).splitlines()]
+    assert shown[1:3] == ["Traceback of the cause", "line 1"]
+    assert "..." in shown
+    assert shown[-2] == "line 199"
+    assert "a start" not in shown
 
 
 def test_an_exception_inside_the_block_ends_all(tmp_path: Path) -> None:
@@ -142,11 +177,12 @@ def test_engines_end_even_when_the_program_is_killed(tmp_path: Path) -> None:
     try:
         assert runner.stdout is not None
         group = int(runner.stdout.readline())
-        assert len(group_members(group)) == 2
+        assert len(group_members(group)) == PROCESSES
     finally:
         os.kill(runner.pid, signal.SIGKILL)
         runner.wait(TIMEOUT_SECONDS)
     wait_until_empty(group)
+    wait_until_gone(shared_memory((tmp_path / "stand-in.log").read_text()))
 
 
 def test_free_ports_are_never_given_twice() -> None:
