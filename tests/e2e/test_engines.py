@@ -39,6 +39,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 BROKEN = {
     "broken": "raise SystemExit('no such model')",
     "talkative": "print('a start', 'Traceback of the cause', *(f'line {n}' for n in range(1, 200)), sep='\\n')",
+    "loses a worker": "print('WorkerProc initialization failed')",
+    "loses a worker with a connector": "print('Creating v1 connector', 'WorkerProc initialization failed')",
 }
 """Programs that end at once."""
 
@@ -49,9 +51,12 @@ class StandIn(EngineOptions):
     over it."""
 
     behaviour: str = "plain"
+    recovers: bool = False
+    """Whether it behaves at its second start."""
 
     def start(self, log_path: Path) -> subprocess.Popen[bytes]:
-        program = BROKEN.get(self.behaviour, STAND_IN)
+        first = not log_path.exists() or not log_path.stat().st_size
+        program = BROKEN.get(self.behaviour, STAND_IN) if first or not self.recovers else STAND_IN
         return self.start_command([sys.executable, "-c", program, str(self.http_port), self.behaviour], log_path)
 
 
@@ -61,8 +66,8 @@ def engines() -> Iterator[EngineSet]:
         yield engines
 
 
-def options(tmp_path: Path, behaviour: str = "plain", name: str = "stand-in") -> StandIn:
-    return StandIn(name=name, model=tmp_path, logs=tmp_path, behaviour=behaviour)
+def options(tmp_path: Path, behaviour: str = "plain", name: str = "stand-in", *, recovers: bool = False) -> StandIn:
+    return StandIn(name=name, model=tmp_path, logs=tmp_path, behaviour=behaviour, recovers=recovers)
 
 
 def group_members(group: int) -> list[int]:
@@ -147,6 +152,24 @@ def test_the_first_sign_of_trouble_is_shown_with_the_end_of_the_log(engines: Eng
     assert "..." in shown
     assert shown[-2] == "line 199"
     assert "a start" not in shown
+
+
+def test_an_engine_that_lost_a_worker_before_it_had_a_connector_is_started_once_more(
+    engines: EngineSet, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match="stand-in lost a worker"):
+        (engine,) = engines.start(options(tmp_path, "loses a worker", recovers=True))
+    assert engine.healthy()
+
+
+def test_an_engine_that_loses_its_worker_again_has_failed(engines: EngineSet, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="lost a worker"), pytest.raises(EngineFailed, match="ended while starting"):
+        engines.start(options(tmp_path, "loses a worker"))
+
+
+def test_an_engine_that_lost_a_worker_with_its_connector_has_failed(engines: EngineSet, tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="ended while starting"):
+        engines.start(options(tmp_path, "loses a worker with a connector", recovers=True))
 
 
 def test_an_exception_inside_the_block_ends_all(tmp_path: Path) -> None:
