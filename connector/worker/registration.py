@@ -66,7 +66,9 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     require_supported_parallelism(vllm_config)
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
-            raise UnsupportedCache("KV cache group", "that is kept on the host or not transferable", "an ordinary one")
+            where = "in memory of the host" if group.host_resident else "on the device only, as a copy"
+            found = f"(layers {group.layer_names[0]} ...) that is kept {where}"
+            raise UnsupportedCache("a KV cache group", found, "caches without HiSparse, which divides them in this way")
     for layer, spec in layer_specs(kv_cache_config).items():
         require_known_spec(layer, spec)
         if family_of(spec).holds is Holds.RING and is_staged(vllm_config):

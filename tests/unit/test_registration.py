@@ -315,6 +315,17 @@ def test_refuses_an_engine_that_may_sleep(config: VllmConfig, monkeypatch: pytes
     require_supported(config, cache_config(attention_spec()))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [("host_resident", True, "in memory of the host"), ("enable_kv_transfer", False, "on the device only")],
+)
+def test_refuses_the_groups_of_hisparse(config: VllmConfig, field: str, value: bool, where: str) -> None:
+    caches = cache_config(attention_spec())
+    setattr(caches.kv_cache_groups[0], field, value)
+    with pytest.raises(UnsupportedCache, match=rf"group .*{layer_name(0)}.*{where}.*without HiSparse"):
+        require_supported(config, caches)
+
+
 def _staged(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> Registration:
     return derive_registration(config, caches, make_host_buffers(caches, tensors, advertised_layout_name(config)))
 
