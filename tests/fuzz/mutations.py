@@ -62,10 +62,12 @@ def with_other_values(seed: bytes, choose: random.Random) -> bytes:
     values = (None, True, -1, 0, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x" * 600, b"", "a\n", [], [[]] * 600, {})
     try:
         fields = msgspec.msgpack.decode(seed)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return seed
     if not isinstance(fields, dict):
         return msgspec.msgpack.encode(choose.choice(values))
-    name = choose.choice(sorted(fields))
+    if not fields:
+        return seed
+    name = choose.choice(list(fields))
     fields[name] = choose.choice(values)
     return msgspec.msgpack.encode(fields)

@@ -137,3 +137,20 @@ def test_a_decoder_that_raises_something_else_is_noticed() -> None:
         check(target, b"a")
     with pytest.raises(AssertionError, match="an error of 5000 characters"):
         check(target, b"")
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        b"\x81\xa1a\xa1\xa6",  # no UTF-8
+        b"\x91" * 2000,
+        b"\x80",
+        b"\x81\x91\x01\x01",  # a list for a key
+        b"\x82\x01\x01\xa1a\x01",  # keys of several types
+    ],
+    ids=["text", "deep", "empty", "list for a key", "keys"],
+)
+def test_what_was_kept_because_it_is_odd_can_be_damaged_further(seed: bytes) -> None:
+    choose = random.Random(0)
+    for _ in range(50):
+        assert isinstance(with_other_values(seed, choose), bytes)
