@@ -6,6 +6,10 @@ differ, or words that have changed places, do in all but one of 2 ** 32 cases an
 bytes would be faster, and two of them whose highest bits are wrong would always cancel: only the lowest bit of the
 number counts for these.) It is no digest: who forges KV on purpose can forge its sum.
 
+One reduction of torch does it on a processor and on a device, instead of a hash such as xxh3 on the host: one side may
+have its blocks on a device and the other on the host, and both have to find the same number, which sums of integers are
+in whatever order a device adds them.
+
 On the engine thread, in pieces of a few megabytes. On a device the kernels run in a stream of their own, beside the
 forward pass: what they read has been written and is not written again before the sums are known. The thread waits for
 these kernels alone. Figures: docs/performance.md.
