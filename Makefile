@@ -9,7 +9,8 @@
 # make soak    a day of virtual time: eight engines of each role that come and go; three to ten minutes. Goes on with
 #              the next seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them
-# make crashes a fault at every await and every call of a port, one after the other; some twenty minutes
+# make crashes a fault at every await and every call of a port, one after the other; up to 40 (OF_A_SITE_MAX) of each
+#              place in the code of each process, spread over the run; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
 # make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
