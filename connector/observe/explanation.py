@@ -85,6 +85,10 @@ class Live:
             (each.row for each in self.peers if each.engine_id == decode_id and each.row.engine_id == peer_id), None
         )
 
+    def quarantined_from(self, decode_id: str) -> str:
+        """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
+        return ", ".join(sorted({each.row.peer for each in self.quarantines if each.engine_id == decode_id}))
+
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
         return next(
@@ -386,7 +390,7 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> tuple[str, st
     if not kept:
         return cause, None, "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
-    peers = ", ".join(sorted({each.row.peer for each in live.quarantines if each.engine_id == said.engine_id}))
+    peers = live.quarantined_from(said.engine_id)
     cause = (
         f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} never "
         f"ended; vLLM has not scheduled it for {_seconds(said.row.since_seconds)}"
@@ -427,7 +431,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         outcome, follows, advice = "served", "nothing", "nothing"
     else:
         differing = _differing_factors(kind, ended, live)
-        cause = _cause_of_end(case, ended, peer)
+        cause = _cause_of_end(case, ended, peer, live)
         if differing:
             cause = (
                 f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
@@ -457,7 +461,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     )
 
 
-def _cause_of_end(case: Case, ended: History, peer: PeerRow | None) -> str:
+def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) -> str:
     kind, clause = ended.reason or ended.state, _first_clause(ended.detail)
     if kind == "PeerBackoff":
         root = _root_of_backoff(case, ended, peer)
@@ -469,6 +473,9 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None) -> str:
         return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
     if kind == "Quarantined":
         return f"{kind}: READs from prefill engine {ended.peer} never ended ({clause})"
+    if kind == "QuarantineFull" and (hanging := live.quarantined_from(ended.engine_id)):
+        # Which need not be the engine that this request was to be read from.
+        return f"{kind}: {clause}: READs from {hanging} have not ended"
     return f"{kind}: {clause}"
 
 

@@ -215,6 +215,22 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 
+def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() -> None:
+    """As long as blocks are kept aside, and not those of another engine."""
+    refused = ended_with(failures.QuarantineFull(blocks=38, limit=20))
+    kept = [
+        QuarantineRow(request_id=name, remote_request_id=name, peer=peer, blocks=19, reads=2, since_seconds=9.0)
+        for name, peer in (("a", "hangs"), ("b", "hangs"), ("c", "hangs-too"), ("d", "another"))
+    ]
+    owners = ("D", "D", "D", "another-D")
+    live = Live(quarantines=tuple(Said(owner, 0, each) for owner, each in zip(owners, kept, strict=True)))
+    answer = the_answer(refused, live)
+    assert answer.cause.startswith("QuarantineFull: 38 KV blocks")
+    assert answer.cause.endswith(": READs from hangs, hangs-too have not ended")
+    assert "have not ended" in the_answer(refused).cause
+    assert "hangs" not in the_answer(refused).cause
+
+
 @pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])
 def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> None:
     silent = Silent(address="10.0.0.1:5600", engine_id="P", kind="HandshakeTimeout", problem="no answer within 1 s")
