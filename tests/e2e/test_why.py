@@ -1,26 +1,39 @@
 """Requests that are stuck or have failed, made on purpose on real engines: `why` names the cause in its first line.
 
 The command is run as an operator runs it, in a process of its own, with nothing but the address of a decode engine: the
-prefill engine is found through it. No trace is read. A pool full of quarantined blocks is shown on the real port, in
-`tests/actors/test_inspection.py`: with real engines it takes a minute until READs count as endless.
+prefill engine is found through it. No trace is read. For the last cause, a full quarantine, there are engines of their
+own, whose READs count as endless after seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import PrefillDecode
-from tests.e2e.cluster import LEASE_SECONDS, OnePrefillTwoDecode, prompt, wait_for
-from tests.e2e.engines import LOOPBACK, ROOT, Engine
+from tests.e2e.cluster import (
+    DECODE_BLOCKS,
+    LEASE_SECONDS,
+    OnePrefillTwoDecode,
+    Room,
+    Traces,
+    blocks_of,
+    prompt,
+    small_options,
+    wait_for,
+)
+from tests.e2e.engines import LOOPBACK, ROOT, Engine, EngineSet
 from tests.e2e.tiny_model import tiny_gemma
 from tests.rig.network import free_port
 
@@ -216,3 +229,129 @@ def test_a_prefill_engine_with_another_model(unmended: OnePrefillTwoDecode) -> N
     doctor = run("doctor", *engine_option(cluster.failing), "--timeout", TIMEOUT_SECONDS)
     assert doctor.status == 1
     assert "gemma" in doctor.text
+
+
+# --- a full quarantine ------------------------------------------------------------------------------------------------
+
+STUCK = ("why-stuck-1", "why-stuck-2")
+"""Requests whose READs do not end. The blocks of one alone do not fill the quarantine."""
+STUCK_BLOCKS = len(STUCK) * blocks_of(TOKENS)
+LIMIT_BLOCKS = STUCK_BLOCKS - 1
+SHORT_SECONDS = 6.0
+"""For a request as a whole, a handshake, and the wait for READs: so each of the stuck ones ends after twice this."""
+SERVED_AGAIN_SECONDS = 60.0
+LONG_LEASE_SECONDS = 120.0
+"""Longer than P is stopped."""
+HANGING_ID, HEALTHY_ID = "the-hanging-engine", "the-healthy-engine"
+
+
+class TwoPrefillOneDecode:
+    """READs go over TCP: they need the help of the engine that lends, and do not end while it is stopped."""
+
+    def __init__(self, directory: Path) -> None:
+        self.traces = Traces(directory / "traces")
+        common: dict[str, Any] = {
+            "trace_directory": self.traces.directory,
+            "environment": {"UCX_TLS": "tcp,self"},
+            "arguments": ("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
+        }
+        lends: dict[str, Any] = common | {
+            "kv_role": "kv_producer",
+            "extra_config": {"kv_lease_duration": LONG_LEASE_SECONDS},
+        }
+        reads: dict[str, Any] = common | {
+            "kv_role": "kv_consumer",
+            "extra_config": {
+                "handshake_timeout_seconds": SHORT_SECONDS,
+                "request_timeout_seconds": SHORT_SECONDS,
+                "quiesce_timeout_seconds": SHORT_SECONDS,
+                "quarantine_limit": (LIMIT_BLOCKS + 0.5) / DECODE_BLOCKS,
+            },
+        }
+        self._engines = EngineSet()
+        self.hanging, self.healthy, self.decode = self._engines.start(
+            small_options(directory, "hanging", core=0, engine_id=HANGING_ID, **lends),
+            small_options(directory, "healthy", core=0, engine_id=HEALTHY_ID, **lends),
+            small_options(directory, "decode", core=1, **reads),
+        )
+        self.from_hanging = PrefillDecode(self.hanging, self.decode)
+        self.from_healthy = PrefillDecode(self.healthy, self.decode)
+
+    def close(self) -> None:
+        for service in (self.from_hanging, self.from_healthy):
+            service.close()
+        self._engines.stop()
+
+
+@pytest.fixture
+def two_prefill(room: Room) -> Iterator[TwoPrefillOneDecode]:
+    """Both prefill engines run at the end, whatever the test has done."""
+    group = room.occupy(TwoPrefillOneDecode)
+    yield group
+    group.hanging.resume()
+
+
+def quarantines(engine: Engine) -> list[dict[str, Any]]:
+    """What `ps` says of the blocks that this decode engine keeps aside."""
+    ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
+    assert ps.status == 0, ps.text
+    found: list[dict[str, Any]] = json.loads(ps.text)["engines"][0]["ranks"][0].get("quarantines", [])
+    return found
+
+
+def served(group: TwoPrefillOneDecode, service: PrefillDecode, key: str) -> bool | None:
+    """True if a request of that name is answered, which is then with KV that was read."""
+    answer = service.pd(prompt(TOKENS, key), key)
+    if not answer.ok:
+        return None
+    assert answer.token_ids == service.alone(prompt(TOKENS, key)).token_ids
+    group.traces.assert_plain(key)
+    return True
+
+
+def served_soon(group: TwoPrefillOneDecode, service: PrefillDecode, name: str) -> None:
+    """Once D is connected, for which it has no more time than for a request."""
+    keys = (f"{name}-{number}" for number in itertools.count())
+    wait_for(lambda: served(group, service, next(keys)), f"{name}: a request that is served", SERVED_AGAIN_SECONDS)
+
+
+def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
+    """READs from a stopped engine do not end; so nothing is read from a healthy one either, until its blocks are back.
+
+    D is connected before the stop, and a READ does not wait for an answer of P: so D orders the READs whose source is
+    stopped already, and they cannot be over before.
+    """
+    group, decode, refused = two_prefill, two_prefill.decode, "why-refused"
+    for name, service in (("hanging", group.from_hanging), ("healthy", group.from_healthy)):
+        served_soon(group, service, f"why-before-{name}")
+    assert group.from_hanging.decode_client.blocks_are_free()
+    params = {key: prefilled(group.from_hanging, key) for key in STUCK}
+    group.hanging.pause()
+    with ThreadPoolExecutor(len(STUCK)) as pool:
+        answers = [pool.submit(group.from_hanging.decode, prompt(TOKENS, key), params[key], key) for key in STUCK]
+        for key in STUCK:
+            group.traces.request_in(key, "reading")
+        assert [each.result().status for each in answers] == [500] * len(STUCK)
+    for key in STUCK:
+        request = group.traces.ended_request(key)
+        assert request.states == ("pending_handshake", "reading", "draining", "failed")
+        assert_names(why(key, decode), "Quarantined", f"READs from prefill engine {HANGING_ID} never ended")
+
+    answer = group.from_healthy.decode(prompt(TOKENS, refused), prefilled(group.from_healthy, refused), refused)
+    assert answer.status == 500
+    said = why(refused, decode)
+    assert_names(said, "QuarantineFull", f"{STUCK_BLOCKS} KV blocks", f"allows {LIMIT_BLOCKS}", HANGING_ID)
+    assert HEALTHY_ID not in said.first_line
+    group.traces.ended_lease(refused)  # P is told: long before its time is over
+    kept = quarantines(decode)
+    assert sorted((row["peer"], row["blocks"]) for row in kept) == [(HANGING_ID, blocks_of(TOKENS))] * len(STUCK)
+    assert group.from_healthy.alone(prompt(TOKENS, "needs-no-other-engine")).ok
+    assert group.from_healthy.decode_client.metric("vllm:kv_cache_usage_perc") > 0
+
+    group.hanging.resume()
+    wait_for(lambda: True if not quarantines(decode) else None, "the end of the quarantine")
+    assert group.from_healthy.decode_client.blocks_are_free()
+    assert served(group, group.from_healthy, "why-after-healthy")
+    served_soon(group, group.from_hanging, "why-after-hanging")
+    for line in ("from now on nothing is read from any engine", "KV is read again"):
+        assert decode.log().count(line) == 1
