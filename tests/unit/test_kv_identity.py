@@ -136,7 +136,7 @@ def test_quantization_is_named(tmp_path: Path) -> None:
 
 
 def test_the_draft_model_is_named(tmp_path: Path) -> None:
-    def speculating(seed: int) -> KvIdentity:
+    def speculating(seed: int, drafts: int = 2) -> KvIdentity:
         draft = model(
             tmp_path / f"draft {seed}",
             seed,
@@ -144,12 +144,14 @@ def test_the_draft_model_is_named(tmp_path: Path) -> None:
             num_hidden_layers=1,
             draft_vocab_size=512,
         )
-        speculative = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(draft)}
+        speculative = {"method": "eagle3", "num_speculative_tokens": drafts, "model": str(draft)}
         return identity(engine_config(path, speculative_config=speculative))
 
     path = model(tmp_path / "model")
     assert fields(identity(engine_config(path)), speculating(1)) == ["speculative.method"]
     assert fields(speculating(1), speculating(2)) == ["speculative.model", "speculative.weights"]
+    # How many tokens are drafted changes no KV.
+    assert fields(speculating(1), speculating(1, drafts=3)) == []
 
 
 def test_speculation_without_kv_of_its_own_does_not_matter(tmp_path: Path) -> None:
@@ -222,6 +224,26 @@ def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:
     assert fields(computed_with("neon"), computed_with("rvv"))[0] == order
     # Both keep K by its elements, and V by tokens.
     assert fields(computed_with("vec"), computed_with("vec16")) == []
+
+
+def test_an_engine_on_cpus_does_not_fit_one_on_gpus(tmp_path: Path) -> None:
+    """Whatever is enforced: attention on GPUs keeps K and V as the tensor's shape says."""
+
+    class OnGpus(CPUAttentionBackend):
+        @staticmethod
+        def get_name() -> str:
+            return "FLASH_ATTN"
+
+    def change(layers: list[Attention]) -> None:
+        for layer in layers:
+            layer.attn_backend = OnGpus
+
+    config = engine_config(model(tmp_path / "model"))
+    on_cpus, on_gpus = identity(config), identity(config, change)
+    assert {layer.order for layer in on_gpus.layers.values()} == {""}
+    orders = [f"order of elements in a block of {layer_name(layer)}" for layer in range(LAYERS)]
+    for ours, theirs in ((on_cpus, on_gpus), (on_gpus, on_cpus)):
+        assert [each.field for each in incompatibilities(ours, theirs, enforce_factors=False)] == orders
 
 
 @pytest.mark.skipif(current_platform.get_cpu_architecture() is not CpuArchEnum.X86, reason="instruction sets of x86")
