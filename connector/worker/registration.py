@@ -79,8 +79,11 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         raise UnsupportedCache("kv_buffer_device", buffer_device, " or ".join(supported))
     if vllm_config.model_config.enable_sleep_mode and not is_staged(vllm_config):
         # vLLM has no hook with which a connector could register the cache anew.
-        expected = "false, or any with kv_buffer_device cpu: a sleeping engine gives the memory of its KV cache back"
-        raise UnsupportedCache("enable_sleep_mode", True, f"{expected}, and NIXL would go on reading and writing it")
+        expected = (
+            "false, or any with kv_buffer_device cpu: a sleeping engine gives the memory of its KV cache back, and NIXL"
+            " would go on reading and writing it; for NVLink between nodes --enable-cumem-allocator is enough"
+        )
+        raise UnsupportedCache("enable_sleep_mode", True, expected)
 
 
 def derive_registration(

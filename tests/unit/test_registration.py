@@ -309,9 +309,16 @@ def test_refuses_the_buffers_of_another_device(config: VllmConfig, monkeypatch: 
 def test_refuses_an_engine_that_may_sleep(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless what NIXL knows is memory of the host, which is still there when the engine wakes up."""
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    with pytest.raises(UnsupportedCache, match=r"enable_sleep_mode True.* kv_buffer_device cpu"):
+    refusal = r"enable_sleep_mode True.* kv_buffer_device cpu.* --enable-cumem-allocator is enough"
+    with pytest.raises(UnsupportedCache, match=refusal):
         require_supported(config, cache_config(attention_spec()))
     monkeypatch.setattr(current_platform, "device_type", "cuda")
+    require_supported(config, cache_config(attention_spec()))
+
+
+def test_takes_the_allocator_of_sleep_mode_without_it(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of vLLM's own allocator stays where it is unless the engine sleeps."""
+    monkeypatch.setattr(config.model_config, "enable_cumem_allocator", True)
     require_supported(config, cache_config(attention_spec()))
 
 
