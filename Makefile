@@ -19,7 +19,7 @@
 # make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
-# make test-gpu   tests/gpu on a CUDA device; needs torch and NIXL, and no vLLM
+# make test-gpu   tests/gpu on a CUDA device; needs this package, torch, NIXL, pytest and pytest-timeout, and no vLLM
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date

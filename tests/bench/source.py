@@ -58,6 +58,8 @@ class Source:
     metadata: bytes
     """Of its NIXL agent."""
     address: int
+    device_id: int = 0
+    """Of the memory, as NIXL numbers devices."""
 
 
 class MemoryPages(StrEnum):
@@ -85,9 +87,9 @@ def source(length_bytes: int, memory_pages: MemoryPages = MemoryPages.HUGE) -> I
         yield Source(pid, base64.b64decode(said["metadata"]), said["address"])
 
 
-def pages(address: int, page_bytes: int, count: int) -> npt.NDArray[np.uint64]:
+def pages(address: int, page_bytes: int, count: int, device_id: int = 0) -> npt.NDArray[np.uint64]:
     """The descriptor run of `count` pages that lie one after another, as NIXL takes it."""
-    return np.array([[address, page_bytes, 0, page_bytes, count]], dtype=np.uint64)
+    return np.array([[address, page_bytes, device_id, page_bytes, count]], dtype=np.uint64)
 
 
 def main() -> None:

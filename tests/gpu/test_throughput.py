@@ -1,6 +1,7 @@
-"""How fast the port reads from another process, beside NIXL without it and beside a copy within the device.
+"""How fast the port reads from another process, beside NIXL without it and beside a copy in this one.
 
-The figures are printed (`pytest -s`); only a ratio is asserted.
+With several devices the other process has its memory on another one than ours. The figures are printed (`pytest -s`);
+only a ratio is asserted.
 """
 
 from __future__ import annotations
@@ -42,9 +43,17 @@ def memory(device: torch.device) -> DeviceMemory:
 
 
 @pytest.fixture(scope="module")
-def source(device: torch.device) -> Iterator[Source]:
-    with other_process("tests.gpu.test_throughput", device) as (pid, said):
-        yield Source(pid, base64.b64decode(said["metadata"]), said["address"])
+def source_device(device: torch.device) -> torch.device:
+    """Another device than ours, if there is one."""
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, (device.index + 1) % torch.cuda.device_count())
+
+
+@pytest.fixture(scope="module")
+def source(source_device: torch.device) -> Iterator[Source]:
+    with other_process("tests.gpu.test_throughput", source_device) as (pid, said):
+        yield Source(pid, base64.b64decode(said["metadata"]), said["address"], source_device.index or 0)
 
 
 def shuffled(count: int) -> np.ndarray:
@@ -75,8 +84,8 @@ def nixl_alone(memory: DeviceMemory, source: Source) -> float:
     (ours,) = memory.ranges
     registered = agent.register_memory([(ours.address, ours.length_bytes, ours.device_id, "")], kind)
     peer = agent.add_remote_agent(source.metadata).decode()
-    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(ours.address, PAGE_BYTES, count), kind)
-    remote = agent.prep_xfer_dlist(peer, pages(source.address, PAGE_BYTES, count), kind)
+    local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(ours.address, PAGE_BYTES, count, ours.device_id), kind)
+    remote = agent.prep_xfer_dlist(peer, pages(source.address, PAGE_BYTES, count, source.device_id), kind)
     ids = shuffled(count)
 
     def move() -> None:
@@ -105,12 +114,12 @@ async def through_the_port(memory: DeviceMemory, source: Source) -> float:
     try:
         port.set_event_callback(send.send_nowait)
 
-        def run(address: int) -> MemoryRun:
-            return MemoryRun(address, PAGE_BYTES, PAGE_BYTES, count, ours.device_id, kind)
+        def run(address: int, device_id: int) -> MemoryRun:
+            return MemoryRun(address, PAGE_BYTES, PAGE_BYTES, count, device_id, kind)
 
         peer = await port.add_remote_agent(source.metadata)
-        local = await port.prepare_local([run(ours.address)])
-        remote = await port.prepare_remote(peer, [run(source.address)])
+        local = await port.prepare_local([run(ours.address, ours.device_id)])
+        remote = await port.prepare_remote(peer, [run(source.address, source.device_id)])
         ids, seconds = shuffled(count), []
         for _ in range(REPEATS + 1):
             start = time.perf_counter()
@@ -127,28 +136,31 @@ async def through_the_port(memory: DeviceMemory, source: Source) -> float:
             await port.aclose(10)
 
 
-def within_the_device(memory: DeviceMemory) -> float:
-    """Seconds of a copy."""
+def copied(memory: DeviceMemory, source_device: torch.device) -> float:
+    """Seconds of a copy in this process, from the device that the other one's memory is on."""
     (tensor,) = memory.tensors
-    other = torch.empty_like(tensor)
+    other = torch.empty_like(tensor, device=source_device)
 
     def move() -> None:
-        other.copy_(tensor)
-        if tensor.device.type != "cpu":
-            torch.cuda.synchronize(tensor.device)
+        tensor.copy_(other)
+        for device in {tensor.device, other.device}:
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
 
     return seconds_of(move)
 
 
-def test_a_read_is_about_as_fast_as_nixl_alone(memory: DeviceMemory, source: Source) -> None:
+def test_a_read_is_about_as_fast_as_nixl_alone(
+    memory: DeviceMemory, source: Source, source_device: torch.device
+) -> None:
     seconds = {
         "NIXL alone": nixl_alone(memory, source),
         "through the port": trio.run(through_the_port, memory, source),
-        "copied within the device": within_the_device(memory),
+        "copied in one piece": copied(memory, source_device),
     }
     for what, each in seconds.items():
         rate = length_bytes(memory.device) / each / 1e9
-        print(f"{memory.device}, pages of 64 KiB, scattered, {what}: {rate:.1f} GB/s")  # noqa: T201
+        print(f"{source_device} to {memory.device}, pages of 64 KiB, scattered, {what}: {rate:.1f} GB/s")  # noqa: T201
     assert seconds["NIXL alone"] >= OURS_AT_LEAST * seconds["through the port"]
 
 
