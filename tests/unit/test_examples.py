@@ -83,6 +83,20 @@ def test_pods_are_found_under_addresses_of_their_own() -> None:
         assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
 
 
+def shutdown_seconds_of(arguments: Sequence[str]) -> int:
+    (seconds,) = (each.removeprefix("--shutdown-timeout=") for each in arguments if "shutdown" in each)
+    return int(seconds)
+
+
+def test_a_prefill_container_has_the_time_to_drain() -> None:
+    """It drains at SIGTERM, for as long as vLLM waits, and is killed only when vLLM must have ended."""
+    prefill = compose()["services"]["prefill"]
+    shutdown_seconds = shutdown_seconds_of(prefill["command"])
+    options = parse_options(transfer_config(prefill["command"]).kv_connector_extra_config)
+    assert options.drain_grace_seconds <= shutdown_seconds < int(prefill["stop_grace_period"].removesuffix("s"))
+    assert options.kv_lease_duration < shutdown_seconds, "a lease that was granted last lasts for its time"
+
+
 def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
     """It drains before SIGTERM, and what a late router still asks for is computed after it."""
     (prefill,) = (each for each in deployments() if each["metadata"]["name"] == "prefill")
@@ -91,11 +105,11 @@ def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
     drain, pause = command.split("; sleep ")
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     assert drain == f'nixl-actor drain "$VLLM_NIXL_SIDE_CHANNEL_HOST:{ports["side-channel"]}"'
-    (shutdown,) = (each.removeprefix("--shutdown-timeout=") for each in container["args"] if "shutdown" in each)
+    shutdown_seconds = shutdown_seconds_of(container["args"])
     options = parse_options(transfer_config(container["args"]).kv_connector_extra_config)
-    needed_seconds = options.drain_grace_seconds + int(pause) + int(shutdown)
+    needed_seconds = options.drain_grace_seconds + int(pause) + shutdown_seconds
     assert needed_seconds < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert options.kv_lease_duration < int(shutdown), "a lease that was granted last lasts for its time"
+    assert options.kv_lease_duration < shutdown_seconds, "a lease that was granted last lasts for its time"
 
 
 def test_variables_are_known_to_vllm() -> None:
