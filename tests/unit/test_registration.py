@@ -288,6 +288,28 @@ def test_when_blocks_are_permuted(
     assert derive_registration(config, caches, allocate(caches)).permute is expected
 
 
+@pytest.mark.parametrize(("platform_says", "kind"), [(None, "VRAM"), ("VRAM", "VRAM"), ("DRAM", "DRAM")])
+def test_a_platform_may_say_what_nixl_calls_its_memory(
+    monkeypatch: pytest.MonkeyPatch, platform_says: str | None, kind: str
+) -> None:
+    """vLLM's own say nothing. Memory of the host, as of host buffers, is what it is on any platform."""
+    assert current_platform.get_nixl_memory_type() is None
+    monkeypatch.setattr(current_platform, "get_nixl_memory_type", lambda: platform_says)
+    assert cache_regions.memory_kind(torch.empty(1, device="meta")) == kind
+    assert cache_regions.memory_kind(torch.empty(1)) == "DRAM"
+
+
+def test_refuses_a_memory_that_no_descriptor_can_name(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_platform, "get_nixl_memory_type", lambda: "OBJ")
+    caches = cache_config(attention_spec())
+    on_the_host = allocate(caches)
+    on_a_device = {name: cache.to("meta") for name, cache in on_the_host.items()}
+    refusal = _refusal(config, caches, on_a_device)
+    assert (refusal.field, refusal.found) == ("NIXL memory type of the platform", "OBJ")
+    assert "DRAM or VRAM" in str(refusal)
+    assert derive_registration(config, caches, on_the_host).layout.memory_kind == "DRAM"
+
+
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
 def test_refuses_host_buffers_with_blocks_outermost(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layout: str
