@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,19 +51,71 @@ def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: Path) -> No
     assert {"connector/py.typed", "statemachine/py.typed"} <= packed
 
 
-def test_the_wheel_works_where_nothing_of_the_source_is(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = _run(
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of its own, which has the wheel, and finds the wheel's dependencies where this interpreter does.
+
+    The .pth file comes last: pip would take this checkout, installed for editing, for the package. A folder that a .pth
+    file names has its own .pth files ignored, so that the checkout stays invisible.
+    """
+    directory = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, timeout=100)
+    install = ["-I", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run([str(directory / "bin" / "python"), *install], check=True, timeout=100)
+    (_site_of(directory) / "dependencies.pth").write_text(f"{SITE}\n")
+    return directory
+
+
+def _site_of(environment: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(environment)}))
+
+
+def _run_in(environment: Path, program: str, *arguments: str) -> str:
+    """What a program of the environment prints, away from this checkout and its variables."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(environment / "bin" / program), *arguments],
+        cwd=environment,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_works_where_nothing_of_the_source_is(installed: Path) -> None:
+    printed = _run_in(
+        installed,
+        "python",
+        "-c",
         "import connector.config, connector.plugin, statemachine.remote_engine; "
         "from connector.observe.timeline.export import document, page; "
         "assert len(page(document([], title='empty'))) > 50_000; "
-        "print(connector.__file__); print(connector.config.parse_options({}).kv_lease_duration)",
-        tmp_path,
-        SITE,
+        "print(connector.__file__); print(statemachine.__file__); "
+        "print(connector.config.parse_options({}).kv_lease_duration)",
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / "connector" / "__init__.py"), "30.0"]
-    (found,) = importlib.metadata.distributions(name=PROJECT["name"], path=[str(tmp_path)])
+    site = _site_of(installed)
+    packages = [str(site / package / "__init__.py") for package in ("connector", "statemachine")]
+    assert printed.splitlines() == [*packages, "30.0"]
+
+
+def test_the_command_line_is_installed(installed: Path) -> None:
+    assert str(installed / "bin" / "python") in (installed / "bin" / "nixl-actor").read_text()
+    printed = _run_in(installed, "nixl-actor", "--help")
+    assert "nixl-actor" in printed
+    assert "why" in printed
+
+
+def test_what_the_wheel_says_of_itself_is_what_the_project_says(installed: Path) -> None:
+    (found,) = importlib.metadata.distributions(name=PROJECT["name"], path=[str(_site_of(installed))])
+    assert found.version == PROJECT["version"]
+    wanted = {Requirement(each) for each in PROJECT["dependencies"]}
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        wanted |= {Requirement(f'{each}; extra == "{extra}"') for each in requirements}
+    assert {Requirement(each) for each in found.requires or ()} == wanted
     (plugin,) = found.entry_points.select(group="vllm.general_plugins")
     assert (plugin.name, plugin.value) == ("NixlActorConnector", "connector.plugin:register")
 
