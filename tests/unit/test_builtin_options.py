@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,50 @@ def builtin_options() -> dict[str, Any]:
     return found
 
 
-def builtin_variables() -> set[str]:
-    """Environment variables: attributes of `vllm.envs`, and what is taken from `os.environ`."""
-    found = set()
-    for node in nodes():
+def variables_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Environment variables: attributes of `vllm.envs`, and what is read from, set in or looked for in `os.environ`.
+
+    AssertionError where something else is done with `os.environ`, or with a name that is computed.
+    """
+    found, understood, met = set(), set(), set()
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id="envs"), attr=name):
                 found.add(name)
-            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(value=str(name))):
+            case ast.Call(
+                func=ast.Attribute(attr="getenv") | ast.Name(id="getenv"), args=[ast.Constant(value=str(name)), *_]
+            ):
                 found.add(name)
-            case ast.Call(func=ast.Attribute(attr="getenv"), args=[ast.Constant(value=str(name)), *_]):
+            case (
+                ast.Subscript(value=environ, slice=ast.Constant(value=str(name)))
+                | ast.Call(
+                    func=ast.Attribute(value=environ, attr="get" | "setdefault" | "pop"),
+                    args=[ast.Constant(value=str(name)), *_],
+                )
+                | ast.Compare(left=ast.Constant(value=str(name)), ops=[ast.In() | ast.NotIn()], comparators=[environ])
+            ) if _is_environ(environ):
                 found.add(name)
+                understood.add(environ)
+            case ast.Call(func=ast.Attribute(attr="getenv") | ast.Name(id="getenv")):
+                raise AssertionError(f"a call that this test does not understand: {ast.unparse(node)}")
+        if _is_environ(node):
+            met.add(node)
+    assert met <= understood, (
+        f"variables are read in another way, too: line {min(each.lineno for each in met - understood)}"
+    )
     return found
+
+
+def _is_environ(node: ast.AST) -> bool:
+    """`os.environ`, or `environ` imported from there."""
+    match node:
+        case ast.Attribute(attr="environ") | ast.Name(id="environ"):
+            return True
+    return False
+
+
+def builtin_variables() -> set[str]:
+    return variables_in(nodes())
 
 
 def test_the_sources_are_found() -> None:
@@ -80,6 +112,37 @@ def test_the_sources_are_found() -> None:
     }
     assert {"kv_lease_duration", "engine_ttl", "num_threads"} <= set(builtin_options())
     assert {"VLLM_NIXL_SIDE_CHANNEL_HOST", "UCX_RCACHE_MAX_UNRELEASED"} <= builtin_variables()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "envs.NAME",
+        "os.environ['NAME']",
+        "os.environ['NAME'] = '1'",
+        "del os.environ['NAME']",
+        "environ['NAME']",
+        "os.environ.get('NAME')",
+        "os.environ.get('NAME', '0')",
+        "os.environ.setdefault('NAME', '0')",
+        "os.environ.pop('NAME', None)",
+        "'NAME' in os.environ",
+        "if 'NAME' not in os.environ: pass",
+        "os.getenv('NAME')",
+        "getenv('NAME', '0')",
+    ],
+)
+def test_a_variable_is_found_however_it_is_read(code: str) -> None:
+    assert variables_in(ast.walk(ast.parse(code))) == {"NAME"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["os.environ[name]", "os.environ.get(f'{name}')", "os.environ.copy()", "os.getenv(name)", "read(os.environ)"],
+)
+def test_a_read_of_an_unknown_variable_does_not_go_unnoticed(code: str) -> None:
+    with pytest.raises(AssertionError, match=r"understand|in another way"):
+        variables_in(ast.walk(ast.parse(code)))
 
 
 @pytest.mark.parametrize("name", sorted(builtin_options()))
