@@ -138,6 +138,24 @@ class Client:
         response = self._http.post("/v1/completions", content=_encoded(body), headers=_headers(request_id))
         return [tuple(choice["token_ids"]) for choice in response.raise_for_status().json()["choices"]]
 
+    def logprobs(
+        self,
+        prompt: str,
+        *,
+        request_id: str | None = None,
+        kv_transfer_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> list[dict[str, float]]:
+        """For each token of one completion, the logarithms of the probabilities of the five most probable ones, by the
+        token's id as vLLM writes it. Raises httpx.HTTPStatusError.
+        """
+        body = _body(prompt, ANSWER_TOKENS, kv_transfer_params) | {"logprobs": 5, "return_tokens_as_token_ids": True}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        response = self._http.post("/v1/completions", content=_encoded(body), headers=_headers(request_id))
+        found: list[dict[str, float]] = response.raise_for_status().json()["choices"][0]["logprobs"]["top_logprobs"]
+        return found
+
     def reset_cache(self, *, with_running: bool = False) -> bool | None:
         """What vLLM's /reset_prefix_cache says to a reset that includes the connector; None: it answers with an error.
         The engine needs VLLM_SERVER_DEV_MODE."""

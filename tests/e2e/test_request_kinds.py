@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.client import REQUEST_TRANSFER
+from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER
 from tests.e2e.cluster import BLOCK_BYTES, DECODE_BLOCKS, LEASE_SECONDS, OnePrefillTwoDecode, blocks_of, prompt
 from tests.e2e.engines import BLOCK_SIZE_TOKENS
 
@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 NOTIFIED_SECONDS = LEASE_SECONDS / 2
 """A lease that ends in this time was ended by its notification."""
+
+LOGPROB_TOLERANCE = 1e-3
+"""Of float32, which one chunk more or less rounds otherwise."""
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 32, 33, 96, 900], ids="{} tokens".format)
@@ -104,6 +107,19 @@ def test_a_streamed_answer(cluster: OnePrefillTwoDecode) -> None:
     params = cluster.fail.prefill(text, key).kv_transfer_params
     token_ids = tuple(cluster.fail.decode_client.stream(text, request_id=key, kv_transfer_params=params))
     assert token_ids == cluster.fail.alone(text).token_ids
+    cluster.traces.assert_plain(key)
+
+
+def test_logprobs_are_those_of_d_alone(cluster: OnePrefillTwoDecode) -> None:
+    """They show a small error in KV that leaves the most probable tokens what they are."""
+    text, key = prompt(150, "logprobs"), "logprobs"
+    params = cluster.fail.prefill(text, key).kv_transfer_params
+    found = cluster.fail.decode_client.logprobs(text, request_id=key, kv_transfer_params=params)
+    alone = cluster.fail.decode_client.logprobs(text, cache_salt="computed-alone")
+    assert len(found) == len(alone) == ANSWER_TOKENS
+    for ours, theirs in zip(found, alone, strict=True):
+        assert len(ours) == 5
+        assert ours == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
     cluster.traces.assert_plain(key)
 
 
