@@ -201,7 +201,7 @@ async def rested(d: Engine, peer: str) -> None:
 
     An attempt that began meanwhile is refused, and so is a request that joins it.
     """
-    await until(lambda: set(d.trace.path("peer", peer)[-1:]).isdisjoint(("handshaking", "backoff")))
+    await until(lambda: set(d.trace.path("peer", peer)[-1:]).isdisjoint(("handshaking", "backoff", "incompatible")))
 
 
 @pytest.mark.parametrize("known_before", [True, False])
@@ -249,6 +249,51 @@ def test_engine_replaced_at_its_address_is_given_up() -> None:
                 await reads(d, new, "after")
                 await until(lambda: d.trace.path("peer", "p1")[-1] == "gone")
                 await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "of_another_model"),
+    [
+        ("p", {"compatibility_hash": "other-model", "identity": None}),
+        ("p", {"identity": identity("others")}),
+        ("q", {"identity": identity("others")}),
+    ],
+    ids=["the same id and another model", "the same id and other weights", "another id and other weights"],
+)
+def test_an_address_that_another_model_had_for_a_while(engine_id: str, of_another_model: dict[str, Any]) -> None:
+    """A port is handed out again: to an engine that D cannot read from, and at last to the right one."""
+    options = ConnectorOptions(
+        backoff_initial_seconds=0.02, backoff_max_seconds=0.05, incompatible_backoff_seconds=0.05
+    )
+    ours: dict[str, Any] = {"identity": identity()}
+
+    async def test() -> None:
+        async with engine("d", options=options, **ours) as d:
+            async with engine("p", serves=True, **ours) as old:
+                await reads(d, old, "before")
+                port = old.address.port
+            async with engine(engine_id, serves=True, port=port, **ours | of_another_model) as other:
+                other.memory[:] = 99
+                for request_id in ("a", "b"):
+                    await rested(d, engine_id)
+                    other.lend(f"remote-{request_id}")
+                    d.pull(request_id, other, [2], [2])
+                    assert (await failure_of(d, request_id)).kind == "Incompatible"
+                assert (d.blocks([2]) == 0).all(), "read from the other model"
+                if engine_id != "p":  # a router that has not noticed yet; weights are compared before names
+                    await rested(d, "p")
+                    d.pull("stale", nobody("p", port), [2], [2])
+                    assert (await failure_of(d, "stale")).kind == "Incompatible"
+                await until(lambda: d.counts().remote_agents == 0)
+            async with engine("p", serves=True, port=port, **ours) as new:
+                new.memory[:, 1, :] = 7
+                await rested(d, "p")
+                await reads(d, new, "after")
+                assert (d.blocks([1]) == 7).all()
+                await until(lambda: d.counts().remote_agents == 1)
+            assert d.crashes == []
 
     run(test)
 
