@@ -93,14 +93,18 @@ class House:
         self.prefill = self._start(options)
         self.prefill.wait_ready()
 
-    def extra_engine(self) -> EngineRig:
-        """One more engine, of both roles and policy `fail`, for a test that ruins it; use as a context manager."""
+    def extra_engine(self, **changes: Any) -> EngineRig:
+        """One more engine, of both roles and policy `fail`, for a test that ruins it; use as a context manager.
+
+        `changes`: options that it has different from the others.
+        """
         return EngineRig(
             dataclasses.replace(
                 self.decode.options,
                 kv_role="kv_both",
                 engine_id=f"rig-{uuid4().hex[:12]}",
                 side_channel_port=free_port(),
+                **changes,
             ),
             self.directory,
         )

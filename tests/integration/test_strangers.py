@@ -12,8 +12,16 @@ import trio
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.handshake import decode_reply, encode_request
 from tests.actors.stranger import stranger
-from tests.integration.house import BLOCK_TOKENS, LEASE_SECONDS, House, check_loaded
+from tests.integration.house import (
+    BLOCK_TOKENS,
+    LEASE_SECONDS,
+    MAX_BATCHED_TOKENS,
+    House,
+    check_loaded,
+    check_not_loaded,
+)
 from tests.rig import EngineRig, RequestSpec, expected_output, prompt
+from tests.rig.messages import Forward
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -73,6 +81,47 @@ def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -
         check_loaded(outcome, tokens, 2)
         engine.wait_until_whole(LEASE_SECONDS / 2)
         house.traces.expect_plain_lease(lent)
+
+
+def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(house: House) -> None:
+    """Scenario 19. vLLM's scheduler ends the engine core when a request is freed that has not finished. Here the prompt
+    is computed to its end. A whole release counts once the lease is granted, so that D is refused and computes; half of
+    one leaves D what it came for."""
+    with house.extra_engine(forward=Forward.SLEEPS, forward_seconds=0.2) as engine, stranger() as sender:
+        engine.wait_ready()
+        peer = sender.meet(agent_metadata(engine))
+        for name, consumers, then in (("released-early", 1, "done"), ("half-released-early", 2, "held")):
+            tokens = prompt(name, 12 * MAX_BATCHED_TOKENS)
+            engine.submit(RequestSpec(name, tokens, kv_transfer_params=dict(WISH)))
+            house.traces.wait_for_state("lease", name, "computing")
+            engine.pause_steps()
+            before = engine.snapshot()
+            assert before.requests == {name: "RUNNING"}
+            for message in (f"{name}:{consumers}", f"{name}:{consumers}", f"HB:{name}"):
+                sender.notify(peer, message.encode())
+            deadline = time.monotonic() + _TOLERANCE
+            while not any(record.event == "ReaderDone" for record in house.traces.records("lease", name)):
+                assert time.monotonic() < deadline
+                sender.progress()
+                time.sleep(0.01)
+            engine.resume_steps()
+            after = engine.snapshot()
+            assert after.requests == {name: "RUNNING"}
+            assert after.free_blocks <= before.free_blocks, "freed while it was computing"
+            outcome = engine.wait(name)
+            assert (outcome.finish, outcome.output_token_ids) == ("length", expected_output(tokens, 1))
+            # Otherwise D would hold before the grant, and have the blocks in any case.
+            assert house.traces.wait_for_state("lease", name, then) == ["computing", then]
+            answered = house.recompute.decode(name, tokens, outcome.kv_transfer_params, 2)
+            if then == "held":
+                check_loaded(answered, tokens, 2)
+            else:
+                check_not_loaded(house.recompute, answered, tokens)
+                assert house.traces.reason("request", name) == "LeaseOver"
+            engine.wait_until_whole(LEASE_SECONDS + _TOLERANCE)
+        name = "after-early-releases"
+        tokens = prompt(name, 70)
+        check_loaded(house.decode.decode(name, tokens, engine.prefill(name, tokens), 2), tokens, 2)
 
 
 def test_a_prefill_engine_whose_actors_died_lends_nothing_any_more(house: House) -> None:
