@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -297,6 +298,32 @@ def test_a_directory_that_is_gone_when_the_next_file_begins_ends_the_trace_only(
         sink.write(FULL)
     assert len(errors) == 1
     assert "ends here" in errors[0]
+
+
+@pytest.mark.parametrize("error_number", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("written_before", [True, False])
+def test_a_directory_that_can_only_be_read_by_now_ends_the_trace_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str], error_number: int, written_before: bool
+) -> None:
+    """Storage that fails is often mounted again for reading only. What was written until then can be read."""
+    sink = opened(tmp_path, file_bytes=1 << 10)
+    if written_before:
+        sink.write(FULL)
+
+    def refused(path: Path) -> FileIO:
+        raise OSError(error_number, os.strerror(error_number), str(path))
+
+    monkeypatch.setattr(trace_log, "_create", refused)
+    for _ in range(20):
+        sink.write(FULL)
+    sink.close()
+    assert len(errors) == 1
+    assert "ends here" in errors[0]
+    assert str(sink.path) in errors[0]
+    assert os.strerror(error_number) in errors[0]
+    found = read_trace(tmp_path)
+    assert found == [FULL] * len(found)
+    assert bool(found) is written_before
 
 
 def test_a_record_that_cannot_be_written_ends_the_trace_only(tmp_path: Path, errors: list[str]) -> None:
