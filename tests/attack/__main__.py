@@ -2,7 +2,8 @@
 
     python -m tests.attack [NAME ...] [--connections N] [--rounds N] [--source ADDRESS] [--json FILE]
 
-Exit status 1 when a pull or a newcomer's handshake failed, or the engine has logged a traceback.
+Exit status 1 when a pull or a newcomer's handshake failed, when pulls took more than LIMIT times as long, in median,
+during an attack as before and after it, or when the engine has logged a traceback.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from tests.attack.attackers import CONNECTIONS, allow_connections, kinds
 from tests.attack.scene import Outcome, scene
 
+LIMIT = 2.0
 MB = 1 << 20
 LOG_SHOWN = 3000
 """Characters from the first traceback on."""
@@ -93,7 +95,10 @@ def main() -> int:
             print(log[log.index("Traceback") :][:LOG_SHOWN])
     if options.json is not None:
         options.json.write_text(json.dumps([dataclasses.asdict(each) for each in outcomes], indent=1))
-    return int(bool(crashes) or any(each.during.failed or each.handshakes.failed for each in outcomes))
+    slowed = [f"{each.name} {each.ratio:.2f}" for each in outcomes if each.ratio > LIMIT]
+    if slowed:
+        print(f"pulls took more than {LIMIT:g} times as long during: {', '.join(slowed)}")
+    return int(bool(crashes or slowed) or any(each.during.failed or each.handshakes.failed for each in outcomes))
 
 
 if __name__ == "__main__":
