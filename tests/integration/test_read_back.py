@@ -5,6 +5,7 @@ that has answered, every byte is compared, and each side's blocks come back. Wit
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.house import BLOCK_TOKENS, SHAPE, check_loaded
-from tests.rig import BUILTIN, OURS, EngineRig, RequestOutcome, engine_pair, expected_output, prompt
+from tests.rig import BUILTIN, OURS, Check, EngineRig, RequestOutcome, RequestSpec, engine_pair, expected_output, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,8 +32,8 @@ _FREED_SECONDS = 4
 
 
 @contextmanager
-def pair(directory: Path, prefill: Any, decode: Any) -> Iterator[tuple[EngineRig, EngineRig]]:
-    with engine_pair(prefill, directory, decode_connector=decode, extra_config=OPTIONS, **SHAPE) as engines:
+def pair(directory: Path, prefill: Any, decode: Any, **others: Any) -> Iterator[tuple[EngineRig, EngineRig]]:
+    with engine_pair(prefill, directory, decode_connector=decode, extra_config=OPTIONS, **SHAPE, **others) as engines:
         yield engines
 
 
@@ -113,3 +114,48 @@ def test_a_lease_of_d_that_is_over_is_not_read(tmp_path: Path) -> None:
         outcome = engines[0].decode("later-on-p", longer, as_json(answered))
         assert outcome.receive_failed
         assert not outcome.mismatched_pages
+
+
+def test_an_abort_while_p_reads_back_leaves_nothing(tmp_path: Path) -> None:
+    """The client goes away while a READ from D is in flight: P waits for its end, then both sides have their blocks
+    again, and D does not wait for its lease to run out. The client that asks once more is answered, and what follows is
+    read back as before."""
+    settings: dict[str, Any] = {
+        "environment": {"UCX_TLS": "tcp,self"},  # a READ needs the other side then, and is held up by a frozen one
+        "prefill_options": {"kv_load_failure_policy": "recompute"},
+        "decode_options": {"extra_config": OPTIONS | {"decoder_kv_blocks_ttl": 10 * TTL_SECONDS}},
+    }
+    with pair(tmp_path, OURS, OURS, **settings) as engines:
+        prefill, decode = engines
+        tokens, params = prompt("aborted", 3 * BLOCK_TOKENS + 7), REMOTE_DECODE
+        for number in range(2):  # the second is read back, so that P is connected to D
+            prefilled, answered = turn(engines, f"turn-{number}", tokens, params)
+            assert prefilled.received is (number > 0)
+            tokens = [*tokens, *answered.output_token_ids, *prompt(f"more-{number}", 40)]
+            params = as_json(answered)
+        prefill.wait_until_whole(_FREED_SECONDS)
+        prefill.overwrite_free_blocks()
+        decode.freeze()
+        try:
+            prefill.submit(RequestSpec("aborted", tokens, 1, params, Check.EVERY_BYTE))
+            deadline = time.monotonic() + _FREED_SECONDS
+            while (holdings := prefill.inspect().holdings) is None or not holdings.reads:
+                assert time.monotonic() < deadline, f"no READ: {holdings}"
+                time.sleep(0.01)
+            prefill.abort("aborted")
+            assert prefill.wait("aborted").finish == "abort"
+            snapshot = prefill.snapshot()
+            assert snapshot.free_blocks < snapshot.blocks - 1, "freed while the READ may write"
+        finally:
+            decode.thaw()
+        prefill.wait_until_whole(_FREED_SECONDS)
+        decode.wait_until_whole(_FREED_SECONDS)
+        for engine in engines:
+            holdings = engine.inspect().holdings
+            assert holdings is not None
+            assert holdings.reads == 0
+        for number in range(2):
+            prefilled, answered = turn(engines, f"again-{number}", tokens, params)
+            assert prefilled.received is (number > 0)
+            tokens = [*tokens, *answered.output_token_ids, *prompt(f"and-more-{number}", 40)]
+            params = as_json(answered)
