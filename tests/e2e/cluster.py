@@ -112,6 +112,17 @@ class Traces:
         """P's lease as each of its ranks saw it, once it has ended on all of them."""
         return self._ended_on_ranks(lambda story: story.leases, request_id, ranks)
 
+    def ended_prompts(self, request_id: str, count: int) -> list[History]:
+        """D's requests for the prompts of one call, in their order, once all have ended."""
+        prefixes = [f"cmpl-{request_id}-{number}-" for number in range(count)]
+
+        def ended() -> list[History] | None:
+            requests = [each for each in histories(read_trace(self.directory)) if each.machine == "request"]
+            found = [each for prefix in prefixes for each in requests if each.subject.startswith(prefix)]
+            return found if len(found) == count and all(each.is_over for each in found) else None
+
+        return wait_for(ended, f"end of all {count} prompts of {request_id}")
+
     def _ended_on_ranks(self, side: Callable[[Story], list[History]], request_id: str, ranks: int) -> list[History]:
         def ended() -> list[History] | None:
             found = [history for story in self.stories(request_id) for history in side(story)]

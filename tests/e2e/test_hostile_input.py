@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.client import NO_ANSWER
+from tests.e2e.client import ANSWER_TOKENS, NO_ANSWER, REQUEST_TRANSFER
 from tests.e2e.cluster import (
     HANDSHAKE_TIMEOUT_SECONDS,
     PREFILL_BLOCKS,
@@ -138,6 +138,23 @@ def test_keys_that_nobody_knows_are_ignored(cluster: OnePrefillTwoDecode) -> Non
     cluster.traces.assert_plain(key)
 
 
+def completions(
+    engine: Engine, texts: list[str], request_id: str, params: Params, max_tokens: int = ANSWER_TOKENS
+) -> httpx.Response:
+    """One call with several prompts."""
+    body = {
+        "model": "tiny",
+        "prompt": texts,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": params,
+    }
+    url = f"http://{LOOPBACK}:{engine.options.http_port}/v1/completions"
+    return httpx.post(url, json=body, headers={"X-Request-Id": request_id}, timeout=60, trust_env=False)
+
+
 LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
     "another engine": (spoilt(remote_engine_id="somebody-else"), "failed", "WrongEngine"),
     "another lease": (spoilt(lease_number=1), "expired", "LeaseOver"),
@@ -210,6 +227,28 @@ def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None
         " LeaseOver: request " in line and "seen-plain" in line and "known for" in line
         for line in cluster.failing.log().splitlines()
     )
+
+
+def test_longer_prompts_with_the_parameters_of_the_first(cluster: OnePrefillTwoDecode) -> None:
+    """`/v1/completions` takes a list of prompts and one set of parameters, and its answer has those of the first.
+    Scenario 32."""
+    for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
+        key = f"several-{policy}"
+        texts = [prompt(tokens, f"{key} {tokens}") for tokens in (TOKENS, 2 * TOKENS, 3 * TOKENS)]
+        right = [service.alone(text).token_ids for text in texts]
+        prefilled = completions(cluster.prefill, texts, f"{key}-p", dict(REQUEST_TRANSFER), max_tokens=1)
+        params = prefilled.raise_for_status().json()["kv_transfer_params"]
+        answer = completions(service.decode_engine, texts, key, params)
+        _, *others = [each.records[-1] for each in cluster.traces.ended_prompts(key, len(texts))]
+        for record in others:
+            assert (record.to_state, record.reason) == ("failed", "BadParams")
+            assert "kv_transfer_params.remote_num_tokens" in (record.detail or "")
+        if policy == "fail":
+            assert answer.status_code == 500
+        else:
+            assert [tuple(each["token_ids"]) for each in answer.raise_for_status().json()["choices"]] == right
+    for service in cluster.services:
+        cluster.assert_serves(service, f"several-next-{service.decode_engine.options.name}")
 
 
 def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
