@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from connector.observe import catalogue as c
 from tests.e2e.client import REQUEST_TRANSFER, Client
 from tests.e2e.cluster import Room, prompt, wait_for
 from tests.e2e.engines import Engine, EngineOptions, EngineSet
+from tests.e2e.metrics_page import Page
 from tests.e2e.mortal_connector import DEADLY_FILE_VARIABLE
 from tests.e2e.tiny_model import tiny_llama
 from tests.rig.network import dead_params, free_port
@@ -41,6 +43,7 @@ def mortal(tmp_path: Path, how: str, **options: Any) -> Iterator[Engine]:
         )
         with Client(engine) as client:
             lent = client.complete(prompt(100, how), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
+            assert Page.of(client)[c.UP] == 1
         assert lent.kv_transfer_params
         deadly.touch()
         wait_for(lambda: "transfers no KV any more" in engine.log() or None, "a line about the death")
@@ -57,7 +60,8 @@ def test_degrade_goes_on_without_kv_transfer(room: Room, tmp_path: Path) -> None
     with mortal(tmp_path, "degrade") as engine, Client(engine) as client:
         assert "its actors died: RuntimeError('killed by a test')" in the_line(engine)
         # A step is what tells the scheduler; P answers without parameters from then on.
-        assert client.complete(prompt(20, "step")).ok
+        assert client.complete(prompt(20, "step"), max_tokens=1).ok
+        wait_for(lambda: Page.of(client)[c.UP] == 0 or None, "the gauge of engines that can transfer KV is 0")
         lent = client.complete(prompt(100, "after"), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
         assert lent.ok
         assert not lent.kv_transfer_params
