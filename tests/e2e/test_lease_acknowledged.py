@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from connector.observe.catalogue import RENEWALS
 from connector.observe.history import TERMINAL
 from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
@@ -247,6 +248,8 @@ def test_samples_of_one_prompt_on_two_decode_engines_are_all_right(ranks: Prefil
 def test_a_request_that_waits_in_the_queue_for_three_lease_times_is_read(ranks: PrefillAndTwoRanks) -> None:
     key = "long-in-the-queue"
     alone = ranks.samples(key, None)
+    sides = (ranks.service.prefill_client, ranks.service.decode_client)
+    before = [side.metric(RENEWALS.shown) for side in sides]
     params = ranks.prefilled(key)
     with ThreadPoolExecutor(1) as pool:
         with ranks.occupied(0, 3 * LEASE_SECONDS + 2.0):
@@ -257,6 +260,8 @@ def test_a_request_that_waits_in_the_queue_for_three_lease_times_is_read(ranks: 
     states = {name: f"{each.to_state} {each.reason or ''}" for name, each in ranks.requests(key).items()}
     assert samples == alone, states
     assert {each.to_state for each in ranks.requests(key).values()} == {"done"}, states
+    for side, renewals in zip(sides, before, strict=True):
+        assert side.metric(RENEWALS.shown) >= renewals + 1
 
 
 @pytest.mark.parametrize("state", ["in mid-read", "in the queue"])
