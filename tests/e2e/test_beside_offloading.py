@@ -12,9 +12,25 @@ from typing import Any
 
 import pytest
 
+from connector.observe import catalogue as c
 from tests.e2e.client import Client, PrefillDecode
-from tests.e2e.cluster import Room, Traces, prompt, wait_for
+from tests.e2e.cluster import BLOCK_BYTES, Room, Traces, blocks_of, prompt
 from tests.e2e.engines import EngineOptions, EngineSet
+from tests.e2e.metrics_page import (
+    BYTES,
+    Page,
+    assert_nothing_is_open,
+    expected,
+    granted_on_p,
+    grown,
+    grown_on_p,
+    growth_of,
+    healthy_on_d,
+    let_go_on_d,
+    loaded_on_d,
+    meet,
+    wait_for_releases,
+)
 from tests.e2e.tiny_model import tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN
 
@@ -80,25 +96,48 @@ def offloaded(client: Client) -> tuple[float, float]:
     return client.metric("vllm:kv_offload_store_bytes_total"), client.metric("vllm:kv_offload_load_bytes_total")
 
 
-def test_both_do_their_part_and_are_counted(combined: Combined, service: PrefillDecode) -> None:
-    ask(service, "new")
+def assert_pages_are_right(service: PrefillDecode, p_before: Page, d_before: Page, requests: int) -> None:
+    """They have grown by so many requests that D has read from P, and by nothing else."""
     p, d = service.prefill_client, service.decode_client
-    assert d.metric("vllm:nixl_actor_completed_receives_total") == REQUESTS
-    assert d.metric("vllm:nixl_bytes_transferred_count") >= REQUESTS
-    assert d.metric("vllm:nixl_actor_kv_wait_seconds_count") == REQUESTS
-    assert d.metric("vllm:nixl_actor_lease_margin_seconds_count") == REQUESTS
-    assert d.metric("vllm:nixl_actor_requests") == 0
-    assert p.metric("vllm:nixl_actor_granted_leases_total") == REQUESTS
-    assert p.metric("vllm:nixl_actor_granted_tokens_total") == REQUESTS * TOKENS
-    assert p.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
-    wait_for(lambda: p.metric("vllm:nixl_actor_lent_blocks") == 0 or None, "no block is lent")
-    assert p.metric("vllm:nixl_actor_leases") == 0
+    assert_nothing_is_open(p)
+    assert_nothing_is_open(d)
+    assert grown_on_p(p_before, p, released=requests) == expected(granted_on_p(requests, tokens=TOKENS))
+    wait_for_releases(d, d_before, requests)
+    assert grown(d_before, d) == expected(healthy_on_d(requests))
+    assert Page.of(d).total(BYTES) - d_before.total(BYTES) == requests * blocks_of(TOKENS) * BLOCK_BYTES
+
+
+def assert_pages_are_right_of_some(service: PrefillDecode, p_before: Page, d_before: Page, requests: int) -> None:
+    """They have grown by so many requests, of which D may have read some from P. It lets go of every lease, and asks P
+    to hold those whose request has to wait in its queue."""
+    p, d = service.prefill_client, service.decode_client
+    assert_nothing_is_open(p)
+    assert_nothing_is_open(d)
+    wait_for_releases(d, d_before, requests)
+    on_p, on_d = grown_on_p(p_before, p, released=requests), grown(d_before, d)
+    read, held, asked = (
+        growth_of(on_d, c.COMPLETED),
+        growth_of(on_d, c.HOLDS, "decode"),
+        growth_of(on_p, c.HOLDS, "prefill"),
+    )
+    assert read <= held <= asked <= requests
+    assert read < requests
+    assert on_p == expected(granted_on_p(requests, tokens=TOKENS, held=asked))
+    assert on_d == expected(loaded_on_d(read) | let_go_on_d(requests, held=held))
+
+
+def test_both_do_their_part_and_are_counted(combined: Combined, service: PrefillDecode) -> None:
+    p, d = service.prefill_client, service.decode_client
+    p_before, d_before = meet(service, prompt(TOKENS, "they meet"))
+    ask(service, "new")
+    assert_pages_are_right(service, p_before, d_before, REQUESTS)
     stored, loaded = offloaded(p)
     assert stored > 0 == loaded, "P has computed every prompt for the first time"
     for request_id in prompts(0, REQUESTS, "new"):
         combined.traces.assert_plain(request_id)
 
     # Again: P lends blocks that it has loaded from the host, and so does D with most of what it needs.
+    p_before, d_before = Page.of(p), Page.of(d)
     ask(service, "again")
     assert offloaded(p)[1] > 0
     assert offloaded(d)[1] > 0
@@ -107,5 +146,15 @@ def test_both_do_their_part_and_are_counted(combined: Combined, service: Prefill
         assert lease.states in LEASE_PATHS_PLAIN, request_id
     assert p.blocks_are_free()
     assert d.blocks_are_free()
+    assert_pages_are_right_of_some(service, p_before, d_before, REQUESTS)
     for engine in (combined.prefill, combined.decode):
         assert "Traceback" not in engine.log()
+
+
+def test_the_pages_the_other_way_round(combined: Combined) -> None:
+    """P names the other connector first, D this one."""
+    with PrefillDecode(combined.decode, combined.prefill) as service:
+        p_before, d_before = meet(service, prompt(TOKENS, "they meet the other way round"))
+        answers = service.pd_concurrently(prompts(REQUESTS, AT_ONCE, "turned"))
+        assert all(answer.ok for answer in answers.values())
+        assert_pages_are_right(service, p_before, d_before, AT_ONCE)
