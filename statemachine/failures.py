@@ -4,7 +4,8 @@ A failure travels as data: it is a field of an event, it is kept in the terminal
 it is a field of the trace record of that transition, and it is what the log line is made from. Nobody parses a
 message. `kind` (the class name) is the stable name for dashboards and tests; `str(failure)` is the sentence for people.
 
-Every failure answers: what happened, where (which peer, which field), what was expected, and what the user can do.
+Every failure answers: what happened, where (which peer, which field), and what was expected. What a user can do is a
+table by kind (`connector/observe/advice.py`), which whoever shows a failure puts beside its sentence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all failures. Subclasses say in `__str__` what happened and what to do."""
+    """Base of all failures. Subclasses say in `__str__` what happened."""
 
     @property
     def kind(self) -> str:
@@ -34,9 +35,7 @@ class HandshakeTimeout(PeerFailure, frozen=True, kw_only=True):
     """No reply on the side channel within the deadline of one attempt. `detail` says how far the question came."""
 
     timeout_seconds: float
-    detail: str = (
-        "check that it runs and that VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it name an address this engine can reach"
-    )
+    detail: str = "how far the question came is not known"
 
     def __str__(self) -> str:
         return (
@@ -54,7 +53,7 @@ class AddressNotResolved(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} at {self.address}: the host name {self.host} does not resolve here "
-            f"({self.error}); set VLLM_NIXL_SIDE_CHANNEL_HOST on it to a name or an address that this machine knows"
+            f"({self.error})"
         )
 
 
@@ -128,7 +127,7 @@ class WrongEngine(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"expected prefill engine {self.peer} at {self.address}, found engine {self.found}: the engine was "
-            "replaced, or two engines share an address (is VLLM_NIXL_SIDE_CHANNEL_HOST still 'localhost'?)"
+            "replaced, or two engines share an address"
         )
 
 
@@ -165,8 +164,7 @@ class PeerRetired(PeerFailure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"prefill engine {self.peer} was given up: another engine answers at its address, or it was evicted as "
-            "idle; the request must be prefilled again"
+            f"prefill engine {self.peer} was given up: another engine answers at its address, or it was evicted as idle"
         )
 
 
@@ -178,10 +176,7 @@ class PeerLeaving(PeerFailure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         shown = f" ({self.detail})" if self.detail else ""
-        return (
-            f"prefill engine {self.peer} at {self.address} was taken away, as it had said that it would be{shown}; the "
-            "request must be prefilled again"
-        )
+        return f"prefill engine {self.peer} at {self.address} was taken away, as it had said that it would be{shown}"
 
 
 class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):
@@ -192,7 +187,7 @@ class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"the blocks of {self.remote_request_id} on prefill engine {self.peer} were read and released by an "
-            "earlier request; kv_transfer_params can be used once (a retry must be prefilled again)"
+            "earlier request"
         )
 
 
@@ -202,10 +197,7 @@ class TooManyPeers(PeerFailure, frozen=True, kw_only=True):
     limit: int
 
     def __str__(self) -> str:
-        return (
-            f"cannot track prefill engine {self.peer}: {self.limit} remote engines are in use already; "
-            "raise the option peer_limit"
-        )
+        return f"cannot track prefill engine {self.peer}: {self.limit} remote engines are in use already"
 
 
 class TransferError(PeerFailure, frozen=True, kw_only=True):
@@ -233,10 +225,7 @@ class BadParams(Failure, frozen=True, kw_only=True):
     found: str
 
     def __str__(self) -> str:
-        return (
-            f"kv_transfer_params.{self.field}: expected {self.expected}, found {self.found}; forward the "
-            "kv_transfer_params of the prefill response unchanged"
-        )
+        return f"kv_transfer_params.{self.field}: expected {self.expected}, found {self.found}"
 
 
 class ParamsForged(Failure, frozen=True, kw_only=True):
@@ -264,7 +253,7 @@ class LeaseOver(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} does not keep the blocks of {self.remote_request_id} any more ({self.why}); "
-            "they may hold another request's KV, so the request must be prefilled again"
+            "they may hold another request's KV"
         )
 
 
@@ -277,7 +266,7 @@ class LeaseNotProven(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} did not confirm within {self.waited_seconds:g} s that it kept the blocks of "
-            f"{self.remote_request_id} until they were read; they may hold another request's KV. Does it hang?"
+            f"{self.remote_request_id} until they were read; they may hold another request's KV"
         )
 
 
@@ -298,7 +287,7 @@ class Corrupt(PeerFailure, frozen=True, kw_only=True):
         return (
             f"block {self.block} of {self.region} of {self.remote_request_id} has arrived from prefill engine "
             f"{self.peer} with other content than was lent ({self.differing} of {self.compared} checksums differ): a "
-            "network card, its driver or memory is faulty on one of the two machines; take them out of service"
+            "network card, its driver or memory is faulty on one of the two machines"
         )
 
 
@@ -312,8 +301,7 @@ class LeaseExpired(Failure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"{self.blocks} block(s) were lent for {self.lent_seconds:.1f} s and not released ({self.holders}); they "
-            "are freed. Did the decode engine end, or the router not send it the kv_transfer_params? If its queue is "
-            "longer, raise kv_lease_duration and lease_limit_seconds on this engine"
+            "are freed"
         )
 
 
@@ -368,7 +356,7 @@ class ActorCrashed(Failure, frozen=True, kw_only=True):
     error: str
 
     def __str__(self) -> str:
-        return f"internal error in {self.actor}: {self.error}; please report it with the log and the trace"
+        return f"internal error in {self.actor}: {self.error}"
 
 
 class ConnectorStopped(Failure, frozen=True, kw_only=True):
@@ -377,7 +365,7 @@ class ConnectorStopped(Failure, frozen=True, kw_only=True):
     detail: str
 
     def __str__(self) -> str:
-        return f"the KV connector has stopped ({self.detail}); restart this engine"
+        return f"the KV connector has stopped ({self.detail})"
 
 
 class MessageMalformed(Failure, frozen=True, kw_only=True):
@@ -387,7 +375,7 @@ class MessageMalformed(Failure, frozen=True, kw_only=True):
     detail: str
 
     def __str__(self) -> str:
-        return f"message from {self.sender} is malformed ({self.detail}) and was ignored; does its version differ?"
+        return f"message from {self.sender} is malformed ({self.detail}) and was ignored"
 
 
 class NotificationsDropped(Failure, frozen=True, kw_only=True):

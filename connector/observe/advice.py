@@ -1,4 +1,7 @@
-"""What to do about each kind of failure, in one line. README.md has the same with more room."""
+"""What to do about each kind of failure, in one line, for the log and `nixl-actor`. README.md has more room.
+
+The sentence of a failure says what happened; this stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ WHAT_TO_DO: dict[str, str] = {
         "on it if that comes too late"
     ),
     "TooManyPeers": "raise the option peer_limit on D",
-    "Incompatible": "start both engines with the same model and settings; the line has both values",
+    "Incompatible": "start one of the two engines again with the other's value; the line has both",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
     "ParamsForged": (
         "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "
@@ -57,8 +60,8 @@ WHAT_TO_DO: dict[str, str] = {
     "ActorCrashed": "report it with the log and the trace: it is a bug",
     NO_PARAMETERS: "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D",
     LEASE_EXPIRED: (
-        "see whether the router sent the request to a decode engine, and how long it waits there; raise "
-        "kv_lease_duration"
+        "see whether the router sent the request with kv_transfer_params to a decode engine, and how long it waits "
+        "there; raise kv_lease_duration"
     ),
 }
 """By kind; complete for `statemachine/failures.py`."""

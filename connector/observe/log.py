@@ -3,7 +3,7 @@
 Failures are data; this is the only place that makes them into text for a terminal. What is said when:
 
     at start            what runs, with which options; what is registered, where it listens        info
-    a peer              connected; lost or out of reach, with what was noticed first; back         info
+    a peer              connected; lost or out of reach: what was noticed first, what to do; back  info
     a request           it ended otherwise than loaded: kind, request, engine, age, what to do     warning
                         it has waited for WAIT_SAID_AFTER_SECONDS: for what, and how much longer   info
     a lease on P        nobody released it in time: who held it, for how long, what to do          warning
@@ -11,8 +11,9 @@ Failures are data; this is the only place that makes them into text for a termin
     what others send    it makes no sense, or names what is not lent                               warning
     a bug               with its traceback; what a peer does wrong never has one                   error
 
-The first word of a warning is the kind of the failure, which is also the `reason` in the trace. What followed from
-a lost peer is in the lines of the requests that it cost; the line of the peer has the cause.
+The first word of a warning is the kind of the failure, which is also the `reason` in the trace. The sentence of the
+failure says what happened; what to do about its kind (`WHAT_TO_DO`) is put behind it here, and nowhere else in a line.
+What followed from a lost peer is in the lines of the requests that it cost; the line of the peer has the cause.
 
 `EventLog` hears of peers and leases as the recorder does: as an observer of what the cores step. It is told of the
 rare steps only (of connections, and ends of leases), so a request that is served costs no call. `FailureLog` is told of
@@ -38,6 +39,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.advice import WHAT_TO_DO
 from connector.wire.bounded import shorten
 from statemachine import lease, peer, request
 from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
@@ -63,7 +65,8 @@ WAIT_SAID_AFTER_SECONDS = 2.0
 
 SUBJECT_LENGTH_MAX = 200
 SENTENCE_LENGTH_MAX = 1000
-"""Longest texts of one line, in characters."""
+TEXT_LENGTH_MAX = 1700
+"""Longest texts of one line, in characters. The last one has room for a sentence with what to do, and an engine."""
 
 TRACEBACK_LINES_AT_START = 50
 TRACEBACK_LINES_AT_END = 150
@@ -164,7 +167,8 @@ class RefusalLog:
 
 
 class FailureLog:
-    """One warning per failure: kind, subject, sentence. For use by one thread; called with a subject and why it failed.
+    """One warning per failure: kind, subject, sentence, what to do. For use by one thread; called with a subject and
+    why it failed.
 
     Args:
         engine_id, rank: who writes; in every line, because engines often share a terminal.
@@ -189,7 +193,7 @@ class FailureLog:
                 "%s: %s: %s [%s]",
                 failure.kind,
                 shorten(subject, SUBJECT_LENGTH_MAX),
-                shorten(str(failure), SENTENCE_LENGTH_MAX),
+                _with_advice(failure),
                 self._writer,
             )
 
@@ -261,7 +265,7 @@ class EventLog:
     def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
         """One line, unless there were too many with this cause."""
         if self._window.admits(cause):
-            get_logger().log(level, "%s [%s]", shorten(text, SENTENCE_LENGTH_MAX), self._writer)
+            get_logger().log(level, "%s [%s]", shorten(text, TEXT_LENGTH_MAX), self._writer)
 
 
 class _PeerObserver:
@@ -313,7 +317,7 @@ class _PeerObserver:
             self._away_since_ns = self._clock.now_ns()
         if failure.kind != self._last_kind:
             self._last_kind = failure.kind
-            self._write(failure.kind, f"{what}: {failure.kind}: {failure}")
+            self._write(failure.kind, f"{what}: {failure.kind}: {_with_advice(failure)}")
 
     def _say_left(self, failure: PeerLeaving) -> None:
         """That it cannot be reached from now on is no news."""
@@ -405,6 +409,11 @@ def _without_middle(lines: list[str]) -> list[str]:
 
 def _writer(engine_id: str, rank: int) -> str:
     return f"{shorten(engine_id, SUBJECT_LENGTH_MAX)} rank {rank}"
+
+
+def _with_advice(failure: Failure) -> str:
+    """What happened, and what to do about it."""
+    return f"{shorten(str(failure), SENTENCE_LENGTH_MAX)}; what to do: {WHAT_TO_DO[failure.kind]}"
 
 
 def _cause(failure: Failure) -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from connector.clock import BootClock
 from connector.observe import log
+from connector.observe.advice import WHAT_TO_DO
 from connector.observe.log import (
     CAUSES_COUNTED_MAX,
     LINES_PER_CAUSE,
@@ -41,6 +42,7 @@ from statemachine.failures import (
     HandshakeTimeout,
 )
 from statemachine.lease import LeaseName
+from tests.unit.test_failures import EXAMPLES
 
 TIMEOUT = DeadlineExceeded(timeout_seconds=120.0, phase="reading")
 
@@ -112,8 +114,30 @@ def test_lines_reach_the_handler_that_vllm_sets_up() -> None:
 def test_a_line_names_kind_subject_and_writer_and_says_why(lines: Lines) -> None:
     FailureLog("decode-1", 3)("request cmpl-7", TIMEOUT)
     (text,) = lines.texts
-    assert text == f"DeadlineExceeded: request cmpl-7: {TIMEOUT} [decode-1 rank 3]"
+    advice = WHAT_TO_DO["DeadlineExceeded"]
+    assert text == f"DeadlineExceeded: request cmpl-7: {TIMEOUT}; what to do: {advice} [decode-1 rank 3]"
     assert lines.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
+def test_a_line_says_what_to_do_once_at_its_end(lines: Lines, failure: Failure) -> None:
+    get_logger().setLevel(logging.DEBUG)  # an abort is said there
+    FailureLog("decode-1", 3)("request cmpl-7", failure)
+    (text,) = lines.texts
+    advice = WHAT_TO_DO[failure.kind]
+    assert text.endswith(f"; what to do: {advice} [decode-1 rank 3]")
+    assert text.count(advice) == 1
+    assert text.isprintable()
+
+
+def test_the_longest_sentence_does_not_cut_off_what_to_do(lines: Lines) -> None:
+    FailureLog("decode-1", 0)("r", BadParams(field="f", expected="e", found="x" * 1_000_000))
+    told = Told()
+    told.want()
+    longest = HandshakeTimeout(peer="prefill-1", address="h:1", timeout_seconds=5, detail="x" * 1_000_000)
+    told.feed(remote_engine.ConnectFailed(failure=longest))
+    for text, kind in zip(lines.texts, ("BadParams", "HandshakeTimeout"), strict=True):
+        assert f"...; what to do: {WHAT_TO_DO[kind]} [decode-1 rank 0]" in text
 
 
 class Broken(logging.Handler):
@@ -483,6 +507,7 @@ def test_a_peer_that_was_never_reached(lines: Lines) -> None:
     told.feed(remote_engine.ConnectFailed(failure=HandshakeTimeout(peer="prefill-1", address="h:1", timeout_seconds=5)))
     (text,) = lines.texts
     assert "cannot be reached: HandshakeTimeout" in text
+    assert f"; what to do: {WHAT_TO_DO['HandshakeTimeout']} [" in text
 
 
 def test_a_peer_that_is_given_up(lines: Lines) -> None:
