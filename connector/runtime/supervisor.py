@@ -381,8 +381,8 @@ class Supervisor:
         assert ended.failure is not None
         subject = f"request {fresh.request_id}"
         if isinstance(command, StartPull):
-            subject += f", engine {command.peer.engine_id} at {command.peer}, known for {command.age_seconds:.1f} s"
-        self._context.log_failure(subject, ended.failure)
+            subject += f", engine {command.peer.engine_id} at {command.peer}"
+        self._context.log_failure(f"{subject}, known for {command.age_seconds:.1f} s", ended.failure)
 
     async def _retire_idle(self) -> None:
         clock, idle_ns = self._context.clock, self._idle_ns

@@ -255,7 +255,7 @@ class ConnectorScheduler:
                     request_id=request.request_id,
                     lease=_lease(pull.remote),
                     peer=_address(pull.remote),
-                    age_seconds=self._age_seconds(pull),
+                    age_seconds=self._age_seconds(pull.heard_ns),
                 )
             )
 
@@ -495,17 +495,20 @@ class ConnectorScheduler:
         params_untrusted = request.kv_transfer_params
         if not self._options.bidirectional_kv_xfer or not names_source(params_untrusted):
             return None
+        heard_ns = self._clock.now_ns()
         try:
             remote = parse_remote_prefill(params_untrusted)
             self._require_genuine(remote, lends_back=True)
         except ParamsError as error:
-            self._log_failure(f"request {request.request_id}, which is computed whole", error.failure)
+            age_seconds = self._age_seconds(heard_ns)
+            subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
+            self._log_failure(subject, error.failure)
             return None
         if remote.lease_number is None or len(remote.block_ids) != len(self._groups):
             _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
             return None
         tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
-        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=self._clock.now_ns())
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns)
 
     def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
         """Of those that a D has, as many as this prompt is known to begin with (`prefix_digest`). Of a prompt that is
@@ -572,7 +575,7 @@ class ConnectorScheduler:
         )
         if not isinstance(remote, RemotePrefill):
             local = [block_id for group in groups for block_id in group.local_block_ids]
-            age_seconds = self._age_seconds(pull)
+            age_seconds = self._age_seconds(pull.heard_ns)
             return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
         return self._start_pull(request_id, pull, remote, groups, tokens, awaited=True)
 
@@ -581,7 +584,9 @@ class ConnectorScheduler:
         if isinstance(pull.remote, RemotePrefill):
             self._commands.append(self._start_pull(request_id, pull, pull.remote, (), None, awaited=False))
         else:
-            self._log_failure(f"request {request_id}, for which nothing is read", pull.remote)
+            age_seconds = self._age_seconds(pull.heard_ns)
+            subject = f"request {request_id}, for which nothing is read, known for {age_seconds:.1f} s"
+            self._log_failure(subject, pull.remote)
 
     def _start_pull(
         self,
@@ -601,11 +606,11 @@ class ConnectorScheduler:
             num_tokens=num_tokens,
             remote_num_tokens=remote.num_tokens,
             awaited=awaited,
-            age_seconds=self._age_seconds(pull),
+            age_seconds=self._age_seconds(pull.heard_ns),
         )
 
-    def _age_seconds(self, pull: WaitingPull) -> float:
-        return (self._clock.now_ns() - pull.heard_ns) / NS_PER_SECOND
+    def _age_seconds(self, heard_ns: int) -> float:
+        return (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
 
     def _begins_lease(self, request: Request) -> bool:
         """Whether what is computed of it from now on is to be lent."""

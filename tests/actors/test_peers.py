@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -469,6 +470,8 @@ def test_too_many_peers() -> None:
                 d.pull(name, nobody(name), [1], [1])
             assert (await failure_of(d, "z", 1.0)).kind == "TooManyPeers"
             assert d.trace.path("request", "z") == ["pending_handshake", "failed"]
+            (subject,) = [said for said, failure in d.failures if failure.kind == "TooManyPeers"]
+            assert re.fullmatch(r"request z, engine z at 127.0.0.1:1, known for \d+\.\d s", subject)
 
     run(test)
 
@@ -477,8 +480,9 @@ def test_a_request_whose_parameters_make_no_sense_ends_and_is_in_the_trace() -> 
     async def test() -> None:
         async with engine("d") as d:
             failure = BadParams(field="remote_port", expected="an integer", found="'x'")
-            d.supervisor.deliver(RejectPull(request_id="a", local_block_ids=[1, 2], failure=failure))
+            d.supervisor.deliver(RejectPull(request_id="a", local_block_ids=[1, 2], failure=failure, age_seconds=2.5))
             assert await failure_of(d, "a", 1.0) == failure
+            assert d.failures == [("request a, known for 2.5 s", failure)]
             assert d.trace.path("request", "a") == ["pending_handshake", "failed"]
             record = d.trace.records[-1]
             assert (record.reason, record.detail, record.blocks) == ("BadParams", str(failure), 2)

@@ -6,6 +6,7 @@ Which blocks travel is in `test_cache_groups`, failed loads are in `test_load_fa
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from connector.step_metadata import WorkerReport
 from connector.wire.params import LEASE_NUMBER_MAX
 from statemachine import draining
 from statemachine.draining import Draining, State
+from statemachine.failures import Failure
 from tests.unit.hybrid_engine import HybridEngine, full
 
 TOKENS = list(range(40))
@@ -133,6 +135,18 @@ def test_bad_parameters_park_the_request_like_good_ones() -> None:
     decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
     assert decode.finished["a"] == "error"
     assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
+
+
+def test_a_rejected_pull_that_is_aborted_is_logged_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker hears of it: its log line is the scheduler's."""
+    decode, params = HybridEngine([full()]), lent()
+    decode.submit("a", TOKENS, {**params, "remote_port": 0})
+    logged: list[tuple[str, Failure]] = []
+    monkeypatch.setattr(side(decode), "_log_failure", lambda *said: logged.append(said))
+    decode.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    ((subject, failure),) = logged
+    assert re.fullmatch(r"request a, for which nothing is read, known for \d+\.\d s", subject)
+    assert failure.kind == "BadParams"
 
 
 # --- an engine whose workers have stopped -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Under vLLM's own scheduler on both sides; the worker is played here.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import prefix_digests
+from statemachine.failures import Failure
 from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, state, window
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
@@ -242,12 +244,17 @@ def test_what_cannot_be_read_is_computed(change: Any) -> None:
     assert not [each for each in fresh.commands if isinstance(each, StartPull | TrackLease)]
 
 
-def test_malformed_parameters_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_parameters_are_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     params = first_turn(engine("d"), engine("p"))
     _malformed(params)
-    with caplog.at_level(logging.WARNING):
-        engine("p").submit("second", NEXT_PROMPT, params)
-    assert "remote_port" in caplog.text
+    prefill = engine("p")
+    logged: list[tuple[str, Failure]] = []
+    connector: Any = prefill.scheduler.connector
+    monkeypatch.setattr(connector._scheduler, "_log_failure", lambda *said: logged.append(said))
+    prefill.submit("second", NEXT_PROMPT, params)
+    ((subject, failure),) = logged
+    assert "remote_port" in str(failure)
+    assert re.fullmatch(r"request second, which is computed whole, known for \d+\.\d s", subject)
 
 
 def test_without_the_option_nothing_is_lent_or_read_back() -> None:
