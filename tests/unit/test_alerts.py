@@ -37,6 +37,8 @@ MINUTES = 30
 # --- names and labels -------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"(vllm:\w+)(\{[^}]*\})?")
+_COMMAND = re.compile(r"`(?:nixl-actor (?:ps|why|doctor|trace)\b|py-spy |(?:sum|count)\b[^`]*\(vllm:)")
+"""What an operator can paste: a command, or a query for Prometheus."""
 _CONDITION = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
 
@@ -94,6 +96,8 @@ def test_an_alert_leads_to_its_entry_in_the_runbook(name: str) -> None:
     assert entry is not None
     for part in ("**Means.**", "**Next.**", "**Do.**"):
         assert part in entry.group(1)
+    following = entry.group(1).partition("**Next.**")[2].partition("**Do.**")[0]
+    assert _COMMAND.search(following), f"no command to begin with: {following}"
 
 
 def test_the_runbook_has_no_entry_without_an_alert_and_names_what_exists() -> None:
