@@ -143,6 +143,17 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                 )
     for engine in answering:
         for facts in _facts(engine)[:1]:
+            if engine.not_resolved is not None:
+                yield Finding(
+                    level="problem",
+                    check="host names",
+                    engines=(_name(engine),),
+                    what=(
+                        f"AddressNotResolved: {_name(engine)} advertises {facts.side_channel}, and the host name "
+                        f"{_host(facts.side_channel)} does not resolve here ({engine.not_resolved})"
+                    ),
+                    advice=WHAT_TO_DO["AddressNotResolved"],
+                )
             if _host(facts.side_channel) in ("0.0.0.0", "::", "*"):
                 yield Finding(
                     level="problem",

@@ -131,6 +131,7 @@ class EngineReport:
     Attributes:
         problem: why it could not be asked; `problem_kind` is a stable name for it.
         named_by: engine ids of those that sent us there.
+        not_resolved: why the host name does not resolve here that it advertises for its side channel; None: it does.
     """
 
     address: Address
@@ -138,6 +139,7 @@ class EngineReport:
     problem: str | None = None
     problem_kind: str | None = None
     named_by: tuple[str, ...] = ()
+    not_resolved: str | None = None
 
     def of(self, kind: type[R]) -> list[R]:
         return [row for rank in self.ranks for row in rank.of(kind)]
@@ -423,8 +425,27 @@ class Surveyor:
             return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
         if first.error is not None:
             return silent("HandshakeRefused", first.error)
-        ranks = await self._ask_ranks(address, first, questions, deadline)
-        return EngineReport(address=address, ranks=tuple(ranks), named_by=named_by)
+        ranks = tuple(await self._ask_ranks(address, first, questions, deadline))
+        engine = EngineReport(address=address, ranks=ranks, named_by=named_by)
+        return replace(engine, not_resolved=await self._not_resolved(engine, deadline))
+
+    async def _not_resolved(self, engine: EngineReport, deadline: float) -> str | None:
+        """Why decode engines would not find it by the name that it advertises, if it has one and this is so here."""
+        advertised = next((row.facts.side_channel for row in engine.of(EngineRow)), "")
+        try:
+            address = parse_address(advertised)
+        except AddressError:
+            return None  # of no use for other reasons, which are not this one
+        if address.host == engine.address.host:
+            return None  # it was reached by this name
+        try:
+            with trio.fail_at(deadline):
+                await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
+        except trio.TooSlowError:
+            return "no name server answered in time"
+        except (OSError, UnicodeError) as error:
+            return shorten(str(error), 200)
+        return None
 
     async def _ask_ranks(
         self, address: Address, first: Advertisement, questions: Sequence[Question], deadline: float

@@ -114,6 +114,16 @@ def test_an_address_that_nobody_can_connect_to() -> None:
     assert problems(*pair(side_channel="0.0.0.0:5600")) == ["localhost"]
 
 
+def test_a_name_that_an_engine_advertises_and_nobody_knows() -> None:
+    d, p = pair(side_channel="prefill.invalid:5602")
+    assert problems(d, p) == []
+    (finding,) = found(d, replace(p, not_resolved="Name or service not known"), check="host names")
+    assert (finding.level, finding.engines) == ("problem", ("pp",))
+    for word in ("AddressNotResolved", "prefill.invalid:5602", "does not resolve here (Name or service not known)"):
+        assert word in finding.what
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in finding.advice
+
+
 def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
     first, second = pair(factors={"model": "gemma", "dtype": "float16"}, hash_="other")
     (finding,) = found(first, second, check="fit")
