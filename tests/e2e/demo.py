@@ -11,6 +11,7 @@ that was started is ended in each case.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -164,6 +165,8 @@ class Demo:
         slowest = max((each for story in told for each in story.requests), key=lambda each: each.seconds, default=None)
         if slowest is not None:
             command = EXPLAIN.replace("REQUEST", slowest.subject).replace("DIRECTORY", str(self.directory))
+            # The one of this environment, which is not activated where `make demo` was called.
+            command = os.path.join(os.path.relpath(Path(sys.executable).parent), command)
             print(f"the slowest request took {slowest.seconds * 1e3:.0f} ms; what it waited for: {command}")
 
 
