@@ -13,6 +13,7 @@ from connector.protocol import LocalPrefill, LocalPrefillsSeen
 from connector.runtime.inspector import QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
 from connector.wire.inspection import (
     WHATS,
+    EngineFacts,
     EngineRow,
     HoldRow,
     Inspect,
@@ -169,6 +170,20 @@ def test_every_rank_of_an_engine_is_asked() -> None:
             (of_p,) = found.engines
             assert [(each.tp_rank, each.tp_size) for each in of_p.of(EngineRow)] == [(0, 2), (1, 2)]
             assert [each.request_id for each in of_p.of(LeaseRow)] == ["lent", "lent"]
+
+    run(test)
+
+
+def test_a_name_that_an_engine_advertises_is_resolved_before_there_is_traffic() -> None:
+    """The tool has reached both by their addresses."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True) as d:
+            for each, host in ((p, "no-such-host.invalid"), (d, "localhost")):
+                each.supervisor._inspector._facts = EngineFacts(side_channel=f"{host}:{each.address.port}")
+            of_p, of_d = (await asked(p, d)).engines
+            assert of_p.not_resolved
+            assert of_d.not_resolved is None
 
     run(test)
 
