@@ -5,15 +5,30 @@ have changed, but for what depends on who was faster (`metrics_page`). Beside an
 `test_beside_offloading`.
 
 The gauges are read from engines that nobody has asked anything since: what they show must not depend on a next step.
+
+What the engines have logged at their start is checked here too.
 """
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import vllm
+
+from connector import DISTRIBUTION
 from connector.observe import catalogue as c
-from tests.e2e.cluster import BLOCK_BYTES, LEASE_SECONDS, OnePrefillTwoDecode, blocks_of, prompt, wait_for
-from tests.e2e.engines import LOOPBACK, free_port
+from connector.observe.log import distribution_version
+from tests.e2e.cluster import (
+    BLOCK_BYTES,
+    LEASE_SECONDS,
+    REQUEST_TIMEOUT_SECONDS,
+    OnePrefillTwoDecode,
+    blocks_of,
+    prompt,
+    wait_for,
+)
+from tests.e2e.engines import LOOPBACK, Engine, free_port
 from tests.e2e.metrics_page import (
     AFTER_EXPIRY,
     BYTES,
@@ -37,6 +52,27 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 TOKENS = 100
 REQUESTS = 6
 BLOCKS = blocks_of(TOKENS)
+
+
+def assert_start_is_said(engine: Engine, options: str) -> None:
+    """Version and `options`; where handshakes are answered; memory, NIXL and its back ends, and the control socket."""
+    said = [line for line in engine.log().splitlines() if " INFO " in line]
+    version = f"{DISTRIBUTION} {distribution_version(DISTRIBUTION)} (vLLM {vllm.__version__}) as kv_"
+    started = [line for line in said if version in line]
+    assert started
+    assert all(options in line and "kv_load_failure_policy=" in line for line in started), started
+    port = engine.options.side_channel_port
+    assert any(re.search(rf"handshakes are answered at \S+:{port}\b", line) for line in said)
+    registered = re.compile(
+        r"\d+\.\d\d GB of KV cache in [1-9]\d* memory ranges \(\w+\) are registered with NIXL "
+        rf"{re.escape(distribution_version('nixl'))}, back ends UCX; control socket \S+:[1-9]\d*; TP 0 of 1"
+    )
+    assert any(registered.search(line) for line in said)
+
+
+def test_the_log_says_at_start_what_runs(cluster: OnePrefillTwoDecode) -> None:
+    assert_start_is_said(cluster.prefill, f"kv_lease_duration={float(LEASE_SECONDS)}")
+    assert_start_is_said(cluster.failing, f"request_timeout_seconds={float(REQUEST_TIMEOUT_SECONDS)}")
 
 
 def test_requests_that_are_served(cluster: OnePrefillTwoDecode) -> None:
