@@ -588,9 +588,13 @@ class TestRealNixlPort(NixlPortSuite):
             own, own_run = new_memory()
             reader = Reader(RealNixlPort.open(f"r-{uuid.uuid4()}", whole(own), num_threads=2), own, own_run)
             try:
-                await reader.connect(source.agent_metadata, run)
-                await reader.recorder.done(await reader.post([1], [1]))
-                assert own[1].all()
+                for _ in range(10):
+                    await reader.connect(source.agent_metadata, run)
+                    for block in range(5):
+                        own[:] = 0
+                        await reader.recorder.done(await reader.post([block], [block]))
+                        assert (own[block] == 7).all()
+                    await reader.port.remove_remote_agent(reader.peer_name)
             finally:
                 await reader.port.aclose(1)
                 await source.aclose(1)
