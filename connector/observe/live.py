@@ -35,7 +35,7 @@ from connector.ports.side_channel import (
     SideChannel,
     SideChannelError,
 )
-from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge import ZmqSideChannel, numeric_address
 from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, shorten
 from connector.wire.handshake import (
     Advertisement,
@@ -440,11 +440,11 @@ class Surveyor:
             return None  # it was reached by this name
         try:
             with trio.fail_at(deadline):
-                await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
+                await numeric_address(address.host, address.port)
         except trio.TooSlowError:
             return "no name server answered in time"
-        except (OSError, UnicodeError) as error:
-            return shorten(str(error), 200)
+        except NameNotResolved as error:
+            return shorten(error.error, 200)
         return None
 
     async def _ask_ranks(

@@ -650,7 +650,7 @@ class ZmqSideChannel:
 
     async def numeric_address(self, host: str, port: int) -> str:
         """The address of `host`, if this channel may connect to it. Raises NameNotResolved and NotAllowed."""
-        address = await _numeric_address(host, port)
+        address = await numeric_address(host, port)
         if not self.access.allows_address(address):
             raise NotAllowed(host, port, NOT_A_PEER.format(address=address))
         return address
@@ -979,7 +979,7 @@ def _endpoint(host: str, port: int) -> str:
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
-async def _numeric_address(host: str, port: int) -> str:
+async def numeric_address(host: str, port: int) -> str:
     """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises NameNotResolved."""
     if _is_ip_address(host):
         await trio.lowlevel.checkpoint()

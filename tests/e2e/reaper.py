@@ -27,22 +27,23 @@ POLL_SECONDS = 0.02
 def shared_memory(group: int) -> set[Path]:
     """The segments that processes of this group have mapped and that still have a name."""
     found = set()
-    for process in _members(group):
+    for pid in members(group):
         with contextlib.suppress(OSError):  # it has ended
-            for line in (process / "maps").read_text().splitlines():
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 name = line.partition("/")[2]
                 if name.startswith("dev/shm/") and not name.endswith(" (deleted)"):
                     found.add(Path("/") / name)
     return found
 
 
-def _members(group: int) -> list[Path]:
-    """In /proc."""
+def members(group: int) -> list[int]:
+    """Processes of the group that are not zombies."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(process)
+            state, _, of, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(of) == group and state != "Z":
+                found.append(int(process.name))
     return found
 
 

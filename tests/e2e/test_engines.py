@@ -70,23 +70,9 @@ def options(tmp_path: Path, behaviour: str = "plain", name: str = "stand-in", *,
     return StandIn(name=name, model=tmp_path, logs=tmp_path, behaviour=behaviour, recovers=recovers)
 
 
-def group_members(group: int) -> list[int]:
-    """Processes of the group that are not zombies."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] != "Z":
-                members.append(int(entry.name))
-    return members
-
-
 def wait_until_empty(group: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while (members := group_members(group)) and time.monotonic() < deadline:
+    while (members := reaper.members(group)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert members == []
 
@@ -108,10 +94,10 @@ def test_start_reports_progress_and_stop_leaves_no_process(engines: EngineSet, t
     assert seen[0] == "importing vLLM"
     assert engine.healthy()
     assert "listening" in engine.log_tail()
-    assert len(group_members(engine.pid)) == PROCESSES
+    assert len(reaper.members(engine.pid)) == PROCESSES
     assert shared_memory(engine.log()).exists()
     assert engine.stop()
-    assert group_members(engine.pid) == []
+    assert reaper.members(engine.pid) == []
     assert not engine.healthy()
     assert not shared_memory(engine.log()).exists()
 
@@ -119,14 +105,14 @@ def test_start_reports_progress_and_stop_leaves_no_process(engines: EngineSet, t
 def test_an_engine_that_ignores_sigterm_is_killed(engines: EngineSet, tmp_path: Path) -> None:
     (engine,) = engines.start(options(tmp_path, "stubborn"))
     assert not engine.stop(timeout_seconds=0.5)
-    assert group_members(engine.pid) == []
+    assert reaper.members(engine.pid) == []
 
 
 def test_kill_takes_the_whole_group_and_restart_comes_back_on_the_same_port(engines: EngineSet, tmp_path: Path) -> None:
     (engine,) = engines.start(options(tmp_path))
     killed = engine.pid
     engine.kill()
-    assert group_members(killed) == []
+    assert reaper.members(killed) == []
     assert not shared_memory(engine.log()).exists()
     engine.restart().wait_healthy(TIMEOUT_SECONDS)
     assert engine.pid != killed
@@ -136,7 +122,7 @@ def test_a_paused_engine_is_stopped_too(engines: EngineSet, tmp_path: Path) -> N
     (engine,) = engines.start(options(tmp_path))
     engine.pause()
     assert engine.stop()
-    assert group_members(engine.pid) == []
+    assert reaper.members(engine.pid) == []
 
 
 def test_an_engine_that_does_not_start_says_why(engines: EngineSet, tmp_path: Path) -> None:
@@ -183,7 +169,7 @@ def test_an_exception_inside_the_block_ends_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert len(started) == 2
-    assert [group_members(engine.pid) for engine in started] == [[], []]
+    assert [reaper.members(engine.pid) for engine in started] == [[], []]
 
 
 def test_engines_end_even_when_the_program_is_killed(tmp_path: Path) -> None:
@@ -200,7 +186,7 @@ def test_engines_end_even_when_the_program_is_killed(tmp_path: Path) -> None:
     try:
         assert runner.stdout is not None
         group = int(runner.stdout.readline())
-        assert len(group_members(group)) == PROCESSES
+        assert len(reaper.members(group)) == PROCESSES
     finally:
         os.kill(runner.pid, signal.SIGKILL)
         runner.wait(TIMEOUT_SECONDS)

@@ -42,35 +42,16 @@ from statemachine.failures import (
     HandshakeTimeout,
 )
 from statemachine.lease import LeaseName
+from tests.unit.log_lines import Lines, listening
 from tests.unit.test_failures import EXAMPLES
 
 TIMEOUT = DeadlineExceeded(timeout_seconds=120.0, phase="reading")
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged. At the logger itself, because vLLM's does not propagate to where pytest listens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    @property
-    def texts(self) -> list[str]:
-        return [record.getMessage() for record in self.records]
-
-
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    logger, handler = get_logger().logger, Lines()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with listening() as lines:
+        yield lines
 
 
 class Seconds:

@@ -5,7 +5,6 @@ NIXL's part is real, behind a first act of the agent's thread that takes as long
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ import pytest
 from vllm.config import VllmConfig
 
 from connector.config import parse_options
-from connector.observe.log import get_logger
 from connector.ports import nixl_thread
 from connector.ports.nixl import NixlCallFailed
 from connector.ports.nixl_agent import RealNixlPort
 from connector.worker.connector_worker import ConnectorWorker
-from tests.unit.test_log import Lines
+from tests.unit.log_lines import Lines, listening
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 RELEASE_SECONDS = 60.0
@@ -60,13 +58,8 @@ class SlowNixl:
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    logger, handler = get_logger().logger, Lines()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with listening() as lines:
+        yield lines
 
 
 @pytest.mark.parametrize(("extra", "seconds"), [({}, 1800.0), ({"registration_timeout_seconds": 77.5}, 77.5)])
