@@ -240,7 +240,23 @@ class ParamsForged(Failure, frozen=True, kw_only=True):
         )
 
 
-ParamsFailure: TypeAlias = BadParams | ParamsForged
+class WrongPrompt(Failure, frozen=True, kw_only=True):
+    """`kv_transfer_params` of a request were given out for another prompt, or for another adapter.
+
+    `lent_tokens`: whose KV they name; 0: they do not say. `tokens`: of this request's prompt.
+    """
+
+    lent_tokens: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            "these kv_transfer_params were given out for another prompt or adapter: the KV that they name, of "
+            f"{self.lent_tokens} tokens, is not of what this request of {self.tokens} tokens begins with"
+        )
+
+
+ParamsFailure: TypeAlias = BadParams | ParamsForged | WrongPrompt
 """Why nothing is read for a request, whatever its engine would say."""
 
 

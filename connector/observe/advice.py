@@ -41,6 +41,10 @@ WHAT_TO_DO: dict[str, str] = {
         "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "
         "(params_keys_file); else somebody forges them"
     ),
+    "WrongPrompt": (
+        "have the router prefill each prompt by itself, and hand kv_transfer_params to no other; a call with several "
+        "prompts, a tokenizer or chat template that differs, or an adapter of another name makes another prompt of it"
+    ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these",
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ from connector.scheduler.draining import SchedulerDraining
 from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
-from connector.scheduler.prefix_digest import prefix_digests
+from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests, prompt_digests
 from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
@@ -109,7 +109,7 @@ from connector.wire.params import (
     require_genuine,
 )
 from statemachine.draining import State
-from statemachine.failures import BadParams, ParamsFailure
+from statemachine.failures import BadParams, ParamsFailure, WrongPrompt
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class ConnectorScheduler:
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
+        self._numbers_media = numbers_media(vllm_config)
         self._clock = clock
         self._life = life
         # Decode side; see the module's docstring. No request id is in both.
@@ -482,6 +483,7 @@ class ConnectorScheduler:
             remote = parse_remote_prefill(params_untrusted)
             self._require_genuine(remote, lends_back=False)
             self._check_fit(remote, request)
+            self._check_prompt(remote, request)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -515,10 +517,13 @@ class ConnectorScheduler:
         loaded whole vLLM computes the last token again, which a state does not allow."""
         theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
         said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
-        equal = [tokens for tokens, digest in prefix_digests(request, sorted(said)) if said[tokens] == digest]
+        equal = [tokens for tokens, digest in self._prefix_digests(request, said) if said[tokens] == digest]
         tokens = max(equal, default=0)
         # A clipped table or a state is that of all of their tokens.
         return tokens if self._keeps_everything or ours > tokens == theirs else 0
+
+    def _prefix_digests(self, request: Request, lengths: Collection[int]) -> Digests:
+        return prefix_digests(request, lengths, numbers_media=self._numbers_media)
 
     def _require_genuine(self, remote: RemotePrefill, *, lends_back: bool) -> None:
         """Raise ParamsError for parameters that no engine of this fleet has given out."""
@@ -533,8 +538,7 @@ class ConnectorScheduler:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
         tokens, found = self._tokens_to_load(request), remote.num_tokens
-        # A request that must not read cached KV (prompt logprobs) loads nothing.
-        if found is None or not tokens or request.skip_reading_prefix_cache:
+        if found is None or not self._loads(request):
             return
         has_states = any(group.keeps.is_state for group in self._groups)
         if has_states and found != tokens:
@@ -544,6 +548,25 @@ class ConnectorScheduler:
             # A prefix hit covers the front: if anything is loaded, the last of these tokens is.
             expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
+
+    def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
+        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
+        built-in P does not say; it numbers no lease."""
+        if remote.lease_number is None or not self._loads(request):
+            return
+        prompt = request.num_prompt_tokens
+        # A digest of fewer tokens than are loaded shows nothing of the rest.
+        said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
+        ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
+        # Of embeddings nobody has a digest.
+        is_shown = any(said[length] == digest for length, digest in ours)
+        if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
+            raise ParamsError(WrongPrompt(lent_tokens=remote.num_tokens or 0, tokens=prompt))
+
+    def _loads(self, request: Request) -> bool:
+        """D: whether anything of its prompt is loaded. A request that must not read cached KV (prompt logprobs) loads
+        nothing."""
+        return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache
 
     def _tokens_to_load(self, request: Request) -> int:
         """Counted from the start of the request, prefix hits included."""
@@ -651,16 +674,17 @@ class ConnectorScheduler:
 
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
-        digests: list[tuple[int, str]] = []
         is_for_decode = _wants_remote_decode(request)
         if is_for_decode:
             lease_seconds, tokens = self._options.kv_lease_duration, request.num_computed_tokens
+            known = min(tokens, request.num_tokens)
         else:
             lease_seconds = self._options.decoder_kv_blocks_ttl
             expires_seconds = time.perf_counter() + lease_seconds
             # The token that was sampled last may be computed in a step that is still under way.
-            tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            digests = prefix_digests(request, sorted({min(tokens, request.num_prompt_tokens), tokens}))
+            known = tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        lengths = {min(known, request.num_prompt_tokens), known} - {0}
+        digests = prompt_digests(request, lengths) if is_for_decode else self._prefix_digests(request, lengths)
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
         blocks = sum(map(len, lent))
         self._commands.append(

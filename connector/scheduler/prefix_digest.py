@@ -1,38 +1,74 @@
 """What a request begins with, as a short text that two engines can compare.
 
-A conversation's next prompt need not begin with what D has: clients edit what was said, and chat templates leave out a
-model's thoughts or put tokens between. KV depends on every token before it, on what stands for images among them, and
-on the adapter, so P reads back only what a digest of all that is equal for. vLLM's own hashes of blocks do not serve
-for it: they differ between processes.
+vLLM's own hashes of blocks do not serve for it: they differ between processes.
+
+From P, for D (`prompt_digests`). Parameters get to another request than the one that they were given out for: routers
+mistake one for the other, `/v1/completions` hands one set to all prompts of a call, and a chat template that tells the
+time makes two prompts of one. KV depends on every token before it, so D loads only what is shown to be of the prompt
+that it has. The digest is of the tokens and of the adapter's name. It leaves out what may differ between two engines
+that compute the same: a salt concerns the cache of one engine only, and vLLM's identifier of an image depends on the
+path of the model and on which caches are on.
+
+From D, for P (`prefix_digests`). A conversation's next prompt need not begin with what D has: clients edit what was
+said, and chat templates leave out a model's thoughts or put tokens between. P reads back only what a digest of all that
+KV depends on is equal for, the salt and what stands for images among the tokens too: nobody says that the two requests
+are one, and what is not equal costs time only. Where vLLM numbers images instead of hashing them (`numbers_media`), the
+first one of each engine has the same name, so there is no digest of a prompt with images.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 DIGEST_LENGTH = 32
 """Hexadecimal digits: 128 bits."""
 
+Digests = list[tuple[int, str]]
+"""Numbers of tokens, in ascending order, each with the digest of so many."""
 
-def prefix_digests(request: Request, lengths: Sequence[int]) -> list[tuple[int, str]]:
-    """Each of these numbers of tokens, in ascending order, with the digest of so many. Empty where the prompt is given
-    as embeddings."""
+
+def prompt_digests(request: Request, lengths: Collection[int]) -> Digests:
+    """Of tokens and adapter, for each of these numbers of tokens. Empty where the prompt is given as embeddings."""
+    return _digests(request, lengths, repr(_adapter(request)), [])
+
+
+def prefix_digests(request: Request, lengths: Collection[int], *, numbers_media: bool) -> Digests:
+    """Of all that KV depends on, for each of these numbers of tokens. Empty where the prompt is given as embeddings, or
+    where its images have no name of their own."""
+    media = request.mm_features or ()
+    if media and numbers_media:
+        return []
+    features = sorted((each.mm_position.offset, each.identifier) for each in media)
+    return _digests(request, lengths, repr((_adapter(request), request.cache_salt)), features)
+
+
+def numbers_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM numbers images, sound and the like: with no cache of them and none of prefixes it hashes nothing."""
+    multimodal = vllm_config.model_config.multimodal_config
+    has_cache = vllm_config.cache_config.enable_prefix_caching
+    return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not has_cache
+
+
+def _adapter(request: Request) -> str | None:
+    return None if request.lora_request is None else request.lora_request.lora_name
+
+
+def _digests(request: Request, lengths: Collection[int], scope: str, features: Sequence[tuple[int, str]]) -> Digests:
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return []
-    lora = None if request.lora_request is None else request.lora_request.lora_name
-    begun = hashlib.sha256(repr((lora, request.cache_salt)).encode())
-    tokens = np.array(request.all_token_ids[: max(lengths, default=0)], dtype=np.int64)
-    features = sorted((each.mm_position.offset, each.identifier) for each in request.mm_features or ())
+    begun = hashlib.sha256(scope.encode())
     digests, start = [], 0
-    for length in lengths:
-        begun.update(tokens[start:length].tobytes())
+    for length in sorted(lengths):
+        tokens = request.all_token_ids[start:length]
+        # Faster than an array that is made from a list.
+        begun.update(struct.pack(f"<{len(tokens)}q", *tokens))
         start = length
         whole = begun.copy()
         whole.update(repr([each for each in features if each[0] < length]).encode())

@@ -74,7 +74,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lease_number: int | None = None
     """Tells apart leases of requests with the same id on P; None when P is a built-in one."""
     prefix_digests: tuple[tuple[int, str], ...] = ()
-    """From D, for P: numbers of tokens that the blocks hold, and a digest of so many."""
+    """Numbers of tokens that the blocks hold, and a digest of so many (`connector.scheduler.prefix_digest`). None: of
+    a built-in engine, or of a prompt that is given as embeddings."""
     signature: str | None = None
     """Of all the others; see `require_genuine`."""
 
@@ -196,7 +197,7 @@ def build_remote_prefill(
     `keys`: to sign with; None: not signed.
     """
     lends_back = expires_seconds is not None
-    digests = tuple(prefix_digests) if lends_back else ()
+    digests = tuple(prefix_digests)
     signature: str | None = None
     if keys is not None:
         remote = RemotePrefill(
@@ -228,7 +229,7 @@ def build_remote_prefill(
         "remote_blocks_expiry_time": expires_seconds,
         "transfer_mode": "pull",
         "lease_number": lease_number,
-        **({"prefix_digests": [list(each) for each in digests]} if lends_back else {}),
+        "prefix_digests": [list(each) for each in digests],
         **({"signature": signature} if signature is not None else {}),
     }
 

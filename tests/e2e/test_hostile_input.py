@@ -156,6 +156,8 @@ def completions(
 
 
 LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
+    "another prompt": (spoilt(prefix_digests=[[TOKENS, "0" * 32]]), "failed", "WrongPrompt"),
+    "no word of the prompt": (without("prefix_digests"), "failed", "WrongPrompt"),
     "another engine": (spoilt(remote_engine_id="somebody-else"), "failed", "WrongEngine"),
     "another lease": (spoilt(lease_number=1), "expired", "LeaseOver"),
     "other sizes": (spoilt(tp_size=2), "failed", "BadParams"),
@@ -229,20 +231,21 @@ def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None
     )
 
 
-def test_longer_prompts_with_the_parameters_of_the_first(cluster: OnePrefillTwoDecode) -> None:
-    """`/v1/completions` takes a list of prompts and one set of parameters, and its answer has those of the first.
-    Scenario 32."""
+def test_several_prompts_with_the_parameters_of_the_first(cluster: OnePrefillTwoDecode) -> None:
+    """`/v1/completions` takes a list of prompts and one set of parameters, and its answer has those of the first one.
+    A longer one asks for more than is lent; of the others only a digest shows that they are others. Scenario 32."""
+    lengths = {TOKENS: "", 2 * TOKENS: "BadParams", TOKENS - 1: "WrongPrompt", TOKENS // 2: "WrongPrompt"}
     for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
         key = f"several-{policy}"
-        texts = [prompt(tokens, f"{key} {tokens}") for tokens in (TOKENS, 2 * TOKENS, 3 * TOKENS)]
+        texts = [prompt(tokens, f"{key} {tokens}") for tokens in lengths] + [prompt(TOKENS, f"{key} as long")]
+        kinds = [*lengths.values(), "WrongPrompt"]
         right = [service.alone(text).token_ids for text in texts]
+        assert len(set(right)) == len(texts)
         prefilled = completions(cluster.prefill, texts, f"{key}-p", dict(REQUEST_TRANSFER), max_tokens=1)
         params = prefilled.raise_for_status().json()["kv_transfer_params"]
         answer = completions(service.decode_engine, texts, key, params)
         _, *others = [each.records[-1] for each in cluster.traces.ended_prompts(key, len(texts))]
-        for record in others:
-            assert (record.to_state, record.reason) == ("failed", "BadParams")
-            assert "kv_transfer_params.remote_num_tokens" in (record.detail or "")
+        assert [(each.to_state, each.reason) for each in others] == [("failed", kind) for kind in kinds[1:]]
         if policy == "fail":
             assert answer.status_code == 500
         else:

@@ -65,6 +65,7 @@ EXPECTED = (
     "load failed, recomputed",
     "load failed, request failed",
     "overlapping steps",
+    "parameters of another prompt",
     "parameters used again",
     "partial prefix hit on D",
     "partial prefix hit on P",
@@ -176,6 +177,10 @@ def believe_forged_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParamsKeys, "find_fault", lambda self, signature, params, *, lends_back: None)
 
 
+def load_for_whatever_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ConnectorScheduler, "_check_prompt", lambda self, remote, request: None)
+
+
 def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
     finished = ConnectorScheduler.request_finished
     patch.setattr(
@@ -278,6 +283,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]]
     (ignore_the_prefix_hit_when_counting, [], 12, "scheduler"),
     (ignore_the_prefix_hit_when_pairing, [], 12, "bytes"),
     (believe_forged_parameters, [], 4, "bytes"),
+    (load_for_whatever_prompt, [], 12, "bytes"),
     (keep_no_blocks, [], 12, "scheduler"),
     (never_tell_of_a_grant, [], 12, "leaks"),
     (call_every_load_a_success, [ERRORS], 12, "bytes"),

@@ -34,6 +34,7 @@ EXAMPLES: list[Failure] = [
     failures.TransferError(**_PEER, operation="READ", error="REMOTE_DISCONNECT", transport_lost=True),
     failures.BadParams(field="remote_port", expected="int in 1..65535", found="'x'"),
     failures.ParamsForged(why="it is not signed"),
+    failures.WrongPrompt(lent_tokens=100, tokens=50),
     failures.LeaseOver(**_PEER, remote_request_id="cmpl-3", why="expired"),
     failures.LeaseNotProven(**_PEER, remote_request_id="cmpl-3", waited_seconds=1.25),
     failures.Corrupt(**_PEER, remote_request_id="cmpl-3", region="model.layers.4", block=71, differing=1, compared=640),

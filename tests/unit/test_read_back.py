@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -19,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
-from connector.scheduler.prefix_digest import prefix_digests
+from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
 from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, state, window
 
@@ -194,6 +196,9 @@ def test_a_digest_is_of_all_that_kv_depends_on() -> None:
         place = PlaceholderRange(offset=offset, length=2)
         return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
 
+    def digests(request: Request, lengths: list[int], *, numbers_media: bool = False) -> Digests:
+        return prefix_digests(request, lengths, numbers_media=numbers_media)
+
     tokens = list(range(100, 140))
     adapter = LoRARequest("adapter", 1, "/nowhere")
     requests = [
@@ -205,14 +210,28 @@ def test_a_digest_is_of_all_that_kv_depends_on() -> None:
         request(tokens, lora_request=adapter),
         request(tokens, cache_salt="mine"),
     ]
-    found = [dict(prefix_digests(each, [10, 20, 40])) for each in requests]
+    found = [dict(digests(each, [10, 20, 40])) for each in requests]
     assert len({each[20] for each in found}) == len({each[40] for each in found}) == len(requests)
     assert found[0][10] == found[1][10]
-    assert found[0] == dict(prefix_digests(request(tokens), [10, 20, 40]))
+    assert found[0] == dict(digests(request(tokens), [10, 20, 40]))
     behind = request(tokens, mm_features=[image("one", 25)])
-    assert dict(prefix_digests(behind, [20])) == {20: found[0][20]}
+    assert dict(digests(behind, [20])) == {20: found[0][20]}
     embeds = Request("e", None, SamplingParams(max_tokens=1), None, prompt_embeds=torch.zeros(4, 8))
-    assert prefix_digests(embeds, [2]) == []
+    assert digests(embeds, [2]) == []
+    assert digests(requests[2], [20], numbers_media=True) == []
+    assert digests(requests[0], [20], numbers_media=True) == digests(requests[0], [20])
+
+
+@pytest.mark.parametrize("cache_gb", [0, 4])
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_images_are_numbered_where_nothing_caches_them(cache_gb: float, caches_prefixes: bool) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
+    )
+    assert numbers_media(config) == (not cache_gb and not caches_prefixes)
+    config.model_config.multimodal_config = None
+    assert not numbers_media(config)
 
 
 def _without_number(params: dict[str, Any]) -> None:

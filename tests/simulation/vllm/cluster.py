@@ -2,8 +2,8 @@
 
 A client does what a router does: the prompt goes to a prefill engine with `do_remote_decode`, the parameters of its
 answer and the same prompt go to a decode engine. Some clients want two samples of one prompt, use parameters again that
-were used up, have them damaged on the way, forge them where engines sign them, or leave, on either engine, in whatever
-status their request has reached.
+were used up, have them damaged on the way or handed to another prompt, forge them where engines sign them, or leave, on
+either engine, in whatever status their request has reached.
 
 Prompts share prefixes: some are beginnings of one of a few long texts, some go on by themselves after one, others stand
 alone; some are shorter than a block. Where engines read back, some clients go on after the answer: their next prompt
@@ -39,6 +39,7 @@ TEXTS = 4
 PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
 ANSWER_TOKENS_MAX = 56
 FORGED_SHARE = 0.1
+MISTAKEN_SHARE = 0.06
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
@@ -95,6 +96,7 @@ class VllmCluster(Cluster):
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
         # With draws of their own.
         self._forgeries = generator(plan.seed, "forgeries")
+        self._mistakes = generator(plan.seed, "mistaken prompts")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _engine_ids(self) -> int:
@@ -175,7 +177,8 @@ class VllmCluster(Cluster):
             del params["lease_number"]
         params, may_fail = self._damage(params)
         params, is_forged = self._forge(params)
-        may_fail |= is_forged
+        prompt, is_mistaken = self._mistake(prompt)
+        may_fail |= is_forged or is_mistaken
         # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
         may_fail |= len(prefilled.sequence.answer) > 1 and self._shape.model.second is SecondGroup.WINDOW
         asked = [decode] * (2 if chance.random() < 0.1 else 1)
@@ -271,6 +274,17 @@ class VllmCluster(Cluster):
             return params, False
         self._requests.coverage["forged parameters"] += 1
         return {**params, "remote_block_ids": neighbours}, True
+
+    def _mistake(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """What a router does that takes one prompt for another: the same parameters, not for a longer prompt. Whether
+        it did. Without numbers of leases P is a built-in engine, whose parameters do not say for which prompt."""
+        mistakes = self._mistakes
+        if not self._shape.numbers_leases or mistakes.random() >= MISTAKEN_SHARE:
+            return prompt, False
+        self._requests.coverage["parameters of another prompt"] += 1
+        kept = mistakes.randrange(len(prompt))
+        end = mistakes.choice([len(prompt), mistakes.randint(kept + 1, len(prompt))])
+        return (*prompt[:kept], (prompt[kept] + 1) % VOCABULARY_SIZE, *prompt[kept + 1 : end]), True
 
     def _draw_prompt(self) -> tuple[int, ...]:
         chance = self._chance

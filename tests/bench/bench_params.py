@@ -1,10 +1,11 @@
-"""What signed `kv_transfer_params` cost for each request: P signs, D checks, both on the engine thread.
+"""What `kv_transfer_params` cost for each request: P makes and D reads them, both on the engine thread.
 
-`python -m tests.bench.bench_signatures` builds and parses the parameters of prompts of several lengths, with keys and
+`python -m tests.bench.bench_params` builds and parses the parameters of prompts of several lengths, with keys and
 without, in turns. Blocks of 16 tokens.
 
 Columns, microseconds of the fastest round
-  build, parse    without keys: what every request costs on P, and on D
+  digest          of the prompt: made on P, and on D once more to compare
+  build, parse    the rest without keys: what every request costs on P, and on D
   sign, check     what keys add to each
   file            a look whether the file of keys has changed, which another thread does every few seconds
 """
@@ -14,10 +15,15 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
 from connector.key_files import ParamsKeyFile
+from connector.scheduler.prefix_digest import prompt_digests
 from connector.wire.params import build_remote_prefill, parse_remote_prefill, require_genuine
 from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
 
@@ -36,6 +42,7 @@ def build(blocks: int, keys: ParamsKeys | None) -> dict[str, Any]:
         tp_size=8,
         num_tokens=16 * blocks,
         lease_number=2**47 + 1,
+        prefix_digests=[(16 * blocks, "0" * 32)],
         keys=keys,
     )
 
@@ -50,8 +57,11 @@ def fastest_us(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    print(f"{'blocks':>8}{'build':>8}{'sign':>8}{'parse':>8}{'check':>8}")
+    print(f"{'blocks':>8}{'digest':>8}{'build':>8}{'sign':>8}{'parse':>8}{'check':>8}")
     for blocks in BLOCKS:
+        tokens = 16 * blocks
+        request = Request("r", [100_000 + each for each in range(tokens)], SamplingParams(max_tokens=1), None)
+        digest = fastest_us(partial(prompt_digests, request, [tokens]))
         raw = build(blocks, KEYS)
 
         def check(raw: dict[str, Any] = raw) -> None:
@@ -61,7 +71,7 @@ def main() -> None:
         signed = fastest_us(lambda blocks=blocks: build(blocks, KEYS))  # type: ignore[misc]
         parsed = fastest_us(lambda raw=raw: parse_remote_prefill(raw))  # type: ignore[misc]
         checked = fastest_us(check)
-        print(f"{blocks:>8}{plain:>8.1f}{signed - plain:>8.1f}{parsed:>8.1f}{checked - parsed:>8.1f}")
+        print(f"{blocks:>8}{digest:>8.1f}{plain:>8.1f}{signed - plain:>8.1f}{parsed:>8.1f}{checked - parsed:>8.1f}")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "keys"
         path.write_text(format_keys(KEYS))

@@ -1,0 +1,122 @@
+"""Parameters that get to another request than the one that they were given out for: P says what its prompt was, and D
+compares. Under vLLM's own scheduler on both sides. Scenario 32.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.request import Request
+
+from connector.protocol import RejectPull, StartPull
+from connector.scheduler.prefix_digest import prompt_digests
+from statemachine.failures import WrongPrompt
+from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, full, state, window
+
+PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+FAMILIES = pytest.mark.parametrize(
+    "specs", [[full()], [full(), window(40)], [full(), state("none")]], ids=["full", "window", "state"]
+)
+
+
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker side can register is not the matter here."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+def engine(name: str, *specs: KVCacheSpec, **settings: Any) -> HybridEngine:
+    # One state for the whole request cannot be cached.
+    caches_prefixes = not any(isinstance(spec, MambaSpec) for spec in specs)
+    return HybridEngine(list(specs) or [full()], engine_id=name, caches_prefixes=caches_prefixes, **settings)
+
+
+def lent(*specs: KVCacheSpec, max_tokens: int = 1) -> dict[str, Any]:
+    """The parameters of PROMPT, as they come out of a router."""
+    prefill = engine("p", *specs)
+    prefill.run("a", PROMPT, REMOTE_DECODE, max_tokens=max_tokens)
+    returned: dict[str, Any] = json.loads(json.dumps(prefill.params["a"]))
+    return returned
+
+
+def asked(decode: HybridEngine, prompt: list[int], params: dict[str, Any], **settings: Any) -> StartPull | RejectPull:
+    """What the worker is told of a request with these parameters."""
+    decode.submit("r", prompt, params, **settings)
+    decode.step()
+    (told,) = [each for each in decode.commands if isinstance(each, StartPull | RejectPull)]
+    return told
+
+
+@FAMILIES
+def test_the_prompt_that_was_lent_is_loaded(specs: list[KVCacheSpec]) -> None:
+    assert isinstance(asked(engine("d", *specs), PROMPT, lent(*specs)), StartPull)
+
+
+@FAMILIES
+@pytest.mark.parametrize(
+    "prompt",
+    [[*PROMPT[:-2], 999, PROMPT[-1]], [999, *PROMPT[1:]], list(reversed(PROMPT)), PROMPT[:-2], PROMPT[:BLOCK_TOKENS]],
+    ids=["late", "early", "reversed", "cut", "one block"],
+)
+def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> None:
+    """A longer one needs more tokens than are lent, and is refused for that."""
+    told = asked(engine("d", *specs), prompt, lent(*specs))
+    assert isinstance(told, RejectPull)
+    assert told.failure.kind in ("WrongPrompt", "BadParams")
+    assert isinstance(told.failure, WrongPrompt) or (len(prompt) < len(PROMPT) and len(specs) > 1)
+
+
+def test_p_may_have_decoded_more_than_is_wanted() -> None:
+    """The prompt is loaded, and what P has answered after it too, if D's prompt goes on with it."""
+    params = lent(max_tokens=3)
+    assert params["remote_num_tokens"] == len(PROMPT) + 2
+    for prompt, kind in (
+        (PROMPT, StartPull),
+        ([*PROMPT, SAMPLED_TOKEN, SAMPLED_TOKEN], StartPull),
+        ([*PROMPT, SAMPLED_TOKEN], RejectPull),
+        ([*PROMPT, SAMPLED_TOKEN, 999], RejectPull),
+    ):
+        assert isinstance(asked(engine("d"), prompt, params), kind), len(prompt)
+
+
+def test_parameters_without_digests() -> None:
+    """A built-in P numbers no lease, and says no more than how many tokens it lends; P of ours says what they are."""
+    params = lent()
+    del params["prefix_digests"]
+    assert isinstance(asked(engine("d"), PROMPT, params), RejectPull)
+    del params["lease_number"]
+    assert isinstance(asked(engine("d"), PROMPT, params), StartPull)
+
+
+def test_a_request_that_loads_nothing_is_not_compared() -> None:
+    """It needs all of the prompt computed."""
+    other = list(reversed(PROMPT))
+    decode = engine("d")
+    assert asked(decode, other, lent(), prompt_logprobs=1) == decode.pull_of("r")
+    assert not decode.pull_of("r").awaited
+
+
+def request(tokens: list[int] | None, **others: Any) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, **others)
+
+
+def test_the_digest_is_of_tokens_and_adapter_only() -> None:
+    """A salt is for the cache of one engine, and two engines may name an image differently."""
+    place = PlaceholderRange(offset=5, length=2)
+    image = MultiModalFeatureSpec(data=None, modality="image", identifier="renderer0-mm-1", mm_position=place)
+    plain = prompt_digests(request(PROMPT), {40, 20})
+    assert [length for length, _ in plain] == [20, 40]
+    for same in ({"cache_salt": "mine"}, {"mm_features": [image]}):
+        assert prompt_digests(request(PROMPT, **same), {40, 20}) == plain
+    adapter = LoRARequest("adapter", 1, "/nowhere")
+    for other in (request(PROMPT, lora_request=adapter), request([*PROMPT[:10], 999, *PROMPT[11:]])):
+        assert not set(prompt_digests(other, {40, 20})) & set(plain)
+    assert prompt_digests(request(None, prompt_embeds=torch.zeros(4, 8)), {2}) == []
