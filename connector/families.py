@@ -117,6 +117,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Of a layer's name and its spec."""
     shape: Callable[[Layer], LayerShape]
     keeps: Callable[[Any], Keeps]
+    packs: bool = False
+    """Whether attention on CPUs may put blocks in its own order that were read from attention elsewhere (`landing`)."""
 
 
 # --- questions ------------------------------------------------------------------------------------------------------
@@ -364,12 +366,14 @@ def _row(
     require: Callable[[str, Any], None],
     shape: Callable[[Layer], LayerShape],
     keeps: Callable[[Any], Keeps],
+    *,
+    packs: bool = False,
 ) -> Family:
-    return Family(holds=holds, require=require, shape=shape, keeps=keeps)
+    return Family(holds=holds, require=require, shape=shape, keeps=keeps, packs=packs)
 
 
 FAMILIES: dict[type[KVCacheSpec], Family] = {
-    FullAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything),
+    FullAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything, packs=True),
     # The tokens of sinks lie in blocks that each engine fills for itself.
     SinkFullAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything),
     # Its gaps open behind the prompt, which is all that D loads.

@@ -208,13 +208,16 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """By cache group: of how many blocks of the peer, one after another, each consists."""
     heads_first: bool
     """Heads before tokens in each of these."""
+    packs: bool = False
+    """K and V are as the tensor's shape says, and their layers have to put them in their own order."""
 
 
 class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for KV has ended: loaded (`failure` None) or not.
 
     `quarantined`: READs may still write into `local_block_ids`, which are named for no other reason. Before the blocks
-    are used, `landed` must be permuted, and then `unfilled` zeroed, the parts of them that no READ has written.
+    are used, `landed` must be permuted, and then `unfilled` zeroed, the parts of them that no READ has written; if
+    `landed` has to be packed, `unfilled` is zeroed before it.
     """
 
     request_id: str

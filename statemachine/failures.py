@@ -331,6 +331,16 @@ class DeadlineExceeded(Failure, frozen=True, kw_only=True):
         return f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase})"
 
 
+class PackingFailed(Failure, frozen=True, kw_only=True):
+    """The blocks of a request have arrived, and could not be put in the order of attention on CPUs. It comes after the
+    end of the request's machine, whose work it was to bring them here."""
+
+    error: str
+
+    def __str__(self) -> str:
+        return f"its KV has arrived, and attention on CPUs could not put it in its own order: {self.error}"
+
+
 class AbortedByClient(Failure, frozen=True, kw_only=True):
     """The request was aborted by the engine (client gone, or stopped)."""
 

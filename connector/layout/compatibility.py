@@ -22,6 +22,11 @@ SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache m
 SAME_LAYOUT = "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT"
 
 
+def is_to_be_packed(local_backend: str, remote_backend: str) -> bool:
+    """Whether what is read from a peer with that attention back end has to be put in the order of attention on CPUs."""
+    return local_backend == CPU_ATTENTION != remote_backend
+
+
 def has_ring_buffers(shapes: Iterable[LayerShape]) -> bool:
     return any(component.name == RING for shape in shapes for component in shape.components)
 
@@ -32,14 +37,24 @@ def require_same_form(
     groups: Sequence[CacheGroup],
     shapes: Collection[LayerShape],
     tp_size: int,
+    not_packed: str,
 ) -> None:
-    """`groups` are the cache groups of the peer, whose stages have `tp_size` ranks. Raises LayoutMismatch."""
+    """`groups` are the cache groups of the peer, whose stages have `tp_size` ranks; `not_packed` says why blocks of K
+    and V as the tensor's shape says cannot be packed here; empty: they can. Raises LayoutMismatch.
+    """
     if metadata.packed_member_layouts:
         found = metadata.packed_member_layouts
         raise LayoutMismatch("packed_member_layouts", {}, found, "caches of this kind are not supported")
     backends = (ours.attention_backend, metadata.attn_backend_name)
-    if CPU_ATTENTION in backends and len(set(backends)) > 1:
-        raise LayoutMismatch("attention_backend", *backends, "start both engines with the same attention back end")
+    if is_to_be_packed(*backends):
+        if not_packed:
+            raise LayoutMismatch("attention_backend", *backends, not_packed)
+    elif CPU_ATTENTION in backends and len(set(backends)) > 1:
+        advice = (
+            "start both engines with the same attention back end: on CPUs the order of K and V in a block depends on "
+            "the processor, and only an engine on CPUs can put it in its own"
+        )
+        raise LayoutMismatch("attention_backend", *backends, advice)
     _require_same_blocks(ours, groups, shapes)
     _require_same_ranks(ours, tp_size, shapes)
     if has_ring_buffers(shapes):

@@ -17,17 +17,35 @@ of a block is still the chunks that no READ was to write, and they are zeroed af
 If the peer's blocks are larger than ours, each of ours is several stretches of the peer's block, one of each head, and
 no order of our block changes that. Layers whose blocks have no two heads or no two tokens, or are not dense (latents,
 states, heads outside of blocks, the lanes of CPU attention) land where they stay.
+
+Packing is the second kind of landing. Attention on CPUs keeps K and V of a block in an order of its own; attention
+elsewhere keeps them as the tensor's shape says, K and V of a head side by side in each token. From such a peer our
+blocks land in the order of the shape, with heads and tokens as at the peer, and are then written anew by the layer that
+will read them (`connector/worker/packing.py`). What no READ has written is zeroed before that, in the order in which
+the block has landed: where a token is afterwards is the layer's affair. So any block sizes, orders of heads and tokens
+and parallel sizes will do that can be read between two engines on GPUs, and on any instruction set.
+
+It is allowed (`LocalRank.as_shaped`) on an engine that
+
+* has the option `enforce_handshake_compat: false`, as the built-in connector wants it for this;
+* has one KV cache group, and every layer of it full attention that is computed on CPUs, with K and V of equal size:
+  several groups, sliding windows and states are refused, as by the built-in connector or because nobody has run them;
+* keeps K and V unquantized: what a layer writes into a quantized cache it quantizes, and what was read is already.
+
+The other way round, from an engine on CPUs to one on GPUs, is refused whatever is enforced: nothing there knows the
+order, which depends on the processor.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from connector.layout.blocks import Cut
+from connector.layout.compatibility import is_to_be_packed
 from connector.layout.geometry import Piece, RankLayout
 
 
@@ -48,6 +66,8 @@ class LandingOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Heads before tokens in each chunk."""
     chunks: tuple[int, ...]
     """By cache group: how many chunks a kernel block is."""
+    packs: bool = False
+    """K and V land as the tensor's shape says, and the layers that compute with them put them in another order."""
 
 
 class Strides(NamedTuple):
@@ -63,8 +83,21 @@ def landing_order(
 ) -> LandingOrder | None:
     """The order in which blocks lie at the peer, if it may be another than that of `local` and permuting is allowed.
 
-    `remotes`: all ranks that are read; `cuts`: one for each cache group.
+    `remotes`: all ranks that are read, of which all are to be packed or none; `cuts`: one for each cache group.
     """
+    if not any(is_to_be_packed(local.attention_backend, remote.attention_backend) for remote in remotes):
+        return _permuted_order(local, remotes, cuts, permute)
+    # A block that is written anew can be read in whichever order it lies: heads and tokens cost nothing more.
+    order = _permuted_order(local, remotes, cuts, Permute.ORDERS)
+    if order is None:
+        return LandingOrder(heads_first=local.layout_name.endswith("NC"), chunks=(1,) * len(cuts), packs=True)
+    return msgspec.structs.replace(order, packs=True)
+
+
+def _permuted_order(
+    local: RankLayout, remotes: Collection[RankLayout], cuts: Sequence[Cut], permute: Permute
+) -> LandingOrder | None:
+    """Of heads and tokens alone."""
     names = [remote.layout_name for remote in remotes]
     innermost = {name[-2:] for name in names}
     if len(innermost) != 1:
@@ -85,9 +118,33 @@ def landing_layout(local: RankLayout, order: LandingOrder) -> RankLayout:
     regions = []
     for region in local.regions:
         tokens = local.cache_groups[region.group].tokens_per_kernel_block
-        pieces = tuple(_landed(piece, tokens, order.heads_first, order.chunks[region.group]) for piece in region.pieces)
+        stay = _as_shaped(region.pieces) if order.packs else region.pieces
+        pieces = tuple(_landed(piece, tokens, order.heads_first, order.chunks[region.group]) for piece in stay)
         regions.append(msgspec.structs.replace(region, pieces=pieces))
     return msgspec.structs.replace(local, regions=tuple(regions))
+
+
+def _as_shaped(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same pieces, with the components of a token side by side in each token of a head, in the order of offsets."""
+    placed: list[Piece] = []
+    by_layer: dict[str, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.offset_bytes):
+        by_layer.setdefault(piece.layer, []).append(piece)
+    for of_layer in by_layer.values():
+        offset_bytes = of_layer[0].offset_bytes
+        token_stride_bytes = sum(piece.bytes_per_unit for piece in of_layer)
+        for piece in of_layer:
+            placed.append(
+                msgspec.structs.replace(
+                    piece,
+                    offset_bytes=offset_bytes,
+                    token_stride_bytes=token_stride_bytes,
+                    lanes=1,
+                    lane_stride_bytes=0,
+                )
+            )
+            offset_bytes += piece.bytes_per_unit
+    return tuple(placed)
 
 
 def landing_layers(local: RankLayout) -> dict[int, list[str]]:

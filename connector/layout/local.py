@@ -9,7 +9,7 @@ import msgspec
 from connector.layout.geometry import RankLayout
 from connector.layout.landing import Permute
 from connector.layout.shapes import LayerShape
-from connector.wire.identity import KvIdentity
+from connector.wire.identity import NOT_PACKED, KvIdentity
 
 
 class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,3 +23,8 @@ class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
     """None: peers are told the hash alone."""
     permute: Permute = Permute.NEVER
     """From which peers READs may land in the peer's order, for the engine thread to permute."""
+    as_shaped: Mapping[str, LayerShape] = {}
+    """As `shapes`, of a peer whose attention keeps K and V as the tensor's shape says, where this rank's does not, and
+    may pack what it reads from such a one (`landing`). Empty: nothing is packed."""
+    not_packed: str = NOT_PACKED
+    """Why nothing is packed, and what to do; empty: it is."""

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from connector.layout.blocks import ChunkPairs, Cut, GroupBlocks, GroupPair, Indices
+from connector.layout.compatibility import is_to_be_packed
 from connector.layout.copies import Copy, Place, copies_between, stretches_between
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, RankId, RankLayout
 from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
@@ -94,7 +95,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     own: tuple[Copy, ...]
     """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
     lands: LandingOrder | None
-    """READs leave this rank's blocks in this order: they have to be permuted before `unfilled` is zeroed."""
+    """READs leave this rank's blocks in this order: they have to be permuted before `unfilled` is zeroed, or packed
+    after it."""
 
     @property
     def groups(self) -> tuple[GroupPair, ...]:
@@ -157,8 +159,10 @@ def plan_in_steps(
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
-    own_sources = yield from find_sources(local, {local.rank: local})
-    own = copies_between(local, local, own_sources, own_cuts)
+    # What is packed is zeroed where it has landed.
+    zeroed = target if lands is not None and lands.packs else local
+    own_sources = yield from find_sources(zeroed, {local.rank: zeroed})
+    own = copies_between(zeroed, zeroed, own_sources, own_cuts)
     return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=lands)
 
 
@@ -170,6 +174,8 @@ def _target(
     if order is None:
         return local, None
     landing = landing_layout(local, order)
+    if order.packs:
+        return landing, order
     # Latents and states, which land where they stay, have no say.
     layers = {
         piece.layer
@@ -225,6 +231,12 @@ def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mappi
                 raise LayoutMismatch(
                     f"{field} of rank {remote.tp_rank}", getattr(remotes[0], field), getattr(remote, field), advice
                 )
+        backends = remotes[0].attention_backend, remote.attention_backend
+        if len({is_to_be_packed(local.attention_backend, backend) for backend in backends}) > 1:
+            advice = (
+                "some ranks of that engine keep K and V in another order than the others: start it with one back end"
+            )
+            raise LayoutMismatch(f"attention_backend of rank {remote.tp_rank}", *backends, advice)
     return by_rank
 
 

@@ -38,6 +38,7 @@ from connector.layout.compatibility import (
     SAME_LAYOUT,
     SAME_MODEL,
     has_ring_buffers,
+    is_to_be_packed,
     require_same_form,
     require_same_sizes,
 )
@@ -70,16 +71,19 @@ def layout_in_steps(
     metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank, ours: OwnRegions
 ) -> Steps[RankLayout]:
     """`layout_from_metadata`, with a pause wherever one is possible; `ours` are the regions of `local`."""
-    layout, shapes = local.layout, local.shapes.values()
+    layout = local.layout
+    packs = not local.not_packed and is_to_be_packed(layout.attention_backend, metadata.attn_backend_name)
+    of_peer = local.as_shaped if packs else local.shapes
+    shapes = of_peer.values()
     groups = _groups(layout, metadata, rank, shapes)
-    require_same_form(layout, metadata, groups, shapes, tp_size)
+    require_same_form(layout, metadata, groups, shapes, tp_size, local.not_packed)
     yield
     peer = _Peer(
         metadata=metadata,
         tp_rank=rank.tp_rank,
         tp_size=tp_size,
         groups=groups,
-        shapes=local.shapes,
+        shapes=of_peer,
         has_rings=has_ring_buffers(shapes),
     )
     try:

@@ -20,7 +20,7 @@ import msgspec
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.live import EngineReport, Survey
 from connector.wire.handshake import incompatibilities
-from connector.wire.identity import Difference, differing_factors
+from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
 
 Level = Literal["problem", "warning", "note"]
@@ -194,8 +194,10 @@ def _unlike(prefill: EngineReport, decode: EngineReport) -> tuple[list[str], boo
     here = ours.actor.identity if ours.actor is not None else None
     there = [said.actor.identity for said in theirs if said.actor is not None and said.actor.identity is not None]
     if here is not None and there:
-        found = [each for one in there for each in incompatibilities(here, one, enforce_factors=True)]
-        refused = any(incompatibilities(here, one, enforce_factors=False) for one in there)
+        facts_here = _first_facts(decode)
+        why = "" if facts_here is not None and facts_here.packs else NOT_PACKED
+        found = [each for one in there for each in incompatibilities(here, one, enforce_factors=True, not_packed=why)]
+        refused = any(incompatibilities(here, one, enforce_factors=False, not_packed=why) for one in there)
         return _named(found, pair), refused
     if theirs[0].compatibility_hash == ours.compatibility_hash:
         return [], False

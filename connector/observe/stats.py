@@ -51,7 +51,7 @@ from connector.protocol import (
     TransferFailureNoted,
     TransferMeasured,
 )
-from statemachine.failures import AbortedByClient
+from statemachine.failures import AbortedByClient, Failure
 
 MEBIBYTE = 2**20
 
@@ -112,10 +112,18 @@ class ConnectorStats(KVConnectorStats):
         if ended.failure is None:
             self.data[COMPLETED_RECEIVES] += 1
         else:
-            by_kind = self.data[FAILED_RECEIVES]
-            by_kind[ended.failure.kind] = by_kind.get(ended.failure.kind, 0) + 1
+            self._add_failure(ended.failure)
         if ended.quarantined:
             self.data[QUARANTINED_RECEIVES] += 1
+
+    def count_as_failed(self, failure: Failure) -> None:
+        """A request that was counted as completed in this step has failed after all."""
+        self.data[COMPLETED_RECEIVES] -= 1
+        self._add_failure(failure)
+
+    def _add_failure(self, failure: Failure) -> None:
+        by_kind = self.data[FAILED_RECEIVES]
+        by_kind[failure.kind] = by_kind.get(failure.kind, 0) + 1
 
     def count(self, key: str, amount: int) -> None:
         """Add to one series of a counter."""

@@ -91,7 +91,8 @@ def _landed(plan: EnginePlan, groups: Sequence[GroupPull]) -> Landed | None:
     for pair, group in zip(plan.groups, groups, strict=True):
         ratio = pair.local.kernel_blocks_per_block
         tables.append((np.array(group.local_block_ids, np.int64)[:, None] * ratio + np.arange(ratio)).ravel())
-    return Landed(kernel_blocks=tuple(tables), chunks=plan.lands.chunks, heads_first=plan.lands.heads_first)
+    order = plan.lands
+    return Landed(kernel_blocks=tuple(tables), chunks=order.chunks, heads_first=order.heads_first, packs=order.packs)
 
 
 def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlocks:

@@ -164,6 +164,7 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
         address=str(peer),
         expected_hash=expected_hash,
         identity=context.local.identity,
+        not_packed=context.local.not_packed,
     )
     if reply.actor is not None and (reply.actor.pp_rank, reply.actor.tp_rank) != rank:
         found = f"it answered about rank {(reply.actor.pp_rank, reply.actor.tp_rank)} when asked about {tuple(rank)}"

@@ -34,7 +34,7 @@ from connector.wire.bounded import (
     render_untrusted,
     shorten,
 )
-from connector.wire.identity import Difference, KvIdentity, differing_factors, differing_layers
+from connector.wire.identity import NOT_PACKED, Difference, KvIdentity, differing_factors, differing_layers
 from connector.wire.metadata import METADATA_BYTES_MAX, AgentMetadata, decode_agent_metadata
 from statemachine.failures import Failure, HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
 
@@ -202,11 +202,13 @@ def decode_reply(
     address: str,
     expected_hash: str | None,
     identity: KvIdentity | None = None,
+    not_packed: str = NOT_PACKED,
 ) -> HandshakeReply:
     """Read a peer's reply. `peer` is the engine id that should answer at `address`.
 
     `expected_hash` is our own compatibility hash, or None to skip the comparison (enforce_handshake_compat false);
-    `identity` is our own. Raises HandshakeError with HandshakeMalformed, HandshakeRefused, Incompatible or WrongEngine.
+    `identity` is our own, and `not_packed` says why we do not put K and V in our order that lie as the tensor's shape
+    says; empty: we do. Raises HandshakeError with HandshakeMalformed, HandshakeRefused, Incompatible or WrongEngine.
     """
 
     def malformed(field: str, detail: str) -> HandshakeError:
@@ -225,7 +227,9 @@ def decode_reply(
         raise malformed("payload", "compatibility_hash or agent_metadata_bytes is missing")
     theirs = payload.actor.identity if payload.actor is not None else None
     if identity is not None and theirs is not None:
-        differing = incompatibilities(identity, theirs, enforce_factors=expected_hash is not None)
+        differing = incompatibilities(
+            identity, theirs, enforce_factors=expected_hash is not None, not_packed=not_packed
+        )
         if differing:
             raise HandshakeError(_differs(peer, address, differing))
     elif expected_hash is not None and payload.compatibility_hash != expected_hash:
@@ -256,10 +260,15 @@ def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
     )
 
 
-def incompatibilities(ours: KvIdentity, theirs: KvIdentity, *, enforce_factors: bool) -> list[Difference]:
-    """Why two engines cannot exchange KV as far as their identities go; empty: they can. The first is the plainest."""
+def incompatibilities(
+    ours: KvIdentity, theirs: KvIdentity, *, enforce_factors: bool, not_packed: str = NOT_PACKED
+) -> list[Difference]:
+    """Why we cannot read their KV as far as identities go; empty: we can. The first is the plainest.
+
+    `not_packed` says why we do not put K and V in our order that lie as the tensor's shape says; empty: we do.
+    """
     factors = differing_factors(ours.factors, theirs.factors) if enforce_factors else []
-    return [*factors, *differing_layers(ours.layers, theirs.layers)]
+    return [*factors, *differing_layers(ours.layers, theirs.layers, not_packed=not_packed)]
 
 
 def _differs(peer: str, address: str, differing: Sequence[Difference]) -> Incompatible:

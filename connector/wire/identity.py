@@ -11,7 +11,9 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
 * `layers` say what the bytes of each layer's blocks are: numbers of which type, multiplied by which scales, in which
   order where the shape of the tensor does not say it. Bytes that are read in another order, or scaled by another
-  number, are other numbers, so nothing skips this part. Layers that only one side has are the layout's affair.
+  number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the shape does not
+  matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that only one side
+  has are the layout's affair.
 
 A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
 """
@@ -32,6 +34,11 @@ HEADS_MAX = 1024
 VALUE_LENGTH_MAX = 256
 
 AS_SHAPED = "as the tensor's shape"
+
+ORDER = "order of elements in a block"
+
+NOT_PACKED = "start both engines with the same attention back end"
+"""Of an engine that never puts what it reads in an order of its own."""
 
 MODEL = "model"
 REVISION = "revision"
@@ -91,18 +98,28 @@ def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
     ]
 
 
-def differing_layers(ours: Mapping[str, LayerIdentity], theirs: Mapping[str, LayerIdentity]) -> Iterator[Difference]:
-    """Of layers that both have, in our order."""
+def differing_layers(
+    ours: Mapping[str, LayerIdentity], theirs: Mapping[str, LayerIdentity], *, not_packed: str = NOT_PACKED
+) -> Iterator[Difference]:
+    """Of layers that both have, in our order.
+
+    `not_packed` says why we do not put K and V in our order that lie as the shape says; empty: we do.
+    """
     for name, layer in ours.items():
         other = theirs.get(name)
         if other is None or other == layer:
             continue
         for field, local, remote in (
             ("KV cache dtype", layer.dtype, other.dtype),
-            ("order of elements in a block", layer.order, other.order),
+            (ORDER, layer.order, other.order),
         ):
-            if local != remote:
-                yield _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, field)
+            if local == remote:
+                continue
+            found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, field)
+            if field != ORDER or remote:
+                yield found
+            elif not_packed:
+                yield msgspec.structs.replace(found, advice=not_packed)
         for field in ("k_scale", "v_scale"):
             yield from _differing_scales(field, name, layer, other)
 
@@ -136,7 +153,7 @@ def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
 
 _LAYER_ADVICE = {
     "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
-    "order of elements in a block": (
+    ORDER: (
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
     ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",

@@ -87,6 +87,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         factors: those of `identity.KvIdentity`, without the model's configuration.
         devices: RDMA devices of this machine, as Linux lists them.
         addresses: IP addresses of this machine.
+        packs: whether what is read from an engine on GPUs is put in the order of attention on CPUs here.
     """
 
     role: str = ""
@@ -108,6 +109,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 0
     """Logical blocks of the KV cache."""
     block_tokens: int = 0
+    packs: bool = False
 
 
 class EngineRow(Row, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ from connector.wire.control import MESSAGE_BYTES_MAX, encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
@@ -102,6 +103,8 @@ class ConnectorWorker:
         self._handshake_metadata: HandshakeMetadata | None = None
         self._thread: ActorThread[Command] | None = None
         self._rank_number = 0
+        # Of the engine thread; the actors have their own.
+        self._log_failure: FailureLog | None = None
         self._has_died = False
         self._is_copy = False
         # kv_producer, kv_consumer or kv_both.
@@ -135,6 +138,7 @@ class ConnectorWorker:
             self._is_copy = True
             return
         self._rank_number = place.number
+        self._log_failure = FailureLog(self._vllm_config.kv_transfer_config.engine_id, place.number)
         registered = kv_caches
         if is_staged(self._vllm_config):
             layout_name = advertised_layout_name(self._vllm_config)
@@ -148,6 +152,7 @@ class ConnectorWorker:
             LandedBlocks(landing_caches(layout, registered)),
             CacheMemory(registered.values()),
             self._staging,
+            packed_blocks=packed_blocks(self._vllm_config, registration, registered),
             synchronizes=self._staging is None
             and current_platform.is_rocm()
             and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
@@ -375,6 +380,10 @@ class ConnectorWorker:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
+            for request_id, failure in self._finishing.failed.items():
+                self.ledger.fail_loaded(request_id, failure, results)
+                assert self._log_failure is not None
+                self._log_failure(f"request {request_id}", failure)
         if self._pull_timer is not None:
             self._note_pulls(self._pull_timer, results.finished_recving)
         self._switch_interval.shorten(self.ledger.is_open)

@@ -65,6 +65,7 @@ def engine_facts(
         registered_bytes=sum(each.length_bytes for each in registration.ranges),
         blocks=kv_cache_config.num_blocks,
         block_tokens=layout.kernel_block_size_tokens * layout.kernel_blocks_per_block,
+        packs=not registration.not_packed,
     )
 
 

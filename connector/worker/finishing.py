@@ -1,7 +1,11 @@
 """What is left to do when a request's READs have ended, and when vLLM may be told that it is loaded.
 
 Blocks that were left in the peer's order are put in ours (`landing`), what no READ has written is zeroed
-(`cache_memory`), and what is staged on the host is copied to the device (`host_staging`).
+(`cache_memory`), what needs the order of attention on CPUs is packed (`packing`), and what is staged on the host is
+copied to the device (`host_staging`).
+
+Of these only packing, for which a kernel of vLLM is called, can fail for one request: it is told why (`failed`),
+and the others are finished.
 
 When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
 past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
@@ -25,6 +29,8 @@ import torch
 from connector.protocol import Landed, Memory
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.landing import LandedBlocks
+from connector.worker.packing import PackedBlocks
+from statemachine.failures import PackingFailed
 
 if TYPE_CHECKING:
     from connector.worker.host_staging import HostStaging
@@ -51,6 +57,7 @@ class Finishing:
     Args:
         run: how work on the registered memory is run, `run_on(device)` of that memory.
         staging: set where that memory is on the host and stands for the device's.
+        packed_blocks: set where READs may leave what is to be packed.
         synchronizes: wait for the device first. On ROCm, kernels for states may not see what was written into them
             otherwise; the built-in connector waits too.
     """
@@ -62,12 +69,18 @@ class Finishing:
         cache_memory: CacheMemory,
         staging: HostStaging | None = None,
         *,
+        packed_blocks: PackedBlocks | None = None,
         synchronizes: bool = False,
     ) -> None:
         self._run = run
         self._landed_blocks = landed_blocks
         self._cache_memory = cache_memory
         self._staging = staging
+        self._packed_blocks = packed_blocks
+        # Of requests in `running`.
+        self._not_packed: dict[str, PackingFailed] = {}
+        self.failed: dict[str, PackingFailed] = {}
+        """Requests that the last call of `finish` has done with, and that may not be used."""
         self._synchronizes = synchronizes
         self.running: deque[tuple[Callable[[], bool], set[str]]] = deque()
         """What a device may not have done yet, in its order: whether it has, and for which requests."""
@@ -76,14 +89,18 @@ class Finishing:
         """Begin with these; returns the requests, of these and of those before, that may be used now."""
         if loaded and self._synchronizes:
             torch.accelerator.synchronize()
-        landed = [each.landed for each in loaded if each.landed is not None]
+        landed = [each.landed for each in loaded if each.landed is not None and not each.landed.packs]
+        packed = {each.request_id: each.landed for each in loaded if each.landed is not None and each.landed.packs}
         unfilled = [each.unfilled for each in loaded if each.unfilled is not None]
         finished = {each.request_id for each in loaded if each.landed is None and each.unfilled is None}
-        if landed or unfilled:
+        if landed or unfilled or packed:
 
             def change() -> None:
                 self._landed_blocks.put_in_order(landed)
+                # What has landed to be packed is zeroed where it lies now.
                 self._cache_memory.zero(unfilled)
+                for request_id, blocks in packed.items():
+                    self._pack(request_id, blocks)
 
             self.running.append((self._run(change), {each.request_id for each in loaded} - finished))
         while self.running and self.running[0][0]():
@@ -91,7 +108,15 @@ class Finishing:
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
-        return finished
+        self.failed = {each: self._not_packed.pop(each) for each in finished & self._not_packed.keys()}
+        return finished - self.failed.keys()
+
+    def _pack(self, request_id: str, landed: Landed) -> None:
+        assert self._packed_blocks is not None
+        try:
+            self._packed_blocks.pack(landed)
+        except Exception as error:  # a kernel that does not want one request's blocks must not end the engine
+            self._not_packed[request_id] = PackingFailed(error=repr(error))
 
 
 def run_on(device: torch.device) -> Run:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
 from connector.layout.shapes import LayerShape, shard
@@ -32,7 +31,7 @@ from connector.wire.identity import (
     LayerIdentity,
 )
 from connector.worker.compatibility_hash import compatibility_factors
-from connector.worker.cpu_attention import element_order
+from connector.worker.cpu_attention import element_order, layers_of
 from connector.worker.weights import WeightsUnknown, weights_fingerprint
 
 NONE = "none"
@@ -161,9 +160,7 @@ def _layers(
     tp_rank: int,
     tp_size: int,
 ) -> dict[str, LayerIdentity]:
-    # An abstract class, which a type checker does not take for a type to look up.
-    kind = cast(type[Any], AttentionLayerBase)
-    layers = get_layers_from_vllm_config(vllm_config, kind, list(shapes))
+    layers = layers_of(vllm_config, shapes)
     scales = _scales(layers)
     identities: dict[str, LayerIdentity] = {}
     for name, shape in shapes.items():

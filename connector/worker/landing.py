@@ -18,7 +18,7 @@ from connector.layout.landing import landed_steps, landing_layers
 from connector.protocol import Landed
 from connector.worker.cache_memory import Numbers, to_device, word_of
 
-_MOVED_AT_ONCE_BYTES = 64 << 20
+MOVED_AT_ONCE_BYTES = 64 << 20
 """Of one layer: device memory that is taken for a moment, of which vLLM leaves little."""
 
 
@@ -49,6 +49,15 @@ class LandedBlocks:
                     each.put_in_order(blocks)
 
 
+def as_landed(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> torch.Tensor:
+    """`cache`, a view of shape [kernel blocks, heads, tokens, content], with each token where a READ has left it.
+
+    Shape [kernel blocks, heads, chunks, tokens of a chunk, content].
+    """
+    views = _views(cache, heads_first=heads_first, chunks=chunks)
+    return cache.unflatten(2, (chunks, -1)) if views is None else views.lands
+
+
 class _Views(NamedTuple):
     """Of the same cache: [kernel blocks, heads, chunks, tokens of a chunk, content]."""
 
@@ -56,7 +65,7 @@ class _Views(NamedTuple):
     lands: torch.Tensor
 
     def put_in_order(self, blocks: torch.Tensor) -> None:
-        at_once = max(1, _MOVED_AT_ONCE_BYTES // self.stays[0].nbytes)
+        at_once = max(1, MOVED_AT_ONCE_BYTES // self.stays[0].nbytes)
         for some in blocks.split(at_once):
             self.stays.index_copy_(0, some, self.lands.index_select(0, some))
 

@@ -40,7 +40,7 @@ from connector.protocol import (
 from connector.step_metadata import WorkerReport
 from connector.wire.bounded import shorten
 from connector.worker.finishing import Loaded
-from statemachine.failures import ConnectorStopped
+from statemachine.failures import ConnectorStopped, Failure
 
 REASON_LENGTH_MAX = 300
 """Of why this worker has stopped, in characters."""
@@ -163,6 +163,13 @@ class TransferLedger:
         """Those whose READs have ended, as `take_results` found. Each is told to vLLM when it has been finished."""
         loaded, self._loaded = self._loaded, []
         return loaded
+
+    def fail_loaded(self, request_id: str, failure: Failure, results: KVConnectorTransferResults) -> None:
+        """Of those of `take_loaded`, in the same step: it could not be finished. Nothing is in flight any more."""
+        self._stats.count_as_failed(failure)
+        self._has_figures = True
+        results.finished_recving.add(request_id)
+        results.failed_recving.add(request_id)
 
     def take_sums_wanted(self) -> list[SumsWanted]:
         """What is to be summed, as `take_results` found."""

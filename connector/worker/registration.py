@@ -45,7 +45,7 @@ from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import AgentMetadata
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
 from connector.worker.compatibility_hash import compatibility_hash
-from connector.worker.cpu_attention import as_stored
+from connector.worker.cpu_attention import as_stored, why_not_packed
 from connector.worker.kv_identity import kv_identity
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
 
@@ -100,8 +100,9 @@ def derive_registration(
     tp_rank, tp_size = place.tp_rank, place.tp_size
     specs = layer_specs(kv_cache_config)
     prefix_caching = vllm_config.cache_config.enable_prefix_caching
-    shapes = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
-    shapes = as_stored(shapes, specs, vllm_config)
+    as_shaped = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
+    shapes = as_stored(as_shaped, specs, vllm_config)
+    not_packed = why_not_packed(vllm_config, kv_cache_config, as_shaped, specs)
     backends = get_current_attn_backends(vllm_config)
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)
@@ -156,6 +157,8 @@ def derive_registration(
         compatibility_hash=compatibility_hash(vllm_config, backend_name),
         identity=kv_identity(vllm_config, backend_name, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),
         permute=_permute(vllm_config, layout.memory_kind),
+        as_shaped={} if not_packed else as_shaped,
+        not_packed=not_packed,
     )
     _require_complete_metadata(registration)
     return registration

@@ -46,11 +46,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import RankId, RankLayout
-from connector.layout.plan import plan_engine
+from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.remote import layout_from_metadata
-from connector.protocol import Landed
+from connector.protocol import Landed, Memory
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
+from connector.worker.cache_memory import CacheMemory
+from connector.worker.finishing import Finishing, Loaded, run_at_once
 from connector.worker.landing import LandedBlocks, landing_caches
+from connector.worker.packing import PackedBlocks
 from connector.worker.registration import Registration, derive_registration
 from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
@@ -426,8 +429,13 @@ def seen(local: Registration, remote: Rank) -> RankLayout:
     return layout_from_metadata(decode_agent_metadata(sent), rank=rank, tp_size=remote.tp_size, local=local)
 
 
-def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> None:
-    """The plan as plain copies between the tensors, inside of what each rank registered, and all that follows them."""
+def carry_out(
+    decode: Rank, prefill: list[Rank], tables: list[GroupBlocks], packed: PackedBlocks | None = None
+) -> EnginePlan:
+    """The plan as plain copies between the tensors, inside of what each rank registered, and all that follows them.
+
+    `packed`: of the decode rank, where its blocks have to be packed.
+    """
     local_side = decode.registration
     plan = plan_engine(local_side.layout, [seen(local_side, rank) for rank in prefill], local_side.permute)
     pairs = plan.pair(tables)
@@ -440,6 +448,11 @@ def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> N
             assert _is_registered(decode, to, length_bytes)
             assert _is_registered(by_rank[read.remote_rank], source, length_bytes)
             ctypes.memmove(to, source, length_bytes)
+    addresses, lengths = plan.unfilled(pairs[0])
+    unfilled = Memory(addresses=addresses, lengths=lengths)
+    for address, length_bytes in zip(unfilled.addresses.tolist(), unfilled.lengths.tolist(), strict=True):
+        assert _is_registered(decode, address, length_bytes)
+    landed = None
     if plan.lands is not None:
         ratios = (group.kernel_blocks_per_block for group in local_side.layout.cache_groups)
         kernel_blocks = [
@@ -450,11 +463,14 @@ def carry_out(decode: Rank, prefill: list[Rank], tables: list[GroupBlocks]) -> N
             kernel_blocks=tuple(np.array(numbers) for numbers in kernel_blocks),
             chunks=plan.lands.chunks,
             heads_first=plan.lands.heads_first,
+            packs=plan.lands.packs,
         )
-        LandedBlocks(landing_caches(local_side.layout, decode.tensors)).put_in_order([landed])
-    for address, length_bytes in zip(*(part.tolist() for part in plan.unfilled(pairs[0])), strict=True):
-        assert _is_registered(decode, address, length_bytes)
-        ctypes.memset(address, 0, length_bytes)
+    memory = CacheMemory(decode.tensors.values())
+    landed_blocks = LandedBlocks(landing_caches(local_side.layout, decode.tensors))
+    finishing = Finishing(run_at_once, landed_blocks, memory, packed_blocks=packed)
+    finishing.finish([Loaded("any", ([],), landed, unfilled)])
+    assert not finishing.failed
+    return plan
 
 
 def _is_registered(rank: Rank, address: int, length_bytes: int) -> bool:

@@ -133,17 +133,29 @@ def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
     assert found(lenient, second, check="fit")[0].level == "warning"
 
 
-def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() -> None:
-    def told(name: str, hash_: str, weights: str, scale: float = 1.0, **facts: Any) -> EngineReport:
-        layer = LayerIdentity(dtype="fp8", k_scales=(scale,))
-        identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer})
-        report = engine(name, hash_=hash_, **facts)
-        said = report.ranks[0].advertisement
-        assert said is not None
-        actor = msgspec.structs.replace(extension(), identity=identity)
-        rank = replace(report.ranks[0], advertisement=msgspec.structs.replace(said, actor=actor))
-        return replace(report, ranks=(rank, rank))
+def told(name: str, hash_: str, weights: str, scale: float = 1.0, *, order: str = "", **facts: Any) -> EngineReport:
+    """An engine that tells what its KV is."""
+    layer = LayerIdentity(dtype="fp8", k_scales=(scale,), order=order)
+    identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer})
+    report = engine(name, hash_=hash_, **facts)
+    said = report.ranks[0].advertisement
+    assert said is not None
+    actor = msgspec.structs.replace(extension(), identity=identity)
+    rank = replace(report.ranks[0], advertisement=msgspec.structs.replace(said, actor=actor))
+    return replace(report, ranks=(rank, rank))
 
+
+def test_an_engine_on_cpus_fits_one_on_gpus_if_it_packs_what_it_reads() -> None:
+    lenient = FACTS.options | {"enforce_handshake_compat": "false"}
+    on_gpus = told("pp", "h", "a", role="kv_producer")
+    refuses, packs = (told("d", "h", "a", order="vec", options=lenient, packs=packs) for packs in (False, True))
+    (finding,) = found(refuses, on_gpus, check="fit")
+    assert finding.level == "problem"
+    assert "order of elements in a block of layer" in finding.what
+    assert found(packs, on_gpus, check="fit") == []
+
+
+def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() -> None:
     d = told("d", "h", "a")
     assert found(d, told("pp", "other", "a", role="kv_producer"), check="fit") == []
     (finding,) = found(d, told("pp", "h", "b", role="kv_producer"), check="fit")

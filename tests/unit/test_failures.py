@@ -40,6 +40,7 @@ EXAMPLES: list[Failure] = [
     failures.Corrupt(**_PEER, remote_request_id="cmpl-3", region="model.layers.4", block=71, differing=1, compared=640),
     failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
     failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
+    failures.PackingFailed(error="RuntimeError('no kernel')"),
     failures.AbortedByClient(),
     failures.Quarantined(reads=3, waited_seconds=30.0, cause="LeaseOver"),
     failures.QuarantineFull(blocks=513, limit=512),

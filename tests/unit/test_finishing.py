@@ -12,6 +12,8 @@ from connector.protocol import Landed, Memory
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
+from connector.worker.packing import PackedBlocks
+from statemachine.failures import PackingFailed
 
 
 class LateDevice:
@@ -95,3 +97,60 @@ def test_nothing_is_asked_of_a_device_for_requests_that_are_whole() -> None:
     ours, _ = finishing(device)
     assert ours.finish([plain("a"), plain("b")]) == {"a", "b"}
     assert not device.queue
+
+
+class FailsFor(PackedBlocks):
+    """Blocks that a kernel does not want to pack."""
+
+    def __init__(self, block: int, cache: torch.Tensor) -> None:
+        super().__init__()
+        self._block = block
+        self._cache = cache
+
+    def pack(self, landed: Landed) -> None:
+        (blocks,) = landed.kernel_blocks
+        if self._block in blocks:
+            raise RuntimeError("no kernel")
+        self._cache[blocks] = -self._cache[blocks]
+
+
+def to_pack(name: str, cache: torch.Tensor, block: int) -> Loaded:
+    """A request of whose block no READ has written the last token."""
+    landed = Landed(heads_first=True, chunks=(1,), kernel_blocks=(np.array([block]),), packs=True)
+    return partly(name, cache, block)._replace(landed=landed)
+
+
+def test_a_block_that_cannot_be_packed_fails_its_request_alone() -> None:
+    device = LateDevice()
+    _, cache = finishing(device)
+    ours = Finishing(device.run, LandedBlocks({0: [cache]}), CacheMemory([cache]), packed_blocks=FailsFor(4, cache))
+    before = cache.clone()
+    assert ours.finish([to_pack("a", cache, 3), to_pack("b", cache, 4), to_pack("c", cache, 5), plain("d")]) == {"d"}
+    assert not ours.failed
+    device.do_next()
+    assert ours.finish([]) == {"a", "c"}
+    assert ours.failed == {"b": PackingFailed(error="RuntimeError('no kernel')")}
+    assert torch.equal(cache[3, :, :-1], -before[3, :, :-1])
+    assert ours.finish([plain("b")]) == {"b"}, "the next request of that name has nothing to do with it"
+    assert not ours.failed
+
+
+def test_what_is_to_be_packed_is_zeroed_before_it() -> None:
+    """Where the block has landed: the place of its tokens is another one afterwards."""
+    _, cache = finishing(LateDevice())
+
+    class Turns(PackedBlocks):
+        def pack(self, landed: Landed) -> None:
+            (blocks,) = landed.kernel_blocks
+            cache[blocks] = cache[blocks].flip(2)
+
+    before = cache.clone()
+    ours = Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]), packed_blocks=Turns())
+    request = to_pack("a", cache, 3)
+    unfilled = Memory(
+        addresses=np.array([cache[3, head, -1].data_ptr() for head in range(2)]),
+        lengths=np.array([cache[3, 0, -1].nbytes] * 2),
+    )
+    assert ours.finish([request._replace(unfilled=unfilled)]) == {"a"}
+    assert not cache[3, :, 0].any()
+    assert torch.equal(cache[3, :, 1:], before[3, :, :-1].flip(1))

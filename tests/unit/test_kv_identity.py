@@ -227,7 +227,8 @@ def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_on_cpus_does_not_fit_one_on_gpus(tmp_path: Path) -> None:
-    """Whatever is enforced: attention on GPUs keeps K and V as the tensor's shape says."""
+    """Whatever is enforced: attention on GPUs keeps K and V as the tensor's shape says. An engine that packs what it
+    reads is one on CPUs, and reads from GPUs only."""
 
     class OnGpus(CPUAttentionBackend):
         @staticmethod
@@ -244,6 +245,25 @@ def test_an_engine_on_cpus_does_not_fit_one_on_gpus(tmp_path: Path) -> None:
     orders = [f"order of elements in a block of {layer_name(layer)}" for layer in range(LAYERS)]
     for ours, theirs in ((on_cpus, on_gpus), (on_gpus, on_cpus)):
         assert [each.field for each in incompatibilities(ours, theirs, enforce_factors=False)] == orders
+    assert not incompatibilities(on_cpus, on_gpus, enforce_factors=False, not_packed="")
+    backwards = incompatibilities(on_gpus, on_cpus, enforce_factors=False, not_packed="")
+    assert [each.field for each in backwards] == orders
+    refused = incompatibilities(on_cpus, on_gpus, enforce_factors=False, not_packed="set the option")
+    assert {each.advice for each in refused} == {"set the option"}
+
+
+def test_an_engine_that_packs_fits_no_other_order_of_cpus(tmp_path: Path) -> None:
+    config = engine_config(model(tmp_path / "model"))
+
+    def on_another_processor(layers: list[Attention]) -> None:
+        for layer in layers:
+            layer.isa = "neon"
+
+    ours, theirs = identity(config), identity(config, on_another_processor)
+    found = incompatibilities(ours, theirs, enforce_factors=False, not_packed="")
+    assert [each.field for each in found] == [
+        f"order of elements in a block of {layer_name(layer)}" for layer in range(LAYERS)
+    ]
 
 
 @pytest.mark.skipif(current_platform.get_cpu_architecture() is not CpuArchEnum.X86, reason="instruction sets of x86")

@@ -129,7 +129,7 @@ def test_what_lands_where_it_stays_costs_nothing() -> None:
 def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
     LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1])])
-    monkeypatch.setattr(landing, "_MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
+    monkeypatch.setattr(landing, "MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
     LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1])])
     assert torch.equal(cache, other)
 

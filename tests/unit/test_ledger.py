@@ -21,7 +21,7 @@ from connector.protocol import (
 from connector.step_metadata import WorkerReport
 from connector.worker.finishing import Loaded
 from connector.worker.ledger import REASON_LENGTH_MAX, TransferLedger
-from statemachine.failures import AbortedByClient, BadParams
+from statemachine.failures import AbortedByClient, BadParams, PackingFailed
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
 
@@ -58,6 +58,22 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
     book.take_results()
     assert book.take_loaded() == [Loaded(request_id="a", block_ids=([1],), landed=None, unfilled=unfilled)]
     assert book.take_loaded() == []
+
+
+def test_a_loaded_request_that_could_not_be_finished_has_failed() -> None:
+    """It is reported and counted once, as failed."""
+    book, _ = ledger()
+    for request_id in ("a", "b"):
+        book.enter(pull(request_id, [1]))
+        book.record(ended(request_id, [1]))
+    results = book.take_results()
+    assert len(book.take_loaded()) == 2
+    book.fail_loaded("a", PackingFailed(error="no kernel"), results)
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    assert book.open_receives == 0
+    stats = book.take_stats()
+    assert stats is not None
+    assert (stats.data["completed_receives"], stats.data["failed_receives"]) == (1, {"PackingFailed": 1})
 
 
 def test_a_request_that_is_done_is_told_once() -> None:

@@ -45,10 +45,83 @@ def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
     )
 
 
+_ORDER_ON_CPUS = "tests/unit/test_cpu_attention.py::"
+_FROM_GPUS = _ORDER_ON_CPUS + "test_what_is_read_from_gpus_is_as_the_kernel_would_have_written_it"
+
 LIES = tuple(fault(Kind.READ_LIES, f"d{at // 3}>p{at % 3}", 0.0, 20.0, 0.3) for at in range(9))
 
 _IDENTITY = "tests/unit/test_identity.py::"
 _OF_AN_ENGINE = "tests/unit/test_kv_identity.py::"
+
+PACKING = (
+    Mutant(
+        name="GPUs are read from whatever is enforced",
+        broken="an engine on CPUs packs what it reads from one on GPUs without the option for it",
+        changes=(
+            _edit_worker(
+                "cpu_attention",
+                "why_not_packed",
+                'if vllm_config.kv_transfer_config.get_from_extra_config("enforce_handshake_compat", True):',
+                "if False:",
+            ),
+        ),
+        place=ByTest(_ORDER_ON_CPUS + "test_nothing_is_packed_without_the_option"),
+    ),
+    Mutant(
+        name="quantized blocks are packed",
+        broken="what was read quantized is given to layers that quantize it again",
+        changes=(
+            _edit_worker(
+                "cpu_attention", "why_not_packed", "if is_quantized_kv_cache(layer.kv_cache_dtype):", "if False:"
+            ),
+        ),
+        place=ByTest(_ORDER_ON_CPUS + "test_nothing_is_packed_in_a_quantized_cache"),
+    ),
+    Mutant(
+        name="what came from GPUs stays as it lies",
+        broken="blocks that are to be packed are reported as loaded without it",
+        changes=(
+            Do(
+                lambda patch: patch.edit(
+                    importlib.import_module("connector.worker.packing").PackedBlocks.pack,
+                    "for layer in self._layers:",
+                    "for layer in ():",
+                )
+            ),
+        ),
+        place=ByTest(f"{_FROM_GPUS}[vec-LBHNC-64-64-1-decode_rank0]"),
+    ),
+    Mutant(
+        name="packed blocks are zeroed by the place where tokens had landed",
+        broken="what no READ has written is zeroed after packing, which has put tokens elsewhere",
+        changes=(
+            Do(
+                lambda patch: patch.edit(
+                    importlib.import_module("connector.worker.finishing").Finishing.finish,
+                    "self._cache_memory.zero(unfilled)\n            for request_id, blocks in packed.items():\n"
+                    "                self._pack(request_id, blocks)",
+                    "for request_id, blocks in packed.items():\n                self._pack(request_id, blocks)\n"
+                    "            self._cache_memory.zero(unfilled)",
+                )
+            ),
+        ),
+        place=ByTest("tests/unit/test_finishing.py::test_what_is_to_be_packed_is_zeroed_before_it"),
+    ),
+    Mutant(
+        name="one request's kernel ends the engine",
+        broken="what a kernel raises while it packs a request's blocks reaches vLLM",
+        changes=(
+            Do(
+                lambda patch: patch.edit(
+                    importlib.import_module("connector.worker.finishing").Finishing._pack,
+                    "except Exception as error:",
+                    "except KeyError as error:",
+                )
+            ),
+        ),
+        place=ByTest("tests/unit/test_finishing.py::test_a_block_that_cannot_be_packed_fails_its_request_alone"),
+    ),
+)
 
 IDENTITY = (
     Mutant(
@@ -168,7 +241,7 @@ IDENTITY = (
         changes=(
             Edit(
                 handshake_of_wire.incompatibilities,
-                "*differing_layers(ours.layers, theirs.layers)",
+                "*differing_layers(ours.layers, theirs.layers, not_packed=not_packed)",
                 "*(differing_layers(ours.layers, theirs.layers) if enforce_factors else ())",
             ),
         ),
@@ -279,6 +352,7 @@ async def _run_once(
 
 MUTANTS = (
     *IDENTITY,
+    *PACKING,
     *VERIFICATION,
     Mutant(
         name="bad frame kills the listener",
