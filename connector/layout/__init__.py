@@ -13,7 +13,7 @@ compatibility  what a peer must have in common with us
 sources        which ranks read from which
 copies         which bytes go where
 blocks         how the block tables of the two sides are paired
-landing        another order inside of our blocks, for longer stretches
+landing        another order inside of our blocks, for longer stretches or for attention on CPUs
 plan           descriptors made of all that
 plan_cache     one plan for all engines that differ in addresses only
 steps          computing that can be interrupted

@@ -4,9 +4,9 @@ Which blocks these are, and of which engines, says `connector/layout/landing.py`
 blocks writes them, as it writes the tokens that it computes itself: nothing here knows its order, or its instruction
 set.
 
-On the engine thread, before vLLM is told that the request is loaded, as every permutation on a processor. It takes
-longer than the READ before it by a copy or two. A request is packed as a whole or has failed: what its blocks hold then
-is nobody's KV.
+On the engine thread, before vLLM is told that the request is loaded, as every permutation on a processor: what is
+packed is copied twice, and then written once by the kernel. A request is packed as a whole or has failed: what its
+blocks hold then is nobody's KV.
 """
 
 from __future__ import annotations

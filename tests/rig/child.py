@@ -141,6 +141,7 @@ class EngineProcess:
             pretend_accelerator()
         if options.keeps_token_order:
             RigWorker.attention_backend = OrderedAttention
+        RigWorker.computes_on_cpus = options.computes_on_cpus
         self._core: EngineCore = EngineCore(config, UniProcExecutor, log_stats=False)
         self._worker: RigWorker = self._core.model_executor.driver_worker.worker
         self._worker.before_load = self._note_loads

@@ -71,6 +71,9 @@ class EngineOptions:
     """`enable_permute_local_kv`: host buffers may have another order of axes than the KV cache."""
     keeps_token_order: bool = False
     """The attention back end is one that blocks of another size can be read for; see `attention`."""
+    computes_on_cpus: bool = False
+    """K and V lie where the kernels of attention on CPUs write them. Otherwise they lie as the shape of the cache says,
+    which is how attention on GPUs keeps them, whatever the back end is."""
     record_calls: bool = False
     """Note which thread calls NIXL and ZMQ; see `call_recorder`."""
 

@@ -16,7 +16,7 @@ Design: `_Tokens` is what a worker remembers of a request; `_Pages` is the arith
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -161,6 +162,41 @@ class _Pages:
             layer[block_ids] = NOBODYS_WORD
 
 
+class _PagesOnCpus(_Pages):
+    """Pages that the layers write with their own kernels, in an order that the rig does not know."""
+
+    def __init__(self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor], block_size_tokens: int) -> None:
+        super().__init__(caches.values(), block_size_tokens)
+        self._attention = [layers[name] for name in caches]
+        self._caches = list(caches.values())
+
+    def write(self, request: _Tokens, start: int, stop: int) -> None:
+        self._write_into(self._caches, request, start, stop)
+
+    def mismatches(self, request: _Tokens, stop: int) -> tuple[int, int]:
+        """As of all pages, every byte. Where the bytes of these tokens are is seen from what the kernel changes."""
+        expected, inverted = ([torch.zeros_like(cache) for cache in self._caches] for _ in range(2))
+        self._write_into(expected, request, 0, stop)
+        self._write_into(inverted, request, 0, stop, inverts=True)
+        blocks, _ = self._slots(request.block_ids, np.arange(stop))
+        blocks, different = blocks.unique(), 0
+        for found, right, inverse in zip(self._caches, expected, inverted, strict=True):
+            ours, theirs, others = (each[blocks].view(torch.int16) for each in (found, right, inverse))
+            different += int(((theirs != others) & (ours != theirs)).flatten(1).any(1).sum())
+        return different, int(blocks.numel()) * len(self._caches)
+
+    def _write_into(
+        self, caches: Iterable[torch.Tensor], request: _Tokens, start: int, stop: int, *, inverts: bool = False
+    ) -> None:
+        blocks, slots = self._slots(request.block_ids, np.arange(start, stop))
+        words = torch.from_numpy(request.digests.words(start, stop))[:, None, None]
+        for attention, cache, place in zip(self._attention, caches, self._places, strict=True):
+            content = words ^ place
+            k, v = (~content if inverts else content).view(cache.dtype).chunk(2, dim=-1)
+            where = blocks * self._block_size + slots
+            attention.impl.do_kv_cache_update(attention, k.contiguous(), v.contiguous(), cache, where)
+
+
 def _timed(call: Callable[[], Any], times: CallTimes) -> tuple[Any, CallTimes, int]:
     wall_start, cpu_start = time.monotonic_ns(), time.thread_time_ns()
     result = call()
@@ -173,6 +209,9 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
 
     attention_backend: type[AttentionBackend] | None = None
     """Of all layers; None: vLLM's choice. vLLM makes the worker, so it is set on the class, before."""
+
+    computes_on_cpus = False
+    """K and V lie where the kernels of attention on CPUs write them. Set on the class, too."""
 
     def __init__(
         self,
@@ -235,11 +274,22 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         self.probe.start_ns = time.monotonic_ns() - started_ns
         caches = allocate_kv_cache(kv_cache_config, self.device, self.cache_config.get_resolved_kv_cache_layout())
-        self._pages = _Pages(caches.values(), self.cache_config.block_size)
+        if self.computes_on_cpus:
+            layers = self._choose_instruction_set(kv_cache_config)
+            self._pages = _PagesOnCpus(layers, caches, self.cache_config.block_size)
+        else:
+            self._pages = _Pages(caches.values(), self.cache_config.block_size)
         started_ns = time.monotonic_ns()
         get_kv_transfer_group().register_kv_caches(caches)
         self.probe.start_ns += time.monotonic_ns() - started_ns
         get_kv_transfer_group().set_host_xfer_buffer_ops(copy_kv_blocks)
+
+    def _choose_instruction_set(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+        """Make the metadata builder, which tells the layers, as vLLM's own worker does before it registers a cache."""
+        (group,) = kv_cache_config.kv_cache_groups
+        CPUAttentionBackend.get_builder_cls()(group.kv_cache_spec, group.layer_names, self.vllm_config, self.device)
+        layers: dict[str, Any] = self.compilation_config.static_forward_context
+        return layers
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(language_model=0.0, encoder=0.0)
