@@ -101,12 +101,17 @@ class Prompt:
         """
         words = self._words[group][:, held.start : held.stop]
         if self.model.groups[group] is SecondGroup.STATE:
-            layers = len(words)
-            state = np.concatenate([words[:, :, :1].reshape(layers, -1), words[:, :, 1:].reshape(layers, -1)], axis=1)
-            return np.repeat(state[:, None], count, axis=1)
+            return np.repeat(state_block(words)[:, None], count, axis=1)
         start = first * block_tokens
         words = words[:, :, start : start + count * block_tokens]
         return words.reshape(len(words), len(held), count, block_tokens).swapaxes(1, 2)
+
+
+def state_block(words: Words) -> Words:
+    """What a block holds of a state, [layers, words of a block], given the words [layers, units, words of a unit]: the
+    convolution's channels of all units, and then their heads."""
+    layers = len(words)
+    return np.concatenate([words[:, :, :1].reshape(layers, -1), words[:, :, 1:].reshape(layers, -1)], axis=1)
 
 
 def _words(
@@ -135,13 +140,14 @@ class RankMemory:
     """The KV cache of one rank.
 
     Attributes:
+        model: what it caches.
         held: by cache group, the heads or the units of a state that the rank holds.
         flat: all of it.
         groups: by cache group, [layers, blocks, heads, tokens], or [layers, blocks, words] of states.
     """
 
     def __init__(self, model: Model, shape: EngineShape, tp_rank: int, blocks: int) -> None:
-        self._model = model
+        self.model = model
         self._shape = shape
         self._tp_rank = tp_rank
         self._blocks = blocks
@@ -197,7 +203,7 @@ class RankMemory:
             differs = found != expected
             if not differs.any():
                 continue
-            if self._model.groups[group] is not SecondGroup.STATE:
+            if self.model.groups[group] is not SecondGroup.STATE:
                 differs &= (found != 0) | self._is_needed(group, table, prompt.tokens)[:, None]
             at = np.flatnonzero(differs.any(axis=tuple(axis for axis in range(differs.ndim) if axis != 1)))
             wrong += [table.blocks[number] for number in at]
@@ -209,7 +215,7 @@ class RankMemory:
         positions = (np.arange(len(table.blocks) * tokens_of_block) + table.first * tokens_of_block).reshape(
             -1, tokens_of_block
         )
-        kept = WINDOW_TOKENS if self._model.groups[group] is SecondGroup.WINDOW else tokens
+        kept = WINDOW_TOKENS if self.model.groups[group] is SecondGroup.WINDOW else tokens
         needed: npt.NDArray[np.bool_] = (positions < tokens) & (positions >= tokens - kept)
         return needed
 
@@ -232,13 +238,13 @@ class RankMemory:
         """Layers by name. `word_bytes`: other than WORD_BYTES, for engines of another model."""
         half = word_bytes // 2
         shapes: list[LayerShape] = []
-        for number, group in enumerate(self._model.groups):
+        for number, group in enumerate(self.model.groups):
             for _ in range(SECOND_LAYERS if number else LAYERS):
                 name = f"layers.{len(shapes)}"
                 if group is SecondGroup.STATE:
                     shapes.append(_state(name, number))
                 else:
-                    shapes.append(attention(name, heads=self._model.heads, k_bytes=half, v_bytes=half, group=number))
+                    shapes.append(attention(name, heads=self.model.heads, k_bytes=half, v_bytes=half, group=number))
         return {shape.name: shape for shape in shapes}
 
     def layout(self, engine_id: str, shapes: dict[str, LayerShape]) -> RankLayout:
@@ -255,7 +261,7 @@ class RankMemory:
             tp_size=self._shape.tp_size,
             groups=tuple(
                 CacheGroup(tokens_per_kernel_block=0 if group is SecondGroup.STATE else tokens)
-                for group in self._model.groups
+                for group in self.model.groups
             ),
         )
 

@@ -39,7 +39,7 @@ TEXTS = 4
 PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
 ANSWER_TOKENS_MAX = 56
 FORGED_SHARE = 0.1
-MISTAKEN_SHARE = 0.06
+MISTAKEN_SHARE = 0.08
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
@@ -76,12 +76,8 @@ class VllmCluster(Cluster):
         self._knobs = draw_knobs(plan.seed)
         super().__init__(plan, agenda)
         requests_per_second = self._shape.requests_per_second * LOAD_FACTOR
-        model = self._shape.model
-        has_window, is_drawn = model.second is not SecondGroup.NONE, model.second is SecondGroup.WINDOW
-        if has_window:
-            model = msgspec.structs.replace(model, second=SecondGroup.WINDOW)
         # With windows and prefix caches, a reader refuses blocks that do not fill whole ones of its own.
-        is_uniform = has_window and (self._knobs.reads_back or not is_drawn)
+        is_uniform = self._shape.model.second is SecondGroup.WINDOW and self._knobs.reads_back
         engines = {
             name: EngineShape(
                 tp_size=engine.tp_size,
@@ -89,14 +85,13 @@ class VllmCluster(Cluster):
             )
             for name, engine in self._shape.engines.items()
         }
-        self._shape = msgspec.structs.replace(
-            self._shape, requests_per_second=requests_per_second, model=model, engines=engines
-        )
+        self._shape = msgspec.structs.replace(self._shape, requests_per_second=requests_per_second, engines=engines)
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
-        self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes)
+        self._has_states = self._shape.model.second is SecondGroup.STATE
+        self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes, has_states=self._has_states)
         # With draws of their own.
         self._forgeries = generator(plan.seed, "forgeries")
-        self._mistakes = generator(plan.seed, "mistaken prompts")
+        self._mistakes = generator(plan.seed, "prompts of others")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _engine_ids(self) -> int:
@@ -105,7 +100,7 @@ class VllmCluster(Cluster):
         return 2 * (super()._engine_ids() + (self._shape.decodes if self._knobs.reads_back else 0))
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
-        self._requests.coverage["overlapping steps"] += self._knobs.overlaps
+        self._requests.cover("overlapping steps", self._knobs.overlaps)
         return super().result(real_seconds, transitions)
 
     def _make_engines(self, around: Surroundings) -> None:
@@ -161,10 +156,11 @@ class VllmCluster(Cluster):
         chance = self._chance
         self._numbers += 1
         number = self._numbers
-        prefilled = Ask(
-            request_id=f"{prefill.name}-r{number}",
+        prefilled = self._prefill_ask(
+            f"{prefill.name}-r{number}",
+            prompt,
             # Routers ask for one token; who asks for more gets more blocks than the prompt needs.
-            sequence=sequence(prompt, 1 if chance.random() < 0.85 else chance.randint(2, 40)),
+            1 if chance.random() < 0.85 else chance.randint(2, 40),
             params=read_back or {"do_remote_decode": True, "do_remote_prefill": False},
             abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.1 else None,
             may_fail=read_back is not None,  # the engine that has answered may have given the blocks up
@@ -180,12 +176,12 @@ class VllmCluster(Cluster):
         prompt, is_mistaken = self._mistake(prompt)
         may_fail |= is_forged or is_mistaken
         # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
-        may_fail |= len(prefilled.sequence.answer) > 1 and self._shape.model.second is SecondGroup.WINDOW
+        may_fail |= prefilled.max_tokens > 1 and self._shape.model.second is SecondGroup.WINDOW
         asked = [decode] * (2 if chance.random() < 0.1 else 1)
-        self._requests.coverage["two samples"] += len(asked) == 2
+        self._requests.cover("two samples", len(asked) == 2)
         if chance.random() < SPREAD_SHARE and len(self._decodes) > 1:
             asked += [each for each in self._decodes if each is not decode]
-            self._requests.coverage["samples on several engines"] += 1
+            self._requests.cover("samples on several engines")
         samples = [
             (
                 engine,
@@ -202,11 +198,19 @@ class VllmCluster(Cluster):
             await self._repeat(number, prompt, params, decode)
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
 
+    def _prefill_ask(self, request_id: str, prompt: tuple[int, ...], max_tokens: int, **other: Any) -> Ask:
+        """A request to P. Where there are states P leaves the last token to D, and says one after those before it."""
+        if self._has_states and len(prompt) > 1:
+            left = prompt[-1:]
+            answered = sequence(prompt[:-1], 1)
+            return Ask(request_id=request_id, sequence=answered, left_to_decode=left, max_tokens=max_tokens, **other)
+        return Ask(request_id=request_id, sequence=sequence(prompt, max_tokens), max_tokens=max_tokens, **other)
+
     async def _repeat(self, number: int, prompt: tuple[int, ...], params: dict[str, Any], decode: VllmEngine) -> None:
         """A router uses the parameters again, on the same engine or on another one."""
         engine = decode if self._chance.random() < 0.7 else self._chance.choice(self._decodes)
         again = self._draw_sample(f"{engine.name}-r{number}.again", prompt, params, engine, may_fail=True)
-        self._requests.coverage["parameters used again"] += 1
+        self._requests.cover("parameters used again")
         remote = params.get("remote_request_id")
         if remote in self._requests.owners:
             self._oracles.reuse(self._requests.owners[remote], remote)
@@ -231,9 +235,11 @@ class VllmCluster(Cluster):
     ) -> Ask:
         stormy = self._faults.hits(Kind.ABORT, decode.name) is not None
         leaves = stormy or self._chance.random() < 0.08
+        max_tokens = self._chance.randint(1, ANSWER_TOKENS_MAX)
         return Ask(
             request_id=request_id,
-            sequence=sequence(prompt, self._chance.randint(1, ANSWER_TOKENS_MAX)),
+            sequence=sequence(prompt, max_tokens),
+            max_tokens=max_tokens,
             params=params,
             abort_in=self._chance.choice(ABORTS_IN_DECODE) if leaves else None,
             may_fail=may_fail,
@@ -252,7 +258,7 @@ class VllmCluster(Cluster):
         """What a careless router may do to the parameters, and whether it did."""
         if self._chance.random() >= 0.03:
             return params, False
-        self._requests.coverage["damaged parameters"] += 1
+        self._requests.cover("damaged parameters")
         field, value = self._chance.choice(
             [
                 ("remote_block_ids", [params["remote_block_ids"][0][:-1]]),
@@ -272,19 +278,25 @@ class VllmCluster(Cluster):
         neighbours = [[each - 1 if each > 1 else each + 1 for each in table] for table in params["remote_block_ids"]]
         if neighbours == params["remote_block_ids"]:
             return params, False
-        self._requests.coverage["forged parameters"] += 1
+        self._requests.cover("forged parameters")
         return {**params, "remote_block_ids": neighbours}, True
 
     def _mistake(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """What a router does that takes one prompt for another: the same parameters, not for a longer prompt. Whether
-        it did. Without numbers of leases P is a built-in engine, whose parameters do not say for which prompt."""
-        mistakes = self._mistakes
-        if not self._shape.numbers_leases or mistakes.random() >= MISTAKEN_SHARE:
+        """What a router sends to D that takes one prompt for another, shorter, longer or as long; whether it did.
+
+        Without numbers of leases P is as a built-in engine, whose parameters say only of how many tokens they are: that
+        is enough where there are states.
+        """
+        mistakes, says_which = self._mistakes, self._shape.numbers_leases
+        if mistakes.random() >= MISTAKEN_SHARE or not (says_which or self._has_states):
             return prompt, False
-        self._requests.coverage["parameters of another prompt"] += 1
-        kept = mistakes.randrange(len(prompt))
-        end = mistakes.choice([len(prompt), mistakes.randint(kept + 1, len(prompt))])
-        return (*prompt[:kept], (prompt[kept] + 1) % VOCABULARY_SIZE, *prompt[kept + 1 : end]), True
+        self._requests.cover("parameters of another prompt")
+        if says_which and mistakes.random() < 0.5:
+            changed = mistakes.randrange(len(prompt))
+            return (*prompt[:changed], (prompt[changed] + 1) % VOCABULARY_SIZE, *prompt[changed + 1 :]), True
+        if len(prompt) > 1 and (mistakes.random() < 0.7 or len(prompt) > PROMPT_TOKENS_MAX):
+            return prompt[: -mistakes.randint(1, min(BLOCK_TOKENS, len(prompt) - 1))], True
+        return prompt + _tokens(mistakes, mistakes.randint(1, BLOCK_TOKENS)), True
 
     def _draw_prompt(self) -> tuple[int, ...]:
         chance = self._chance
@@ -306,12 +318,12 @@ class VllmCluster(Cluster):
         self._numbers += 1
         prompt = _tokens(self._chance, 2 * BLOCK_TOKENS)
         params = {"do_remote_decode": True}
-        prefilled = Ask(request_id=f"{prefill.name}-r{self._numbers}", sequence=sequence(prompt, 1), params=params)
+        prefilled = self._prefill_ask(f"{prefill.name}-r{self._numbers}", prompt, 1, params=params)
         answer = await self._prefill_prompt(prefill, prefilled)
         if answer is None:
             self._oracles.complain("recovery", f"{request_id}: {prefill.name} gave no answer")
             return
-        ask = Ask(request_id=request_id, sequence=sequence(prompt, 3), params=answer)
+        ask = Ask(request_id=request_id, sequence=sequence(prompt, 3), max_tokens=3, params=answer)
         decode.submit(ask)
         await ask.ended.wait()
 
@@ -320,7 +332,8 @@ class VllmCluster(Cluster):
         with trio.move_on_after(PROBE_SECONDS):
             for engine in self._engines:
                 self._numbers += 1
-                ask = Ask(request_id=f"{engine.name}-r{self._numbers}.rest", sequence=sequence((1,), 1), params=None)
+                request_id = f"{engine.name}-r{self._numbers}.rest"
+                ask = Ask(request_id=request_id, sequence=sequence((1,), 1), max_tokens=1, params=None)
                 engine.submit(ask)
                 await ask.ended.wait()
         self._requests.complain_about_open_ones()

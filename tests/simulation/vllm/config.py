@@ -20,19 +20,23 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
 from connector.config import ConnectorOptions
 from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
 from tests.simulation.faults import draw_shape, generator
-from tests.simulation.model import LAYERS, SECOND_LAYERS, WINDOW_TOKENS
+from tests.simulation.model import LAYERS, SECOND_LAYERS, STATE_WORDS, WINDOW_TOKENS
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, Model, SecondGroup
 from tests.unit.vllm_setup import scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"
 MAX_MODEL_TOKENS = 256
+STATES_OF_A_REQUEST = 2
+"""Blocks of the KV cache that there are for states, for each request that a step may have."""
 KEPT_FOR_READ_BACK_SECONDS = 0.4
 """Short: pools are small, and what nobody reads back stands in everybody's way for so long."""
 
@@ -55,6 +59,9 @@ class Knobs:
         reads_back: D keeps blocks for the next prompt of a conversation, which P reads back (`bidirectional_kv_xfer`).
         signs: engines sign the parameters that they give out; not where routers take something out of all of them.
         device_is_late: what is to be done with the blocks of a loaded request is done some time later, as on a GPU.
+        prefill_caches_states, decode_caches_states: where the model has states, which of them are kept. With prefix
+            caching, that at the end of each block of tokens that a step ends with, each in a block of its own
+            (`mamba_cache_mode` align); without, the last one of a request (none). vLLM has no other modes.
     """
 
     recomputes: bool
@@ -69,6 +76,8 @@ class Knobs:
     reads_back: bool
     device_is_late: bool
     signs: bool
+    prefill_caches_states: bool
+    decode_caches_states: bool
 
 
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
@@ -86,6 +95,7 @@ def _params_keys_file() -> str:
 def draw_knobs(seed: int) -> Knobs:
     """Policies alternate; so do the ways to schedule, at half the pace."""
     chance = generator(seed, "scheduler")
+    of_states = generator(seed, "states")
     return Knobs(
         recomputes=seed % 2 == 0,
         overlaps=seed // 2 % 2 == 1,
@@ -99,6 +109,8 @@ def draw_knobs(seed: int) -> Knobs:
         reads_back=chance.random() < 0.5,
         device_is_late=chance.random() < 0.5,
         signs=generator(seed, "signatures").random() < 0.5 and draw_shape(seed).numbers_leases,
+        prefill_caches_states=of_states.random() < 0.5,
+        decode_caches_states=of_states.random() < 0.5,
     )
 
 
@@ -107,8 +119,13 @@ def engine_configuration(
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """What vLLM needs to make the scheduler of one engine."""
     tokens = (knobs.prefill_blocks if is_prefill else knobs.decode_blocks) * BLOCK_TOKENS
-    # A window needs at most as many blocks again.
-    blocks = len(model.groups) * tokens // shape.block_tokens + 1
+    caches_states = knobs.prefill_caches_states if is_prefill else knobs.decode_caches_states
+    has_states = model.second is SecondGroup.STATE
+    if has_states:
+        blocks = tokens // shape.block_tokens + STATES_OF_A_REQUEST * knobs.batch_requests + 1
+    else:
+        # A window needs at most as many blocks again.
+        blocks = len(model.groups) * tokens // shape.block_tokens + 1
     config = copy.copy(scheduling_config(shape.block_tokens, MAX_MODEL_TOKENS))
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = shape.tp_size
@@ -118,6 +135,9 @@ def engine_configuration(
     config.scheduler_config.async_scheduling = knobs.overlaps
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = blocks
+    if has_states:
+        config.cache_config.mamba_cache_mode = "align" if caches_states else "none"
+        config.cache_config.enable_prefix_caching = caches_states
     role = "kv_both"
     if knobs.splits_roles:
         role = "kv_producer" if is_prefill else "kv_consumer"
@@ -142,21 +162,34 @@ def engine_configuration(
         kv_load_failure_policy="recompute" if knobs.recomputes else "fail",
         kv_connector_extra_config=_extra_config(options),
     )
-    return config, _cache_config(model, shape, blocks)
+    return config, _cache_config(model, shape, blocks, caches_states=caches_states)
 
 
-def _cache_config(model: Model, shape: EngineShape, blocks: int) -> KVCacheConfig:
+def _cache_config(model: Model, shape: EngineShape, blocks: int, *, caches_states: bool) -> KVCacheConfig:
     sizes = {"block_size": shape.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     names = [f"layers.{layer}" for layer in range(LAYERS)]
     groups = [KVCacheGroupSpec(names, FullAttentionSpec(**sizes))]
-    if model.second is SecondGroup.WINDOW:
+    if model.second is not SecondGroup.NONE:
         more = [f"layers.{layer}" for layer in range(LAYERS, LAYERS + SECOND_LAYERS)]
-        groups.append(KVCacheGroupSpec(more, SlidingWindowSpec(sliding_window=WINDOW_TOKENS, **sizes)))
+        spec: KVCacheSpec = SlidingWindowSpec(sliding_window=WINDOW_TOKENS, **sizes)
+        if model.second is SecondGroup.STATE:
+            spec = _state_spec(shape, is_cached=caches_states)
+        groups.append(KVCacheGroupSpec(more, spec))
         names = names + more
     page = groups[0].kv_cache_spec.page_size_bytes
     size = page * blocks * len(names)
     tensor = KVCacheTensor(size=size, layers=names, layer_stride=page * blocks, block_stride=page)
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
+
+
+def _state_spec(shape: EngineShape, *, is_cached: bool) -> MambaSpec:
+    """As vLLM makes it: a state for each block of tokens, or one for as many tokens as a request may have."""
+    return MambaSpec(
+        block_size=shape.block_tokens if is_cached else MAX_MODEL_TOKENS,
+        shapes=((1,), (STATE_WORDS - 1,)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_cache_mode="align" if is_cached else "none",
+    )
 
 
 def _extra_config(options: ConnectorOptions) -> dict[str, object]:

@@ -64,10 +64,14 @@ _birth: contextvars.ContextVar[Birth] = contextvars.ContextVar("birth")
 @contextlib.contextmanager
 def being_born(birth: Birth) -> Iterator[None]:
     """Connectors made inside belong to this life."""
-    address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": birth.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(birth.port)}
-    before = {name: os.environ.get(name) for name in address}
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": birth.host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(birth.port),
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # the only one that the connector serves
+    }
+    before = {name: os.environ.get(name) for name in environment}
     token = _birth.set(birth)
-    os.environ.update(address)
+    os.environ.update(environment)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ the engine, as it would be in vLLM.
 
 from __future__ import annotations
 
+import functools
 import random
 import traceback
 from collections import Counter, deque
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -140,13 +141,15 @@ class VllmEngine:
             blocks=cache_config.num_blocks,
             listener_offset_ns=self._chance.randrange(10**15),
         )
+        block_size, self._hash_block_size = resolve_kv_cache_block_sizes(cache_config, config)
         make_scheduler = _OverlappingScheduler if self._knobs.overlaps else _PlainScheduler
         with being_born(self._birth(process.ranks[0])):
             self.scheduler = make_scheduler(
                 vllm_config=config,
                 kv_cache_config=cache_config,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=self._shape.block_tokens,
+                block_size=block_size,
+                hash_block_size=self._hash_block_size,
             )
         self._connectors: list[NixlConnector] = []
         for rank in process.ranks:
@@ -154,7 +157,13 @@ class VllmEngine:
                 connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
             self._connectors.append(connector)
         self._runners = [
-            SimulatedRunner(connector=connector, rank=rank, overseer=self, collects_early=self._knobs.collects_early)
+            SimulatedRunner(
+                connector=connector,
+                rank=rank,
+                overseer=self,
+                collects_early=self._knobs.collects_early,
+                run=functools.partial(self._run_later, rank),
+            )
             for connector, rank in zip(self._connectors, process.ranks, strict=True)
         ]
         self._aggregator = KVOutputAggregator(len(process.ranks))
@@ -184,7 +193,7 @@ class VllmEngine:
             worker_clock=rank.clock,
             memory=rank.memory,
             send=lambda commands: self._send(rank, commands),
-            run=lambda work: self._run_later(rank, work),
+            run=functools.partial(self._run_later, rank),
             stop_serving=process.stop_serving,
         )
 
@@ -199,7 +208,7 @@ class VllmEngine:
             done = True
 
         if self._knobs.device_is_late:
-            self._requests.coverage["a device is late"] += 1
+            self._requests.cover("a device is late")
             self.around.agenda.after(self._chance.uniform(0.0, DEVICE_SECONDS_MAX), do)
         else:
             do()
@@ -267,7 +276,7 @@ class VllmEngine:
     async def _stand_still(self) -> None:
         stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
         if stopped is not None:
-            self._requests.coverage[f"{self.role} stands still"] += 1
+            self._requests.cover(f"{self.role} stands still")
             await trio.sleep_until(stopped.end_seconds)
 
     async def _step(self) -> bool:
@@ -297,7 +306,7 @@ class VllmEngine:
             self._take_answer(answer)
         report = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
         if isinstance(report, WorkerReport) and report.stopped is not None:
-            self._requests.coverage[f"a worker stopped on {self.role}"] += 1
+            self._requests.cover(f"a worker stopped on {self.role}")
             self._has_stopped_lending = True
         self._check_blocks()
 
@@ -330,7 +339,7 @@ class VllmEngine:
     def _take_input(self) -> None:
         while self._arrived:
             ask = self._arrived.popleft()
-            self.scheduler.add_request(_request(ask, self._shape.block_tokens))
+            self.scheduler.add_request(_request(ask, self._hash_block_size))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -354,7 +363,7 @@ class VllmEngine:
         return str(request.status.name)
 
     def _abort(self, ask: Ask) -> None:
-        self._requests.coverage[f"abort on {self.role} in {self._status(ask)}"] += 1
+        self._requests.cover(f"abort on {self.role} in {self._status(ask)}")
         self.scheduler.finish_requests([ask.request_id], RequestStatus.FINISHED_ABORTED)
         if ask.finish is None:
             self._end(ask, ABORTED)
@@ -375,13 +384,13 @@ class VllmEngine:
 
     def _cover(self, output: SchedulerOutput) -> None:
         """Count what a test wants to have happened."""
-        coverage, scheduled = self._requests.coverage, output.num_scheduled_tokens
-        coverage["several requests in a step"] += len(scheduled) > 1
-        coverage[f"preemption on {self.role}"] += len(output.preempted_req_ids or ())
+        cover, scheduled = self._requests.cover, output.num_scheduled_tokens
+        cover("several requests in a step", len(scheduled) > 1)
+        cover(f"preemption on {self.role}", len(output.preempted_req_ids or ()))
         for new in output.scheduled_new_reqs:
             tokens = len(new.prompt_token_ids or ())
-            coverage[f"prompt in chunks on {self.role}"] += new.num_computed_tokens + scheduled[new.req_id] < tokens
-            coverage[f"prompt below a block on {self.role}"] += tokens < self._shape.block_tokens
+            cover(f"prompt in chunks on {self.role}", new.num_computed_tokens + scheduled[new.req_id] < tokens)
+            cover(f"prompt below a block on {self.role}", tokens < self._shape.block_tokens)
 
     # --- the connector ----------------------------------------------------------------------------------------------
 
@@ -455,6 +464,8 @@ class VllmEngine:
             remote_request_id="",
             may_fail=True,
         )
+        if isinstance(command, RejectPull) and not self._requests.asks[request_id].may_fail:
+            self.around.oracles.complain("params", f"{request_id} was refused: {command.failure}")
         if isinstance(command, StartPull):
             pull.prefill = engine_of(command.peer.host)
             pull.awaited = command.awaited
@@ -463,7 +474,7 @@ class VllmEngine:
             pull.may_fail = self._requests.asks[request_id].may_fail
             if command.awaited:
                 self._loaded_tokens[request_id] = command.num_tokens or 0
-                self._requests.coverage["read back"] += self.role == PREFILL
+                self._requests.cover("read back", self.role == PREFILL)
         self.around.oracles.start(pull)
 
     def hear(self, tp_rank: int, outcome: Outcome) -> None:
@@ -471,7 +482,7 @@ class VllmEngine:
         match outcome:
             case ReceiveEnded(request_id=request_id, failure=failure):
                 self.around.oracles.report(request_id, tp_rank, failure)
-                self._requests.coverage["quarantine"] += outcome.quarantined
+                self._requests.cover("quarantine", outcome.quarantined)
             case SendEnded(request_id=request_id, expired=expired):
                 now_ns = self.process.ranks[tp_rank].clock.now_ns()
                 self.around.oracles.free(self.owner, request_id, tp_rank, now_ns, expired=expired)
@@ -495,9 +506,11 @@ class VllmEngine:
             if request_id in reported.failed_recving:
                 ask.has_failed_load = True
                 continue
-            blocks = self._blocks_of(request_id)
+            self._requests.cover(f"loaded on {self.role}")
+            # Of what was refused nothing was asked for, and yet vLLM would take it for the prompt's.
+            blocks, tokens = self._blocks_of(request_id), self._loaded_tokens.get(request_id, ask.prompt_tokens)
             for rank in self.process.ranks:
-                if wrong := ask.sequence.mismatches(rank.memory, blocks, self._loaded_tokens[request_id]):
+                if wrong := ask.sequence.mismatches(rank.memory, blocks, tokens):
                     self.wrong_bytes(request_id, wrong, "when it was reported as loaded")
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -597,17 +610,15 @@ class VllmEngine:
         return [f"{self.name} has {count} {what}" for what, count in counts.items() if count]
 
 
-def _request(ask: Ask, block_tokens: int) -> Request:
+def _request(ask: Ask, hash_block_tokens: int) -> Request:
     extra = None if ask.params is None else {"kv_transfer_params": ask.params}
     return Request(
         request_id=ask.request_id,
-        prompt_token_ids=list(ask.sequence.prompt),
-        sampling_params=SamplingParams(
-            temperature=0.0, max_tokens=len(ask.sequence.answer), ignore_eos=True, extra_args=extra
-        ),
+        prompt_token_ids=[*ask.sequence.prompt, *ask.left_to_decode],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, extra_args=extra),
         pooling_params=None,
         arrival_time=trio.current_time(),
-        block_hasher=block_hasher(block_tokens, MAX_MODEL_TOKENS),
+        block_hasher=block_hasher(hash_block_tokens, MAX_MODEL_TOKENS),
     )
 
 

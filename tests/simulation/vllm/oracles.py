@@ -1,9 +1,11 @@
 """Oracles for engines with a real scheduler, beside those of `tests.simulation.oracles`, which judge the connector.
 
-    bytes        every slot that a request is computed from holds its own prompt's KV: when the connector reports it
-                 loaded, and at the start and at the end of every step
+    bytes        every slot that a request is computed from holds its own prompt's KV, and a state is that after exactly
+                 the tokens that are computed: when the connector reports it loaded, and at the start and at the end of
+                 every step
     answer       a request that ends normally has the tokens that an engine alone would have given it; one whose load
                  failed ends with an error under the policy `fail`, and no other does
+    params       no request is refused whose parameters are those that P has given out for this very prompt
     blocks       each block is referenced by the requests that hold it and by its quarantine, and by nothing else
     block reuse  a block that the scheduler frees or hands out is named by no READ that may still write
     scheduler    vLLM's scheduler and the connector in it raise nothing
@@ -34,6 +36,9 @@ class Ask:
     """A request of a client to one engine, and what came of it.
 
     Attributes:
+        sequence: the tokens that this engine computes, and what it has to answer.
+        left_to_decode: the end of the prompt, which it gets as well and does not compute: P leaves it to D.
+        max_tokens: asked for; P says one token, whatever that is, where it leaves some to D.
         params: kv_transfer_params.
         abort_in: status of the request, as vLLM names it or LOADED, in which the client leaves; None: it stays.
         may_fail: the load may fail although no fault touches it, because the parameters are damaged or were used.
@@ -43,6 +48,8 @@ class Ask:
 
     request_id: str
     sequence: Sequence
+    max_tokens: int
+    left_to_decode: tuple[int, ...] = ()
     params: dict[str, Any] | None
     abort_in: str | None = None
     may_fail: bool = False
@@ -62,19 +69,27 @@ class Requests:
 
     Args:
         recomputes: the policy for failed loads.
+        has_states: what happens is counted once more then, as having happened to requests with states.
     """
 
-    def __init__(self, oracles: Oracles, *, recomputes: bool) -> None:
+    def __init__(self, oracles: Oracles, *, recomputes: bool, has_states: bool) -> None:
         self._oracles = oracles
         self._recomputes = recomputes
         self.asks: dict[str, Ask] = {}
         self.owners: dict[str, str] = {}
         """Which life of P has computed a request."""
-        self.coverage = oracles.coverage
+        self._coverage = oracles.coverage
+        self._has_states = has_states
         self._wrong: set[str] = set()
 
     def begin(self, ask: Ask) -> None:
         self.asks[ask.request_id] = ask
+
+    def cover(self, what: str, times: int = 1) -> None:
+        """Count what must occur somewhere in the seeds."""
+        self._coverage[what] += times
+        if self._has_states:
+            self._coverage[f"{what}, with states"] += times
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +115,7 @@ class Requests:
             return
         must_fail = ask.has_failed_load and not self._recomputes
         if ask.has_failed_load:
-            self.coverage["load failed, " + ("recomputed" if self._recomputes else "request failed")] += 1
+            self.cover("load failed, " + ("recomputed" if self._recomputes else "request failed"))
         if must_fail != (finish == "error"):
             failed = "failed" if ask.has_failed_load else "did not fail"
             self._oracles.complain("answer", f"{ask.request_id} ended with {finish}, and its load {failed}")
@@ -115,9 +130,9 @@ class Requests:
         """Count a prefix-cache hit. At most everything but the last token can hit, and only whole blocks."""
         most = (ask.prompt_tokens - 1) // block_tokens * block_tokens
         if 0 < cached_tokens == most:
-            self.coverage[f"full prefix hit on {role}"] += 1
+            self.cover(f"full prefix hit on {role}")
         elif cached_tokens:
-            self.coverage[f"partial prefix hit on {role}"] += 1
+            self.cover(f"partial prefix hit on {role}")
 
     def complain_about_open_ones(self) -> None:
         """At the end: nobody waits any more."""

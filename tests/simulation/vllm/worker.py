@@ -5,6 +5,9 @@ forward pass was launched, asks for results, errors, statistics and the connecto
 without tokens does the same without a forward pass. Whether the forward pass is over when the connector is asked
 depends on the device (`Knobs.collects_early`); what the scheduler is told is the same.
 
+What vLLM wants zeroed before a forward pass is zeroed before it, in all cache groups, as if they shared their memory.
+Where the device is late and no forward pass follows, it may be zeroed some time later.
+
 A forward pass looks at all KV before its tokens, writes theirs, takes time, and looks again. The token that follows
 comes out of that KV (`content`).
 """
@@ -18,6 +21,7 @@ import trio
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from connector.worker.finishing import Run
 from tests.simulation.process import Rank
 from tests.simulation.vllm.connector import NixlConnector
 from tests.simulation.vllm.content import sequence
@@ -61,12 +65,16 @@ class SimulatedRunner:
         rank: Rank,
         overseer: Overseer,
         collects_early: bool,
+        run: Run,
     ) -> None:
         self._connector = connector
         self._rank = rank
         self._memory = rank.memory
         self._overseer = overseer
         self._collects_early = collects_early
+        self._run = run
+        self._to_zero: list[int] = []
+        """Blocks of steps without a forward pass, which the device has not come to."""
         self._running: dict[str, _Running] = {}
 
     async def execute(self, output: SchedulerOutput, seconds: float) -> ModelRunnerOutput:
@@ -74,6 +82,12 @@ class SimulatedRunner:
         assert not output.has_sync_kv_loads, "the connector loads asynchronously only"
         self._connector.handle_preemptions(output.kv_connector_metadata)
         self._update(output)
+        self._to_zero += output.new_block_ids_to_zero or ()
+        assert not output.kv_cache_block_copies, "no prefix is cached that is not one of whole blocks"
+        if output.total_num_scheduled_tokens:
+            self._zero()
+        elif self._to_zero:
+            self._run(self._zero)
         self._connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
         sampled: dict[str, list[int]] = {}
         reported: KVConnectorOutput | None = None
@@ -93,6 +107,11 @@ class SimulatedRunner:
             sampled_token_ids=list(sampled.values()),
             kv_connector_output=None if reported.is_empty() else reported,
         )
+
+    def _zero(self) -> None:
+        block_ids, self._to_zero = self._to_zero, []
+        for words in self._memory.groups:
+            words[:, block_ids] = 0
 
     # --- the connector ----------------------------------------------------------------------------------------------
 
