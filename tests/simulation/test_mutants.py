@@ -36,8 +36,9 @@ HANDFUL = (
     "the executor drops the quarantine",
     "ends of leases lost",
     "one of several sources read",
+    "any state will do",
 )
-"""Every part of the product and every place: the model checker, both levels of the simulator, tests."""
+"""Every part of the product and every place: the model checker, all levels of the simulator, tests."""
 
 CONTROL = Mutant(
     name="control", broken="nothing is", changes=(), place=Seeds(level=1, oracle="bytes", faults=(), count=2)

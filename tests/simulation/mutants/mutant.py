@@ -10,16 +10,16 @@ import __future__
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from statemachine import departure, draining, hold, introduction, lease, peer, request
 from statemachine.kernel import Machine, to
 from tests.explore import Product
-from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, Fault, Kind, Plan, draw_plan
+from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, VLLM_KINDS, Fault, Kind, Plan, draw_plan
 
 MACHINES: tuple[Machine[Any], ...] = (
     request.MACHINE,
@@ -31,6 +31,9 @@ MACHINES: tuple[Machine[Any], ...] = (
     introduction.MACHINE,
 )
 
+Level: TypeAlias = Literal[1, 2, "vllm"]
+"""Of the simulator."""
+KINDS: dict[Level, Sequence[Kind]] = {1: LEVEL1_KINDS, 2: LEVEL2_KINDS, "vllm": VLLM_KINDS}
 SEEDS = 6
 """How many seeds a mutant may live through."""
 
@@ -143,14 +146,14 @@ class Explored:
 
 @dataclass(frozen=True)
 class Seeds:
-    """The simulator on `level` 1 or 2, seed after seed, until `oracle` complains.
+    """The simulator on `level`, seed after seed, until `oracle` complains.
 
     Attributes:
         faults: what provokes it, the same for every seed; empty: it needs no fault; None: those that the seed draws.
         first, count: of the seeds.
     """
 
-    level: int
+    level: Level
     oracle: str
     faults: tuple[Fault, ...] | None = None
     first: int = 0
@@ -160,9 +163,10 @@ class Seeds:
         return f"level {self.level}"
 
     def plans(self) -> Iterator[Plan]:
-        kinds = LEVEL1_KINDS if self.level == 1 else LEVEL2_KINDS
         for seed in range(self.first, self.first + self.count):
-            yield draw_plan(seed, kinds) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
+            yield (
+                draw_plan(seed, KINDS[self.level]) if self.faults is None else Plan(seed=seed, faults=list(self.faults))
+            )
 
 
 @dataclass(frozen=True)

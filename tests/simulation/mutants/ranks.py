@@ -1,4 +1,7 @@
-"""Mutants that only engines of several ranks, or caches of several groups or block sizes, can show."""
+"""Mutants that only engines of several ranks, or caches of several groups or block sizes, can show.
+
+Which state a request needs is decided in the scheduler's side, so level `vllm` notices what is wrong with that.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,24 @@ import msgspec
 
 from connector.layout import blocks, copies
 from connector.layout.blocks import GroupPair
+from connector.nixl_connector import NixlActorConnector
 from connector.protocol import StartPull
 from connector.runtime import block_tables
 from connector.runtime.connections import Connections
+from connector.scheduler import connector_scheduler
+from connector.scheduler.connector_scheduler import ConnectorScheduler
 from tests.simulation.mutants.executors import level2
-from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Set
+from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Seeds, Set
+
+STATES = 16
+"""A seed of level `vllm` whose engines keep one state for each request."""
+LATE = 109
+"""A seed with states whose devices are late; D caches them."""
+_GOES_ON = Edit(ConnectorScheduler._leave_tokens_to_decode, "request.max_tokens = 1", "pass")
+
+
+def with_vllm(oracle: str, first: int = STATES) -> Seeds:
+    return Seeds(level="vllm", oracle=oracle, faults=(), first=first, count=1)
 
 
 def _use_the_first_table_for_all(patch: Patch) -> None:
@@ -62,5 +78,45 @@ MUTANTS = (
         broken="blocks of the second cache group are read where those of the first one lie",
         changes=(Do(_use_the_first_table_for_all),),
         place=level2("bytes"),
+    ),
+    Mutant(
+        name="any state will do",
+        broken="D loads a state of more tokens than it asked for",
+        changes=(Edit(ConnectorScheduler._check_fit, "has_states and found != tokens", "False"),),
+        place=with_vllm("bytes"),
+    ),
+    Mutant(
+        name="nothing left to compute",
+        broken="where there are states, P computes the whole prompt, and D computes its last token after that again",
+        changes=(Edit(connector_scheduler._tokens_left_to_decode, "for_state = 1 if", "for_state = 0 if"),),
+        place=with_vllm("bytes"),
+    ),
+    Mutant(
+        name="a state goes on",
+        broken="P computes more tokens after those that D needs the state of, where a client asks for them",
+        changes=(_GOES_ON,),
+        place=with_vllm("params"),
+    ),
+    Mutant(
+        name="a state goes on under its old number",
+        broken="P lends the state of more tokens as that of the prompt",
+        changes=(
+            _GOES_ON,
+            Edit(
+                ConnectorScheduler._grant,
+                "request.num_computed_tokens\n        known",
+                "request.num_prompt_tokens\n        known",
+            ),
+        ),
+        place=with_vllm("bytes"),
+    ),
+    Mutant(
+        name="loaded blocks are zeroed",
+        row=7,
+        broken="vLLM is not told that blocks are loaded, so it zeroes them when the device comes to it",
+        changes=(
+            Edit(NixlActorConnector.get_loaded_kv_cache_group_ids, "self._kv_cache_config.transfer_group_ids", "()"),
+        ),
+        place=with_vllm("bytes", first=LATE),
     ),
 )

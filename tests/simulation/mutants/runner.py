@@ -24,8 +24,9 @@ from tests.explore import Product, Violation, explore
 from tests.simulation.cluster import simulate as simulate_actors
 from tests.simulation.faults import Plan
 from tests.simulation.level1.run import simulate as simulate_cores
-from tests.simulation.mutants.mutant import ByTest, Explored, Mutant, Patch, Seeds
+from tests.simulation.mutants.mutant import ByTest, Explored, Level, Mutant, Patch, Seeds
 from tests.simulation.verdict import Violation as Complaint
+from tests.simulation.vllm.cluster import simulate as simulate_schedulers
 
 REAL_SECONDS_MAX = 120.0
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 class Planned(msgspec.Struct, frozen=True):
     """A plan and the level of the simulator that it is for."""
 
-    level: int
+    level: Level
     plan: Plan
 
 
@@ -105,8 +106,7 @@ def _complaints(run: Run) -> Iterator[tuple[str, str]]:
             except Violation as violation:
                 yield violation.invariant, str(violation)
         case Planned(level=level, plan=plan):
-            simulate: Callable[[Plan], list[Complaint]] = _simulate_cores if level == 1 else _simulate_actors
-            for complaint in simulate(plan):
+            for complaint in _SIMULATE[level](plan):
                 yield complaint.oracle, complaint.detail
         case OneTest(name=name):
             failed = _failed_tests(name)
@@ -120,6 +120,17 @@ def _simulate_cores(plan: Plan) -> list[Complaint]:
 
 def _simulate_actors(plan: Plan) -> list[Complaint]:
     return simulate_actors(plan).violations
+
+
+def _simulate_schedulers(plan: Plan) -> list[Complaint]:
+    return simulate_schedulers(plan).violations
+
+
+_SIMULATE: dict[Level, Callable[[Plan], list[Complaint]]] = {
+    1: _simulate_cores,
+    2: _simulate_actors,
+    "vllm": _simulate_schedulers,
+}
 
 
 class _Failures:
@@ -161,7 +172,7 @@ def runs_used(verdicts: Iterable[Verdict]) -> list[list[Run]]:
     """What mutants went through, once each: of each product the widest, seeds with the same faults together, tests of
     one file together."""
     products: dict[str, Product] = {}
-    plans: dict[tuple[int, bytes], dict[int, Run]] = {}
+    plans: dict[tuple[Level, bytes], dict[int, Run]] = {}
     tests: dict[str, dict[str, Run]] = {}
     for run in (each for verdict in verdicts for each in verdict.runs):
         match run:

@@ -13,5 +13,5 @@ next token out of them, so wrong KV shows both in memory and in the answer.
     oracles      what must hold beyond `tests.simulation.oracles`
     cluster      clients, probes, a run
 
-Only this package of the simulator imports vLLM.
+Of the simulator only this package, and what runs mutants on it, import vLLM.
 """
