@@ -32,7 +32,7 @@ from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Effects, Event
 from statemachine.lease import NOTIFIERS, Lease, LeaseName
-from statemachine.trace import Observer
+from statemachine.trace import Observer, StepSeen
 
 ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
@@ -243,6 +243,8 @@ class Lending:
         # When the grace period is over, since Leave.
         self._leaves_ns: int | None = None
         self._effects: list[Effect] = []
+        # Steps that the observer has not been told of.
+        self._unseen: list[StepSeen] = []
 
     @property
     def open_leases(self) -> int:
@@ -260,7 +262,7 @@ class Lending:
         """End what is due. One at a time: if one raises, the others stay due."""
         while (due := self._timers.take_due(now_ns)) is not None:
             self._step(due, machine.DeadlinePassed(now_ns=now_ns))
-        return self._take_effects()
+        return self._take_effects(now_ns)
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Take one event in; returns what to do, in order."""
@@ -295,7 +297,7 @@ class Lending:
                 self._effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
-        return self._take_effects()
+        return self._take_effects(now_ns)
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
@@ -438,8 +440,7 @@ class Lending:
         self._newest[name.request_id] = name
         fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh
-        if self._observe is not None:
-            self._observe("lease", name, None, None, fresh)
+        self._see(name, None, None, fresh)
         if len(self._leases) == 1:
             self._effects.append(WatchNotifications(is_expected=True))
 
@@ -447,14 +448,12 @@ class Lending:
         before = self._leases[name]
         after, effects = machine.MACHINE.step(before, event)
         self._leases[name] = after
-        # First what must be done: an observer that raises costs a record, and no blocks.
+        self._see(name, before, event, after)
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
             if after.state is machine.State.EXPIRED and (readers := _readers(after)):
                 self._readers_of_expired[name] = readers
-        if self._observe is not None:
-            self._observe("lease", name, before, event, after)
 
     def _execute(self, name: LeaseName, effects: Effects) -> None:
         for effect in effects:
@@ -478,7 +477,15 @@ class Lending:
         if not self._leases:
             self._effects.append(WatchNotifications(is_expected=False))
 
-    def _take_effects(self) -> list[Effect]:
+    def _see(self, name: LeaseName, before: Lease | None, event: Event | None, after: Lease) -> None:
+        if self._observe is not None:
+            self._unseen.append(("lease", name, before, event, after))
+
+    def _take_effects(self, now_ns: int) -> list[Effect]:
+        # After everything that is to be done: an observer that raises costs records, and the effects come next time.
+        if self._observe is not None and self._unseen:
+            steps, self._unseen = self._unseen, []
+            self._observe(now_ns, steps)
         effects, self._effects = self._effects, []
         return effects
 

@@ -36,7 +36,6 @@ them (the peer is ready, or lost). Renewals of many leases travel in one message
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
@@ -60,7 +59,7 @@ from statemachine.failures import (
 )
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
-from statemachine.trace import Observer
+from statemachine.trace import Observer, StepSeen
 
 NS_PER_SECOND = 1_000_000_000
 
@@ -509,7 +508,7 @@ class RemoteEngine:
 
     Args:
         identity: of this rank; makes the jitter of its back-off its own.
-        observe: told of every step.
+        observe: told of every step; that the machine of the connection was made is said with the first event.
     """
 
     def __init__(
@@ -556,9 +555,8 @@ class RemoteEngine:
         self._backoff_until_ns = 0
         self._effects: list[Effect] = []
         # Steps that the observer has not been told of.
-        self._unseen: deque[tuple[str, Hashable, object, Event | None, object]] = deque()
+        self._unseen: list[StepSeen] = []
         self._see("peer", engine_id, None, None, self._peer)
-        self._show()
 
     # --- driving ----------------------------------------------------------------------------------------------------
 
@@ -574,7 +572,7 @@ class RemoteEngine:
             self._fire(key, now_ns)
             self._settle(now_ns)
         self._send_due(now_ns)
-        return self._take_effects()
+        return self._take_effects(now_ns)
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Take one event in; returns what to do, in order."""
@@ -632,7 +630,7 @@ class RemoteEngine:
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         self._settle(now_ns)
-        return self._take_effects()
+        return self._take_effects(now_ns)
 
     @property
     def state(self) -> peer.State:
@@ -1308,13 +1306,11 @@ class RemoteEngine:
         if self._observe is not None:
             self._unseen.append((name, subject, before, event, after))
 
-    def _show(self) -> None:
-        while self._observe is not None and self._unseen:
-            self._observe(*self._unseen.popleft())
-
-    def _take_effects(self) -> list[Effect]:
-        # After everything that is to be done: an observer that raises costs a record, and the effects come next time.
-        self._show()
+    def _take_effects(self, now_ns: int) -> list[Effect]:
+        # After everything that is to be done: an observer that raises costs records, and the effects come next time.
+        if self._observe is not None and self._unseen:
+            steps, self._unseen = self._unseen, []
+            self._observe(now_ns, steps)
         effects, self._effects = self._effects, []
         return effects
 

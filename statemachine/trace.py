@@ -8,7 +8,7 @@ number of the lease: the `subject` of P's lease is the `remote_request_id` of D'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -66,9 +66,15 @@ class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept_until_ns: int | None = None
 
 
-Observer: TypeAlias = Callable[[str, Hashable, object, Event | None, object], None]
-"""Told of every step of a machine: its name, subject, value before, event, value after. Before and event are None for
-a value that was made."""
+StepSeen: TypeAlias = tuple[str, Hashable, Any, Event | None, Any]
+"""One step of a machine: its name, subject, value before, event, value after. Before and event are None for a value
+that was made."""
+
+LogSteps: TypeAlias = Callable[[str, Hashable, Any, Event | None, Any], None]
+"""Told of single steps, by the fields of `StepSeen`."""
+
+Observer: TypeAlias = Callable[[int, list[StepSeen]], None]
+"""Told of all steps that one event, or what was due, has led to, and when that was. The list is its to keep."""
 
 
 class TraceSink(Protocol):

@@ -44,7 +44,7 @@ from connector.wire.bounded import shorten
 from statemachine import lease, peer, request
 from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
 from statemachine.kernel import Event
-from statemachine.trace import Observer
+from statemachine.trace import LogSteps
 
 if TYPE_CHECKING:
     from connector.clock import Clock
@@ -222,7 +222,7 @@ class EventLog:
         self._log_failure = log_failure
         self._window = _Window(self._writer, logging.INFO, now)
 
-    def observer_of_peer(self, describe: Callable[[], str]) -> Observer:
+    def observer_of_peer(self, describe: Callable[[], str]) -> LogSteps:
         """For the core of one remote engine. `describe` names it and says where it is."""
         return _PeerObserver(self, self._clock, describe)
 

@@ -1,12 +1,12 @@
 """Counts what the machines do, in the trio thread, and hands the figures to the engine thread.
 
-The recorder (`connector/runtime/recorder.py`) tells of every step: from these come how many instances are in a state,
+The recorder (`connector/runtime/recorder.py`) hands over the steps: from these come how many instances are in a state,
 how often it was entered and why, how long it lasted, and a few things that can be told from single transitions.
 It is always on, so it has to be cheap (`tests/bench/bench_trace.py`).
 
 Handing over costs neither thread a lock. The trio thread adds to integers in one list and appends durations to a deque;
 the engine thread copies the list, which is one call that nothing can come between, and subtracts what it saw last
-time. A core tells its observers before its executor reports anything, so when the engine thread takes the outcome of a
+time. The recorder catches up before an executor reports a result, so when the engine thread takes the outcome of a
 request, the figures already contain its end. That makes the gauges right when the engine falls asleep: vLLM steps as
 long as a request waits or a lease is held, and the step that ends the last of them takes figures without it.
 """
@@ -14,8 +14,8 @@ long as a request waits or a lease is held, and the step that ends the last of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
@@ -27,6 +27,9 @@ SAMPLES_MAX = 1 << 16
 """Durations that wait for the engine thread, which takes them with every step. If it makes none, the oldest go."""
 
 
+_Samples: TypeAlias = deque[tuple[str, float]]
+
+
 class Taken(NamedTuple):
     """Figures since the last time, by key of the series."""
 
@@ -34,21 +37,23 @@ class Taken(NamedTuple):
     samples: dict[str, list[float]]
 
 
-class _State(NamedTuple):
-    """What is done when a state is entered or left.
+class _Arrow(NamedTuple):
+    """What is done when an instance comes from one state to another, or is made.
 
     Attributes:
-        entered: slot of its transitions, if they have no reason.
+        entered: slot of the transitions into the new state, if they have no reason.
         by_reason: slots by reason, otherwise.
-        living: slot of its gauge; None in a terminal state.
-        lasted: key of its duration.
+        came, left: slots of the gauges of the new state and of the one before; None where there is none.
+        lasted: key of the durations of the state before; None: there is none.
+        special: what this pair of states tells besides.
     """
 
-    machine: str
     entered: int
     by_reason: dict[str, int]
-    living: int | None
-    lasted: str
+    came: int | None
+    left: int | None
+    lasted: str | None
+    special: Callable[[list[int], _Samples, float, Any, Any], None] | None
 
 
 _KEYS: list[str] = []
@@ -75,27 +80,6 @@ _LEASE_MARGIN_SECONDS = catalogue.LEASE_MARGIN_SECONDS.key()
 _WAKE_UP_SECONDS = catalogue.WAKE_UP_SECONDS.key()
 
 
-def _states() -> dict[Any, _State]:
-    found = {}
-    for machine in catalogue.MACHINES:
-        gauge = _GAUGE_OF.get(machine.name)
-        for state in machine.states:
-            reasons = catalogue.reasons(state)
-            slots = {reason: _ENTERED[machine.name, state.value, reason] for reason in reasons}
-            is_living = gauge is not None and state not in machine.terminal
-            found[state] = _State(
-                machine=machine.name,
-                entered=slots[reasons[-1]],
-                by_reason=slots if len(slots) > 1 else {},
-                living=_slot(gauge, state.value) if is_living and gauge is not None else None,
-                lasted=catalogue.STATE_SECONDS.key(machine.name, state.value),
-            )
-    return found
-
-
-_STATES = _states()
-
-
 class Figures:
     """See the module's docstring. What counts and notes belongs to the trio thread, the rest to the engine's."""
 
@@ -111,30 +95,30 @@ class Figures:
 
     # --- trio thread ------------------------------------------------------------------------------------------------
 
-    def count(self, before: Any, event: Event | None, after: Any, in_before_ns: int) -> None:
-        """A step into another state, after so long in the one before; `before` and `event` are None for a value that
-        was made."""
-        numbers, state = self._numbers, after.state
-        self._changes += 1
-        here = _STATES[state]
-        numbers[here.by_reason.get(_reason(after), here.entered) if here.by_reason else here.entered] += 1
-        if here.living is not None:
-            numbers[here.living] += 1
-        if before is None:
-            return
-        there = _STATES[before.state]
-        if there.living is not None:
-            numbers[there.living] -= 1
-        seconds = in_before_ns / NS_PER_SECOND
-        self._samples.append((there.lasted, seconds))
-        special = _BETWEEN.get((before.state, state))
-        if special is not None:
-            special(numbers, self._samples, seconds, event, after)
+    def count(self, steps: Iterable[tuple[Any, ...]]) -> None:
+        """Steps as the flight recorder keeps them (`flight_recorder.Step`), in order."""
+        numbers, samples = self._numbers, self._samples
+        for at_ns, before, event, after, _, _, since_ns in steps:
+            state, came_from = after.state, None if before is None else before.state
+            if state is came_from:
+                self._count_within(before, event)
+                continue
+            entered, by_reason, came, left, lasted, special = _ARROWS[came_from][state]
+            numbers[by_reason.get(_reason(after), entered) if by_reason else entered] += 1
+            if came is not None:
+                numbers[came] += 1
+            if left is not None:
+                numbers[left] -= 1
+            if lasted is not None:
+                seconds = (at_ns - since_ns) / NS_PER_SECOND
+                samples.append((lasted, seconds))
+                if special is not None:
+                    special(numbers, samples, seconds, event, after)
+        self._changes += 1  # last: whoever sees it finds everything that it stands for
 
-    def count_within(self, before: Any, event: Event | None) -> None:
+    def _count_within(self, before: Any, event: Event | None) -> None:
         """A step that led to the same state."""
         numbers = self._numbers
-        self._changes += 1
         match event:
             case hold.HeldByPeer():
                 numbers[_RENEWALS[catalogue.DECODE]] += 1
@@ -198,8 +182,6 @@ def _reason(value: Any) -> str:
 
 # --- what single transitions tell -------------------------------------------------------------------------------------
 
-_Samples = deque[tuple[str, float]]
-
 
 def _count_hold(numbers: list[int], samples: _Samples, seconds: float, event: Any, after: Any) -> None:
     numbers[_HOLDS[catalogue.DECODE]] += 1
@@ -235,3 +217,30 @@ _BETWEEN: dict[tuple[Any, Any], Callable[[list[int], _Samples, float, Any, Any],
     },
 }
 """By the states left and entered."""
+
+
+def _arrows() -> dict[Any, dict[Any, _Arrow]]:
+    """By state before (None: the instance was made) and after: every pair of one machine."""
+    found: dict[Any, dict[Any, _Arrow]] = {}
+    for machine in catalogue.MACHINES:
+        gauge = _GAUGE_OF.get(machine.name)
+        living = {
+            state: _slot(gauge, state.value) if gauge is not None and state not in machine.terminal else None
+            for state in machine.states
+        }
+        for after in machine.states:
+            reasons = catalogue.reasons(after)
+            slots = {reason: _ENTERED[machine.name, after.value, reason] for reason in reasons}
+            for before in (None, *machine.states):
+                found.setdefault(before, {})[after] = _Arrow(
+                    entered=slots[reasons[-1]],
+                    by_reason=slots if len(slots) > 1 else {},
+                    came=living[after],
+                    left=living[before] if before is not None else None,
+                    lasted=catalogue.STATE_SECONDS.key(machine.name, before.value) if before is not None else None,
+                    special=_BETWEEN.get((before, after)),
+                )
+    return found
+
+
+_ARROWS = _arrows()

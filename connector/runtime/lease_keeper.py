@@ -77,7 +77,8 @@ class LeaseKeeper:
     """See the module's docstring. All methods are called in the trio thread.
 
     Args:
-        observe: told of every step of a lease, for the trace; None: nobody wants to know.
+        observe: told of every step of a lease; None: nobody wants to know.
+        catch_up: has what `observe` was told put to use: before the engine hears of a lease's end, and after all else.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people: subject, failure. It limits how many it writes.
         log_crash: writes a line with a traceback: which task, what it raised.
@@ -96,6 +97,7 @@ class LeaseKeeper:
         limits: LendingLimits,
         clock: Clock,
         observe: Observer | None,
+        catch_up: Callable[[], None] = lambda: None,
         emit: Callable[[Outcome], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
@@ -109,6 +111,7 @@ class LeaseKeeper:
         self._inspect = inspect
         self._meet = meet
         self._core = Lending(limits, observe)
+        self._catch_up = catch_up
         self._clock = clock
         self._emit = emit
         self._log_failure = log_failure
@@ -172,6 +175,7 @@ class LeaseKeeper:
                         break
                     self._step(partial(self._take_in, message))
                 self._step(self._core.advance)
+                self._catch_up()
 
     async def _serve_control(self, control: Listener) -> None:
         while True:
@@ -251,6 +255,7 @@ class LeaseKeeper:
                 self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
                 self._sums.pop(lease, None)
+                self._catch_up()
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)

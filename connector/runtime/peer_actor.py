@@ -56,7 +56,7 @@ from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
-from statemachine.trace import Observer
+from statemachine.trace import LogSteps
 
 
 @dataclass(kw_only=True)
@@ -219,6 +219,7 @@ class PeerActor:
             self._crash = error
         finally:
             self._is_at_work = False
+            self._context.recorder.catch_up()
 
     def _say_who_waits(self) -> None:
         """Once for each request that has waited for a while and has not ended."""
@@ -238,7 +239,7 @@ class PeerActor:
         age_seconds = pull.command.age_seconds + since_ns / NS_PER_SECOND
         return f"request {request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
 
-    def _log_of_peer(self) -> Observer | None:
+    def _log_of_peer(self) -> LogSteps | None:
         log = self._context.event_log
         return None if log is None else log.observer_of_peer(self._describe)
 
@@ -270,6 +271,7 @@ class PeerActor:
         self._feed(core.Crashed(failure=failure))
         if isinstance(event, core.ReadEnded | core.Retire):
             self._feed(event)  # nobody will ever tell these again
+        self._context.recorder.catch_up()
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
@@ -288,6 +290,7 @@ class PeerActor:
                 self._feed(event)
             except Exception as error:
                 self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+        self._context.recorder.catch_up()
 
     def _seconds_to_wake(self) -> float:
         if self._wakes_at_ns is None:
@@ -480,6 +483,7 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
+        self._context.recorder.catch_up()
         if failure is not None:
             self._context.log_failure(self._subject(request_id), failure)
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)

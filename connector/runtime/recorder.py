@@ -1,15 +1,20 @@
 """Takes note of every step of every core of one process: for the flight recorder always, for a trace if there is one,
 and has it counted.
 
-The cores tell an observer of each step of a machine; `Recorder.observer` makes one for a core. A step becomes a tuple
-in the ring of the flight recorder (`connector/observe/flight_recorder.py`), and with a sink a record as well; one
-function renders both.
+The cores tell an observer of their steps; `Recorder.observer` makes one for a core. What it is told is only noted then,
+so that a READ need not wait for its own bookkeeping. `catch_up` does that, when the executor has carried out what the
+steps led to, and in any case before the engine thread hears of a result. A step becomes a tuple in the ring of the
+flight recorder (`connector/observe/flight_recorder.py`), and with a sink a record as well; one function renders both.
+
+    core --observer--> notes --catch_up--> flight recorder, trace, log of peers and leases
+                                      \\--> figures
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import Clock
 from connector.observe.flight_recorder import (
@@ -22,8 +27,7 @@ from connector.observe.flight_recorder import (
 from connector.observe.log import CrashCount, log_crash
 from connector.runtime.figures import Figures
 from statemachine import hold, lease, peer, request
-from statemachine.kernel import Event
-from statemachine.trace import Observer, TraceSink, TransitionRecord
+from statemachine.trace import LogSteps, Observer, StepSeen, TraceSink, TransitionRecord
 
 Amounts: TypeAlias = Callable[[str], AmountsNow]
 """By request id: blocks, bytes, descriptors, as far as they are known."""
@@ -36,8 +40,22 @@ _REQUEST = request.MACHINE.name
 _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
+class _Core(NamedTuple):
+    """Whose steps they are.
+
+    Attributes:
+        entered_ns: when each living instance of it entered its state, by the identity of its value, which the core
+            keeps until the step that replaces it.
+    """
+
+    peer_id: str | None
+    amounts: Amounts | None
+    log: LogSteps | None
+    entered_ns: dict[int, int]
+
+
 class Recorder:
-    """See the module's docstring. Its observers never raise.
+    """See the module's docstring. Neither its observers nor `catch_up` ever raise.
 
     Without `sink` no trace is written; without `figures` nothing is counted; without `flight` the flight recorder has
     its usual size. `log_crash` writes a line with a traceback: what raised it, what it raised.
@@ -64,56 +82,64 @@ class Recorder:
         self._figures = figures
         self._crashes = CrashCount(log_crash)
         self._seq = 0
+        # What the observers were told since the last `catch_up`.
+        self._notes: deque[tuple[_Core, int, list[StepSeen]]] = deque()
 
-    def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: Observer | None = None) -> Observer:
+    def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: LogSteps | None = None) -> Observer:
         """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
         peer or a lease comes to."""
-        keep, keep_bad_end, now_ns = self.flight.keep, self.flight.keep_bad_end, self.clock.now_ns
-        write = self._write if self._sink is not None else None
-        figures = self._figures
-        # When each living instance of this core entered its state, by its state's class and its subject.
-        entered_ns: dict[tuple[type, Hashable], int] = {}
+        core, note = _Core(peer_id, amounts, log, {}), self._notes.append
 
-        def observe(machine: str, subject: Hashable, before: Any, event: Event | None, after: Any) -> None:
-            if before is after:
-                return
-            # What only looks on must not cost a request anything: a mistake ends here.
-            state = after.state
-            is_same = before is not None and before.state is state
-            at_ns, key = now_ns(), (state.__class__, subject)
-            since_ns = entered_ns.get(key, at_ns)
-            if state in _ENDS:
-                entered_ns.pop(key, None)
-            elif not is_same:
-                entered_ns[key] = at_ns
-            try:
-                if figures is not None:
-                    if is_same:
-                        figures.count_within(before, event)
-                    else:
-                        figures.count(before, event, after, at_ns - since_ns)
-            except Exception as error:
-                self._crashes.note("counting of transitions", error)
-            if is_same and write is None:
-                return
-            try:
-                known = amounts(after.request_id) if amounts is not None and machine == _REQUEST else NO_AMOUNTS
-                step = (at_ns, before, event, after, peer_id, known, since_ns)
-                if not is_same:
-                    keep(step)
-                    if state in BAD_ENDS:
-                        keep_bad_end(step)
-                if write is not None:
-                    write(step)
-                if log is not None and not is_same and machine in _LOGGED:
-                    log(machine, subject, before, event, after)
-            except Exception as error:
-                self._crashes.note("recording of transitions", error)
+        def observe(now_ns: int, steps: list[StepSeen]) -> None:
+            note((core, now_ns, steps))
 
         return observe
 
+    def catch_up(self) -> None:
+        """Keep, trace, log and count what has been noted. What only looks on must not cost a request anything: a
+        mistake ends here."""
+        notes = self._notes
+        if not notes:
+            return
+        keep, write = self.flight.keep, self._write if self._sink is not None else None
+        taken: list[tuple[Any, ...]] = []
+        while notes:
+            (peer_id, amounts, log, entered_ns), at_ns, steps = notes.popleft()
+            for machine, subject, before, event, after in steps:
+                if before is after:
+                    continue
+                state = after.state
+                is_same = before is not None and before.state is state
+                since_ns = entered_ns.pop(id(before), at_ns)
+                known = NO_AMOUNTS
+                try:
+                    if amounts is not None and machine == _REQUEST:
+                        known = amounts(after.request_id)
+                except Exception as error:
+                    self._crashes.note("amounts of a request", error)
+                step = (at_ns, before, event, after, peer_id, known, since_ns)
+                taken.append(step)
+                if not is_same:
+                    keep(step)
+                if state not in _ENDS:
+                    entered_ns[id(after)] = since_ns if is_same else at_ns
+                elif state in BAD_ENDS:
+                    self.flight.keep_bad_end(step)
+                try:
+                    if write is not None:
+                        write(step)
+                    if log is not None and not is_same and machine in _LOGGED:
+                        log(machine, subject, before, event, after)
+                except Exception as error:
+                    self._crashes.note("recording of transitions", error)
+        try:
+            if self._figures is not None:
+                self._figures.count(taken)
+        except Exception as error:
+            self._crashes.note("counting of transitions", error)
+
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
-        """A step that was kept. Its time of day is what it would be if the clock had not been set since."""
+        """A step as a record. Its time of day is what it would be if the clock had not been set since."""
         passed_ns = self.clock.now_ns() - fields[0]
         return render(
             fields,
@@ -124,15 +150,7 @@ class Recorder:
             role=self.role,
         )
 
-    def _write(self, fields: tuple[int, Any, Event | None, Any, str | None, AmountsNow, int]) -> None:
+    def _write(self, fields: tuple[Any, ...]) -> None:
         assert self._sink is not None
-        record = render(
-            fields,
-            number=self._seq,
-            wall=self.clock.wall(),
-            engine_id=self.engine_id,
-            rank=self.rank,
-            role=self.role,
-        )
-        self._sink.write(record)
+        self._sink.write(self.render(fields, self._seq))
         self._seq += 1

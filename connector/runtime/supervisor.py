@@ -64,6 +64,7 @@ from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Retire, Stop
 from statemachine.roster import PeerKey, Roster
+from statemachine.trace import StepSeen
 
 FOREVER_SECONDS = 3.2e9
 """A hundred years: `engine_ttl` 0."""
@@ -120,6 +121,7 @@ class Supervisor:
             limits=lending_limits(options),
             clock=clock,
             observe=recorder.observer(None, log=None if event_log is None else event_log.observe_lease),
+            catch_up=recorder.catch_up,
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,
@@ -365,11 +367,14 @@ class Supervisor:
     def _refuse(self, effect: roster.Refuse) -> None:
         command: StartPull | RejectPull = effect.message
         fresh, ended = effect.fresh, effect.ended
-        observe = self._context.recorder.observer(
-            fresh.peer or None, lambda _: (len(command.local_block_ids), None, None)
-        )
-        observe("request", fresh.request_id, None, None, fresh)
-        observe("request", fresh.request_id, fresh, effect.event, ended)
+        recorder, request_id = self._context.recorder, fresh.request_id
+        observe = recorder.observer(fresh.peer or None, lambda _: (len(command.local_block_ids), None, None))
+        steps: list[StepSeen] = [
+            ("request", request_id, None, None, fresh),
+            ("request", request_id, fresh, effect.event, ended),
+        ]
+        observe(self._context.clock.now_ns(), steps)
+        recorder.catch_up()
         self._context.emit(
             ReceiveEnded(
                 request_id=fresh.request_id,

@@ -23,6 +23,7 @@ from statemachine.remote_engine import (
     ResolveBlocks,
     SendHold,
 )
+from statemachine.trace import StepSeen
 
 Core: TypeAlias = RemoteEngine | Lending
 Taken: TypeAlias = tuple[str, str, str]
@@ -61,10 +62,11 @@ class Shelf:
     def __len__(self) -> int:
         return sum(core is not None for core in self._cores)
 
-    def observe(self, name: str, subject: Hashable, before: Any, event: Event, after: object) -> None:
+    def observe(self, now_ns: int, steps: list[StepSeen]) -> None:
         """To be given to cores: which transitions were taken."""
-        if before is not None and (before.state, type(event)) in MACHINES[name].table:
-            self.taken.add((name, before.state.value, type(event).__name__))
+        for name, _, before, event, _ in steps:
+            if before is not None and (before.state, type(event)) in MACHINES[name].table:
+                self.taken.add((name, before.state.value, type(event).__name__))
 
     def add(self, core: Core, now_ns: int = BEGIN_NS) -> int:
         number = self._number((type(core).__name__, core.freeze(now_ns)))

@@ -68,7 +68,7 @@ def test_a_socket_that_raises_an_os_error_is_tried_too(everything: list[Try]) ->
 MISTAKES = {
     "add": Edit(TransferLedger.take_results, "except Exception as error:", "except ZeroDivisionError as error:"),
     "note_wake_up": Edit(ActorThread.__init__, 'log_crash(f"mailbox of {name}", error)', "None"),
-    "transition": Edit(Recorder.observer, 'self._crashes.note("counting of transitions", error)', "pass"),
+    "transition": Edit(Recorder.catch_up, 'self._crashes.note("counting of transitions", error)', "pass"),
 }
 """By the name of the call that raises: who is to bear it does not, or says nothing."""
 

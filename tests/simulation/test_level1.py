@@ -413,8 +413,8 @@ class ForgetsWhatWasConsumed(RemoteEngine):
 
 
 class SaysNoReleases(RemoteEngine):
-    def _take_effects(self) -> list[Effect]:
-        return [effect for effect in super()._take_effects() if not isinstance(effect, SendRelease)]
+    def _take_effects(self, now_ns: int) -> list[Effect]:
+        return [effect for effect in super()._take_effects(now_ns) if not isinstance(effect, SendRelease)]
 
 
 class NeverRenews(RemoteEngine):
@@ -427,16 +427,16 @@ class NeverRenews(RemoteEngine):
 
 
 class QuarantinesOnPaper(RemoteEngine):
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self, now_ns: int) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, is_quarantined=False) if isinstance(effect, Report) else effect
-            for effect in super()._take_effects()
+            for effect in super()._take_effects(now_ns)
         ]
 
 
 class ReportsTwice(RemoteEngine):
-    def _take_effects(self) -> list[Effect]:
-        effects = super()._take_effects()
+    def _take_effects(self, now_ns: int) -> list[Effect]:
+        effects = super()._take_effects(now_ns)
         return [*effects, *(effect for effect in effects if isinstance(effect, Report))]
 
 
@@ -490,22 +490,22 @@ class LosesThoseWhoWait(RemoteEngine):
 
 
 class PromisesTooMuch(Lending):
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self, now_ns: int) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, held=tuple((name, 2 * left) for name, left in effect.held))
             if isinstance(effect, AnswerHold)
             else effect
-            for effect in super()._take_effects()
+            for effect in super()._take_effects(now_ns)
         ]
 
 
 class CallsWhatIsOverHeld(Lending):
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self, now_ns: int) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, held=(*effect.held, *((name, SECOND) for name, _ in effect.gone)), gone=())
             if isinstance(effect, AnswerHold)
             else effect
-            for effect in super()._take_effects()
+            for effect in super()._take_effects(now_ns)
         ]
 
 

@@ -27,6 +27,7 @@ from statemachine.remote_engine import (
     Retire,
     Started,
     TornDown,
+    Unwatched,
 )
 from statemachine.trace import TraceSink
 
@@ -67,14 +68,15 @@ class Decode:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.figures = Figures()
-        observe = recorder(self.figures, self.clock).observer("p")
-        self.core = RemoteEngine("p", "h:1", LIMITS, observe=observe)
+        self.recorder = recorder(self.figures, self.clock)
+        self.core = RemoteEngine("p", "h:1", LIMITS, observe=self.recorder.observer("p"))
 
     def tell(self, *events: Event, after_seconds: float = 0.0) -> None:
         self.clock.ns += round(after_seconds * SECOND)
         for event in events:
             self.core.handle(event, self.clock.ns)
             self.core.advance(self.clock.ns)
+        self.recorder.catch_up()
 
     def start(self, request_id: str = "r") -> None:
         self.tell(Started(request_id=request_id, lease=LEASE, address="h:1", age_ns=0))
@@ -108,6 +110,7 @@ class Decode:
 
 def test_a_healthy_request_is_counted_timed_and_gone() -> None:
     d = Decode()
+    d.tell(Unwatched())
     assert d.gauges() == {"peers|idle": 1}
     d.start()
     assert d.gauges() == {"requests|pending_handshake": 1, "peers|handshaking": 1}
@@ -162,6 +165,7 @@ def test_a_failure_is_counted_by_its_kind_and_its_handshake_as_failed() -> None:
     assert d.gauges() == {"peers|backoff": 1}
     d.tell(after_seconds=2.0)
     d.core.advance(d.clock.ns)
+    d.recorder.catch_up()
     assert d.take().counts["transitions|peer|idle|none"] == 1, "it rests no more, and not because of the failure before"
 
 
@@ -198,7 +202,8 @@ def test_what_p_says_of_a_lease_that_is_gone_is_a_label_only_if_it_is_known() ->
 
 def test_p_counts_who_holds_and_who_holds_again() -> None:
     figures = Figures()
-    core = Lending(LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000), recorder(figures).observer(None))
+    own = recorder(figures)
+    core = Lending(LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000), own.observer(None))
     core.handle(Computing(lease=LEASE), 0)
     core.handle(Granted(lease=LEASE), 1)
     for engine_id in ("d1", "d2", "d1"):
@@ -207,6 +212,7 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
     core.handle(HeartbeatNotified(sender="s", request_ids=(LEASE.request_id,)), 3)
     for engine_id in ("d1", "d2"):
         core.handle(ReleaseAsked(reply_to=0, engine_id=engine_id, rank=0, ranks=1, leases=(LEASE,)), 4)
+    own.catch_up()
     taken = figures.take()
     assert taken is not None
     assert taken.counts == {
@@ -216,7 +222,7 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
         "holds|prefill": 2,
         "renewals|prefill": 2,
     }
-    assert taken.samples == {"state_seconds|lease|computing": [0.0], "state_seconds|lease|held": [0.0]}
+    assert taken.samples == {"state_seconds|lease|computing": [1e-9], "state_seconds|lease|held": [3e-9]}
 
 
 def test_every_key_is_a_series_of_the_catalogue_and_every_transition_of_the_tables_has_one() -> None:
@@ -253,15 +259,16 @@ def test_figures_that_nobody_takes_are_bounded() -> None:
 
 def test_nothing_is_lost_or_counted_twice_between_two_threads() -> None:
     figures = Figures()
-    observe = recorder(figures).observer("p")
+    own = recorder(figures)
+    observe = own.observer("p")
     fresh = request.Request(request_id="r", lease=LEASE, peer="p", retries_left=1)
     ended, _ = request.MACHINE.step(fresh, request.Aborted())
     rounds = 20_000
 
     def live() -> None:
         for _ in range(rounds):
-            observe("request", "r", None, None, fresh)
-            observe("request", "r", fresh, request.Aborted(), ended)
+            observe(0, [("request", "r", None, None, fresh), ("request", "r", fresh, request.Aborted(), ended)])
+            own.catch_up()
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -295,9 +302,11 @@ def test_a_trace_and_figures_are_fed_together() -> None:
         def close(self) -> None: ...
 
     sink, figures = Sink(), Figures()
-    observe = recorder(figures, sink=sink).observer("p")
-    observe("hold", (LEASE, 0), None, None, hold.Hold(lease=LEASE, rank=0))
-    observe("peer", "p", None, None, peer.Peer(engine_id="p"))
+    own = recorder(figures, sink=sink)
+    observe = own.observer("p")
+    observe(0, [("hold", (LEASE, 0), None, None, hold.Hold(lease=LEASE, rank=0))])
+    observe(1, [("peer", "p", None, None, peer.Peer(engine_id="p"))])
+    own.catch_up()
     taken = figures.take()
     assert taken is not None
     assert sum(taken.counts.values()) == len(sink.records) == 2

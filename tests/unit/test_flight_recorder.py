@@ -16,7 +16,10 @@ LEASE = LeaseName("cmpl-abc-0-1", 7)
 
 def recorder(sink: ListSink | None = None) -> tuple[Recorder, HandClock]:
     clock = HandClock()
-    return Recorder(engine_id="e", rank=1, role="worker", clock=clock, sink=sink), clock
+    made = Recorder(engine_id="e", rank=1, role="worker", clock=clock, sink=sink)
+    if sink is not None:
+        sink.catch_up = made.catch_up
+    return made, clock
 
 
 def fill(flight: FlightRecorder, count: int) -> None:
@@ -43,6 +46,7 @@ def test_bad_ends_outlive_the_other_steps() -> None:
     for number in range(8):
         clock.pass_seconds(1)
         core.handle(lending.Computing(lease=LeaseName("other", number)), clock.ns)
+    own.catch_up()
     kept = own.flight.newest_first()
     assert len(kept) == 5
     assert Step._make(kept[-1]).after.state is lease.State.EXPIRED
@@ -74,6 +78,7 @@ def test_what_is_kept_is_rendered_as_it_was_traced() -> None:
         clock.pass_seconds(1)
         core.handle(event, clock.ns)
     clock.pass_seconds(5)
+    own.catch_up()
     steps = own.flight.newest_first()[::-1]
     rendered = [own.render(step, number) for number, step in enumerate(steps)]
     fields = ("seq", "mono_ns", "engine_id", "rank", "machine", "subject", "from_state", "event", "to_state", "blocks")

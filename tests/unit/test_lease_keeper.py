@@ -46,7 +46,9 @@ from connector.wire.control import (
     encode_sums,
 )
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.kernel import Event
 from statemachine.lease import Lease, LeaseName, State
+from statemachine.trace import StepSeen
 
 HOST = "127.0.0.1"
 LEASE_SECONDS = 9.0
@@ -93,6 +95,14 @@ class Rank:
             control=control,
             hear_engine=self._hear_engine,
         )
+        self._core_step = self.keeper._core._step
+        self.keeper._core._step = self._step  # type: ignore[method-assign]
+
+    def _step(self, name: LeaseName, event: Event) -> None:
+        if self.breaks_at == name.request_id:
+            self.breaks_at = None
+            raise RuntimeError("injected")
+        self._core_step(name, event)
 
     def _hear_engine(self) -> None:
         while self.says_late:
@@ -104,12 +114,10 @@ class Rank:
             raise RuntimeError("injected")
         self.outcomes.append(outcome)
 
-    def _observe(self, machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
-        if self.breaks_at == subject.request_id:
-            self.breaks_at = None
-            raise RuntimeError("injected")
-        self.steps.append((subject, type(event).__name__ if before is not None else "Created", after.state.value))
-        self.values[subject] = after
+    def _observe(self, now_ns: int, steps: list[StepSeen]) -> None:
+        for _, subject, before, event, after in steps:
+            self.steps.append((subject, type(event).__name__ if before is not None else "Created", after.state.value))
+            self.values[subject] = after
 
     def lend(self, name: str, number: int = 1, blocks: int = 1) -> LeaseName:
         lease = LeaseName(name, number)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 import pytest
 
 from statemachine import lending
-from statemachine.kernel import Effect
+from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.lending import (
     AMBIGUOUS,
@@ -35,6 +34,7 @@ from statemachine.lending import (
     WatchNotifications,
     Withdrawn,
 )
+from statemachine.trace import StepSeen
 
 NAME = LeaseName("r", 1)
 LIMITS = LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000)
@@ -236,12 +236,16 @@ def test_what_is_over_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert len(core._newest) == 10
 
 
-def test_an_observer_that_breaks_on_one_deadline_leaves_the_others_due() -> None:
-    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
-        if subject == LeaseName("b", 2) and before is not None and type(event).__name__ == "DeadlinePassed":
-            raise RuntimeError("injected")
+def test_a_deadline_whose_step_raises_leaves_the_others_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Lending(LIMITS)
+    step = core._step
 
-    core = Lending(LIMITS, observe)
+    def raise_over_b(name: LeaseName, event: Event) -> None:
+        if name == LeaseName("b", 2) and type(event).__name__ == "DeadlinePassed":
+            raise RuntimeError("injected")
+        step(name, event)
+
+    monkeypatch.setattr(core, "_step", raise_over_b)
     names = [A, LeaseName("b", 2), LeaseName("c", 3)]
     for name in names:
         core.handle(Granted(lease=name), 0)
@@ -249,6 +253,18 @@ def test_an_observer_that_breaks_on_one_deadline_leaves_the_others_due() -> None
         core.advance(100)
     effects = core.advance(100)
     assert {each.lease for each in effects if isinstance(each, FreeBlocks)} >= {A, LeaseName("c", 3)}
+
+
+def test_an_observer_that_raises_costs_records_and_frees_the_blocks_all_the_same() -> None:
+    def observe(now_ns: int, steps: list[StepSeen]) -> None:
+        if any(type(event).__name__ == "DeadlinePassed" for _, _, _, event, _ in steps):
+            raise RuntimeError("injected")
+
+    core = Lending(LIMITS, observe)
+    core.handle(Granted(lease=A), 0)
+    with pytest.raises(RuntimeError):
+        core.advance(100)
+    assert [each.lease for each in core.advance(100) if isinstance(each, FreeBlocks)] == [A]
 
 
 def test_a_copy_goes_its_own_way() -> None:

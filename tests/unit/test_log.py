@@ -402,20 +402,16 @@ class Told:
             incompatible_ns=60 * SECOND,
             retries=1,
         )
-        self.core = remote_engine.RemoteEngine(
-            "prefill-1",
-            "h:1",
-            limits,
-            observe=recorder(self.clock).observer(
-                "prefill-1", log=self.log.observer_of_peer(lambda: "prefill-1 at h:1 (TP 2)")
-            ),
-        )
+        self.recorder = recorder(self.clock)
+        observe = self.recorder.observer("prefill-1", log=self.log.observer_of_peer(lambda: "prefill-1 at h:1 (TP 2)"))
+        self.core = remote_engine.RemoteEngine("prefill-1", "h:1", limits, observe=observe)
         self.requests = 0
         self.connections = 0
 
     def feed(self, event: remote_engine.Event, seconds: float = 0.0) -> None:
         self.clock.ns += round(seconds * SECOND)
         effects = self.core.handle(event, self.clock.ns)
+        self.recorder.catch_up()
         for effect in effects:
             if isinstance(effect, remote_engine.TearDown):
                 self.feed(remote_engine.TornDown(connection=effect.connection))
@@ -429,6 +425,7 @@ class Told:
     def pass_time(self, seconds: float) -> None:
         self.clock.ns += round(seconds * SECOND)
         self.core.advance(self.clock.ns)
+        self.recorder.catch_up()
 
     def connect(self, seconds: float) -> None:
         self.connections += 1
@@ -517,14 +514,17 @@ class Lender:
         self.clock = CoreClock()
         log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
         limits = lending.LendingLimits(lease_ns=30 * SECOND, heartbeat_ns=20 * SECOND, total_ns=900 * SECOND)
-        self.core = lending.Lending(limits, recorder(self.clock).observer(None, log=log.observe_lease))
+        self.recorder = recorder(self.clock)
+        self.core = lending.Lending(limits, self.recorder.observer(None, log=log.observe_lease))
 
     def feed(self, event: lending.Event) -> None:
         self.core.handle(event, self.clock.ns)
+        self.recorder.catch_up()
 
     def pass_time(self, seconds: float) -> None:
         self.clock.ns += round(seconds * SECOND)
         self.core.advance(self.clock.ns)
+        self.recorder.catch_up()
 
 
 HELD = lending.HoldAsked(reply_to=b"", engine_id="decode-1", rank=0, ranks=2, sent_ns=0, leases=(LEASE,))

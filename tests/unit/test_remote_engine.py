@@ -73,6 +73,7 @@ from statemachine.remote_engine import (
     TornDown,
     Unwatched,
 )
+from statemachine.trace import StepSeen
 from tests.rig.work import Counted
 
 S = 1_000_000_000
@@ -924,9 +925,10 @@ def test_a_mistake_of_the_machine_costs_one_request_and_everybody_sees_its_end(
 ) -> None:
     states: dict[str, list[Any]] = {}
 
-    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
-        if machine == "request":
-            states.setdefault(subject, []).append(after.state)
+    def observe(now_ns: int, steps: list[StepSeen]) -> None:
+        for machine, subject, _, _, after in steps:
+            if machine == "request":
+                states.setdefault(str(subject), []).append(after.state)
 
     drive = Driver(observe=observe)
     for request_id in ("a", "b"):
@@ -980,10 +982,11 @@ def test_a_deadline_whose_handler_raises_loses_no_other(monkeypatch: pytest.Monk
 def test_an_observer_that_raises_costs_a_record_and_no_report() -> None:
     breaks: list[type[Event]] = []
 
-    def observe(machine: str, subject: Any, before: Any, event: Any, after: Any) -> None:
-        if type(event) in breaks:
-            breaks.remove(type(event))
-            raise RuntimeError("injected")
+    def observe(now_ns: int, steps: list[StepSeen]) -> None:
+        for _, _, _, event, _ in steps:
+            if type(event) in breaks:
+                breaks.clear()
+                raise RuntimeError("injected")
 
     drive = Driver(observe=observe)
     drive.start("a")

@@ -178,6 +178,8 @@ def test_the_cores_of_both_engines_trace_through_it(tmp_path: Path) -> None:
     pulled.handle(started, clock.now_ns())
     failure = HandshakeTimeout(peer="prefill-1", address="10.0.0.1:5600", timeout_seconds=5.0)
     pulled.handle(remote_engine.ConnectFailed(failure=failure), clock.now_ns())
+    p.catch_up()
+    d.catch_up()
     p_sink.close()
     d_sink.close()
 

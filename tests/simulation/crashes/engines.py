@@ -297,10 +297,7 @@ class _Figures:
     def __init__(self, points: Points, owner: str, worker: HostedWorker) -> None:
         self._points, self._owner, self._worker = points, owner, worker
 
-    def count(self, *step: Any) -> None:
-        self._points.call(self._owner, "figures", "transition")
-        self._worker.figures_of_actors.count(*step)
-
-    def count_within(self, *step: Any) -> None:
-        self._points.call(self._owner, "figures", "transition")
-        self._worker.figures_of_actors.count_within(*step)
+    def count(self, steps: list[Any]) -> None:
+        for step in steps:
+            self._points.call(self._owner, "figures", "transition")
+            self._worker.figures_of_actors.count([step])

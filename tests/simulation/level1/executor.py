@@ -9,10 +9,10 @@ what comes together goes out together, as it does when an actor empties its mail
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from typing import Any, Protocol
 
 from statemachine.kernel import Effect, Event
+from statemachine.trace import StepSeen
 from tests.simulation.level1.clock import DriftingClock
 from tests.simulation.level1.heap import FOREVER, Call
 from tests.simulation.level1.world import World
@@ -62,8 +62,10 @@ class Executor:
     def names(self) -> tuple[str, int]:
         raise NotImplementedError
 
-    def observe(self, name: str, subject: Hashable, before: object, event: Event, after: object) -> None:
-        self._log((self._heap.now_ns, self, name, subject, before, event, after))
+    def observe(self, now_ns: int, steps: list[StepSeen]) -> None:
+        at_ns = self._heap.now_ns
+        for step in steps:
+            self._log((at_ns, self, *step))
 
     # --- events -----------------------------------------------------------------------------------------------------
 

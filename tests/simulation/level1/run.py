@@ -128,8 +128,8 @@ class Result:
             recorder, clock = recorders[engine_id, rank]
             clock.true_ns = at_ns
             observe = recorder.observer(scope.engine_id if isinstance(scope, Reader) else None)
-            assert observe is not None
-            observe(machine, subject, before, event if before is not None else None, after)
+            observe(clock.now_ns(), [(machine, subject, before, event if before is not None else None, after)])
+            recorder.catch_up()
             for record in written:
                 yield at_ns / SECOND, record
             written.clear()

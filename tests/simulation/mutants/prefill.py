@@ -217,7 +217,7 @@ DEADLINES = (
                 "for due in list(iter(lambda: self._timers.take_due(now_ns), None)):",
             ),
         ),
-        place=ByTest(LENDING + "::test_an_observer_that_breaks_on_one_deadline_leaves_the_others_due"),
+        place=ByTest(LENDING + "::test_a_deadline_whose_step_raises_leaves_the_others_due"),
     ),
 )
 
