@@ -12,13 +12,22 @@ What the engines have logged at their start is checked here too.
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
+import trio
 import vllm
 
 from connector import DISTRIBUTION
 from connector.observe import catalogue as c
+from connector.observe.administration import require_administration
+from connector.observe.live import Address
 from connector.observe.log import distribution_version
+from connector.ports.gate import ANYBODY
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.wire.control import Release, Released, decode_answer, encode_request
+from statemachine.lease import LeaseName
 from tests.e2e.cluster import (
     BLOCK_BYTES,
     LEASE_SECONDS,
@@ -33,6 +42,7 @@ from tests.e2e.metrics_page import (
     AFTER_EXPIRY,
     BYTES,
     DESCRIPTORS,
+    EXPIRED,
     POST,
     XFER,
     Page,
@@ -185,3 +195,63 @@ def test_the_page_of_each_side_has_every_metric(cluster: OnePrefillTwoDecode) ->
         (build,) = (line for line in text.splitlines() if line.startswith("vllm:nixl_actor_build_info{"))
         assert 'version="' in build
         assert "unknown" not in build
+
+
+def say_released(engine: Engine, lease: LeaseName, *ranks: int) -> None:
+    """As these ranks of a decode engine do that has read the blocks; back when P has answered all of them."""
+
+    async def run() -> None:
+        side_channel = ZmqSideChannel(ANYBODY)
+        try:
+            actor = await require_administration(side_channel, Address(LOOPBACK, engine.options.side_channel_port))
+            link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
+            with closing(link):
+                for rank in ranks:
+                    release = Release(engine_id="a-late-reader", rank=rank, ranks=max(ranks) + 1, leases=(lease,))
+                    assert link.send(encode_request(release))
+                    with trio.fail_after(REQUEST_TIMEOUT_SECONDS):
+                        answer = decode_answer(await link.receive())
+                    assert answer == Released(leases=(lease,))
+        finally:
+            side_channel.close()
+
+    trio.run(run)
+
+
+def test_readers_that_come_after_the_lease_has_expired(cluster: OnePrefillTwoDecode) -> None:
+    """Each of their ranks counts once, however often it says so."""
+    service, key = cluster.fail, "metrics-late"
+    p = service.prefill_client
+    p_before, _ = meet(service, prompt(TOKENS, "they meet before it is late"))
+    params = service.prefill(prompt(TOKENS, key), key).kv_transfer_params
+    assert params is not None
+    cluster.traces.ended_lease(key, LEASE_SECONDS + REQUEST_TIMEOUT_SECONDS)
+    say_released(cluster.prefill, LeaseName(params["remote_request_id"], params["lease_number"]), 0, 1, 0, 1, 1)
+    assert service.alone(prompt(TOKENS, "a step")).ok
+    assert p.complete("another step", max_tokens=1).ok
+    found = wait_for(
+        lambda: page if (page := Page.of(p))[AFTER_EXPIRY] > p_before[AFTER_EXPIRY] else None, "late ranks"
+    )
+    assert found[AFTER_EXPIRY] - p_before[AFTER_EXPIRY] == 2
+    assert found[EXPIRED] - p_before[EXPIRED] == 1
+    assert found[c.STRAY_RELEASES] == p_before[c.STRAY_RELEASES]
+
+
+def test_a_request_that_is_tried_again(cluster: OnePrefillTwoDecode) -> None:
+    """P is killed in the middle of its READ, so nothing answers the second attempt, and D computes the prompt."""
+    service, key = cluster.recompute, "metrics-retry"
+    d = service.decode_client
+    _, before = meet(service, prompt(TOKENS, "they meet before the kill"))
+    params = service.prefill(prompt(TOKENS, key), key).kv_transfer_params
+    assert params is not None
+    with ThreadPoolExecutor(1) as pool:
+        cluster.prefill.pause()
+        answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
+        cluster.traces.request_in(key, "reading")
+        assert Page.of(d)[c.RETRIES] == before[c.RETRIES]
+        cluster.prefill.kill()
+        assert answer.result().ok
+    states = cluster.traces.ended_request(key).states
+    assert states == ("pending_handshake", "reading", "draining", "pending_handshake", "failed")
+    assert_nothing_is_open(d)
+    assert Page.of(d)[c.RETRIES] - before[c.RETRIES] == 1

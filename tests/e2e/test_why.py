@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from connector.observe import catalogue as c
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import (
     DECODE_BLOCKS,
@@ -34,6 +35,7 @@ from tests.e2e.cluster import (
     wait_for,
 )
 from tests.e2e.engines import LOOPBACK, ROOT, Engine, EngineSet
+from tests.e2e.metrics_page import Page, assert_nothing_is_open
 from tests.e2e.tiny_model import tiny_gemma
 from tests.rig.network import free_port
 
@@ -322,9 +324,12 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     stopped already, and they cannot be over before.
     """
     group, decode, refused = two_prefill, two_prefill.decode, "why-refused"
+    client = group.from_hanging.decode_client
     for name, service in (("hanging", group.from_hanging), ("healthy", group.from_healthy)):
         served_soon(group, service, f"why-before-{name}")
-    assert group.from_hanging.decode_client.blocks_are_free()
+    assert client.blocks_are_free()
+    before = Page.of(client)
+    assert before[c.QUARANTINED_BLOCKS] == 0
     params = {key: prefilled(group.from_hanging, key) for key in STUCK}
     group.hanging.pause()
     with ThreadPoolExecutor(len(STUCK)) as pool:
@@ -346,11 +351,18 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     kept = quarantines(decode)
     assert sorted((row["peer"], row["blocks"]) for row in kept) == [(HANGING_ID, blocks_of(TOKENS))] * len(STUCK)
     assert group.from_healthy.alone(prompt(TOKENS, "needs-no-other-engine")).ok
+    page = Page.of(client)
+    assert page[c.QUARANTINED_BLOCKS] == STUCK_BLOCKS == sum(row["blocks"] for row in kept)
+    assert page[c.QUARANTINED] - before[c.QUARANTINED] == len(STUCK)
+    for kind, requests in (("Quarantined", len(STUCK)), ("QuarantineFull", 1)):
+        assert page[c.FAILED_BY_KIND, kind] - before[c.FAILED_BY_KIND, kind] == requests
     assert group.from_healthy.decode_client.metric("vllm:kv_cache_usage_perc") > 0
 
     group.hanging.resume()
     wait_for(lambda: True if not quarantines(decode) else None, "the end of the quarantine")
-    assert group.from_healthy.decode_client.blocks_are_free()
+    assert client.blocks_are_free()
+    assert_nothing_is_open(client)
+    assert Page.of(client)[c.QUARANTINED] == page[c.QUARANTINED]
     assert served(group, group.from_healthy, "why-after-healthy")
     served_soon(group, group.from_hanging, "why-after-hanging")
     for line in ("from now on nothing is read from any engine", "KV is read again"):
