@@ -302,6 +302,7 @@ class Inspector:
             quarantined_blocks=actor.quarantined_blocks(),
             unasked_seconds=self._passed(member.asked_ns),
             leaving_seconds=self._left(view.leaves_ns),
+            loading_blocks=actor.loading_blocks(),
         )
 
     def _request_row(

@@ -529,6 +529,10 @@ class PeerActor:
             return None
         return pull.blocks, pull.command.lease.request_id, pull.quarantined_ns
 
+    def loading_blocks(self) -> int:
+        """Of all requests that have not ended."""
+        return sum(self._pulls[request_id].blocks for request_id in self.core.request_ids())
+
     def quarantined_blocks(self) -> int:
-        """Of all of them."""
+        """Of all requests that have ended, and whose blocks READs may still write into."""
         return sum(self._pulls[request_id].blocks for request_id, _ in self.core.quarantined())

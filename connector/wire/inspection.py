@@ -138,6 +138,7 @@ class PeerRow(Row, frozen=True, kw_only=True):
         failure, detail: kind and sentence of the last failure.
         ranks: of it that are connected.
         queued: requests that are announced and wait in vLLM's queue; `requests` have their blocks.
+        loading_blocks: of this engine, which `requests` have: their KV is still to come, or on its way.
         holds: leases that are wanted of it, or owed a release.
         quarantined_blocks: that READs from it may still write into.
         leaving_seconds: it is to end, and keeps what it lends for so long at most; None: it has not said so.
@@ -162,6 +163,7 @@ class PeerRow(Row, frozen=True, kw_only=True):
     quarantined_blocks: int
     unasked_seconds: float
     leaving_seconds: float | None = None
+    loading_blocks: int = 0
 
 
 class RequestRow(Row, frozen=True, kw_only=True):

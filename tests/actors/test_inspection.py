@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.cli.live import _tables
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Address, Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -32,6 +41,8 @@ from tests.actors.test_pull import run
 OPTIONS = ConnectorOptions(
     transfer_retries=0, request_timeout_seconds=0.5, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
 )
+UPTIME = re.compile(r'"uptime_seconds": ?[0-9.]+|goes-away/0 +\S+ +[0-9.]+ m?s')
+"""In what `ps` prints, of an engine that answers."""
 EVERYTHING = tuple(Question(what=what) for what in WHATS)
 
 
@@ -72,6 +83,53 @@ def test_a_request_that_was_served_is_shown_on_both_sides() -> None:
     run(test)
 
 
+class Terminal:
+    """A command in a terminal of its own, and everything that it has printed there."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.text = ""
+        self._ours, theirs = os.openpty()
+        environment = os.environ | {"COLUMNS": "300", "LINES": "50", "TERM": "xterm"}
+        command = [sys.executable, "-m", "connector", *arguments]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # that is how a terminal says that nobody is left
+            while said := os.read(self._ours, 1 << 16):
+                self.text += said.decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        os.close(self._ours)
+
+
+@pytest.mark.parametrize("form", [["--json"], []], ids=["json", "screen"])
+def test_ps_looks_again_until_ctrl_c_also_when_the_engine_has_gone(form: list[str]) -> None:
+    async def test() -> None:
+        async with engine("goes-away", serves=True) as p:
+            watch = ["ps", "--watch", "--interval", "0.1", "--engine", str(address_of(p)), *form]
+            terminal = Terminal(*watch)
+            stack.callback(terminal.close)
+            # Each look shows it anew: the engine's id once in a table, and how long it has been up.
+            await until(lambda: len(set(UPTIME.findall(terminal.text))) >= 3, seconds=20)
+            assert "nothing listens" not in terminal.text
+        await until(lambda: terminal.text.count("nothing listens") >= 3, seconds=60)
+        assert terminal.process.poll() is None
+        terminal.process.send_signal(signal.SIGINT)
+        assert await until(lambda: terminal.process.poll() is not None, seconds=60)
+        assert terminal.process.returncode == 0
+        for word in ("Traceback", "Aborted"):
+            assert word not in terminal.text
+
+    with contextlib.ExitStack() as stack:
+        run(test)
+
+
 def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         options = ConnectorOptions(request_timeout_seconds=60.0)
@@ -97,6 +155,11 @@ def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPa
             assert reads.proven_seconds > 10
             assert (waits.state, waits.waits_for, waits.until_seconds) == ("queued", "scheduler", None)
             assert (waits.peer, waits.remote_request_id, waits.lease_number) == ("p", "lent-waits", 1)
+            (peer,) = of_d.of(PeerRow)
+            assert (peer.requests, peer.queued, peer.loading_blocks, peer.quarantined_blocks) == (1, 1, 3, 0)
+            (shown,) = [table for table in _tables(found) if table.title == "Peers"]
+            cells = {column.header: list(column.cells) for column in shown.columns}
+            assert (cells["loading blocks"], cells["quarantined blocks"]) == (["3"], ["0"])
             (read,) = of_d.of(ReadRow)
             assert (read.request_id, read.peer) == ("reads", "p")
             assert read.age_seconds >= 0.1

@@ -9,6 +9,7 @@ Exit status, for scripts:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,20 +129,21 @@ def ps(
                 console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
             console.print(*_tables(found), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
-    if json:
-        while True:
-            _print_json(_as_data(_survey_everything(addresses, timeout, access)))
-            time.sleep(interval)
     from rich.console import Group
     from rich.live import Live as Screen
 
-    with Screen(screen=True, auto_refresh=False) as screen:
+    with contextlib.ExitStack() as stack:
         try:
+            screen = None if json else stack.enter_context(Screen(screen=True, auto_refresh=False))
             while True:
-                screen.update(Group(*_tables(_survey_everything(addresses, timeout, access))), refresh=True)
+                found = _survey_everything(addresses, timeout, access)
+                if screen is None:
+                    _print_json(_as_data(found))
+                else:
+                    screen.update(Group(*_tables(found)), refresh=True)
                 time.sleep(interval)
-        except KeyboardInterrupt:
-            return
+        except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
+            pass
 
 
 def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = None, json: AsJson = False) -> None:
@@ -412,7 +414,8 @@ def _tables(found: Survey) -> list[Any]:
     )
     table(
         "Peers",
-        "on, engine, address, state, since, last failure, again in, requests, queued, holds, READs, quarantined blocks",
+        "on, engine, address, state, since, last failure, again in, requests, queued, holds, READs, loading blocks, "
+        "quarantined blocks",
         [
             (
                 on,
@@ -426,6 +429,7 @@ def _tables(found: Survey) -> list[Any]:
                 row.queued,
                 row.holds,
                 row.reads,
+                row.loading_blocks,
                 row.quarantined_blocks,
             )
             for on, row in of(PeerRow)
