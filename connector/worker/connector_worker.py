@@ -10,7 +10,7 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -380,14 +380,18 @@ class ConnectorWorker:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             results.finished_recving |= self._finishing.finish(loaded)
-            for request_id, failure in self._finishing.failed.items():
-                self.ledger.fail_loaded(request_id, failure, results)
-                assert self._log_failure is not None
-                self._log_failure(f"request {request_id}", failure)
+            if self._finishing.failed:
+                self._fail_loaded(self._finishing.failed, results)
         if self._pull_timer is not None:
             self._note_pulls(self._pull_timer, results.finished_recving)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
+
+    def _fail_loaded(self, failed: Mapping[str, Failure], results: KVConnectorTransferResults) -> None:
+        assert self._log_failure is not None
+        for request_id, failure in failed.items():
+            self.ledger.fail_loaded(request_id, failure, results)
+            self._log_failure(f"request {request_id}", failure)
 
     def take_stats(self) -> ConnectorStats | None:
         """Figures since the last call, or None when nothing happened. Never raises: a figure is not worth a step."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -89,27 +90,29 @@ class Finishing:
         """Begin with these; returns the requests, of these and of those before, that may be used now."""
         if loaded and self._synchronizes:
             torch.accelerator.synchronize()
-        landed = [each.landed for each in loaded if each.landed is not None and not each.landed.packs]
-        packed = {each.request_id: each.landed for each in loaded if each.landed is not None and each.landed.packs}
-        unfilled = [each.unfilled for each in loaded if each.unfilled is not None]
         finished = {each.request_id for each in loaded if each.landed is None and each.unfilled is None}
-        if landed or unfilled or packed:
-
-            def change() -> None:
-                self._landed_blocks.put_in_order(landed)
-                # What has landed to be packed is zeroed where it lies now.
-                self._cache_memory.zero(unfilled)
-                for request_id, blocks in packed.items():
-                    self._pack(request_id, blocks)
-
-            self.running.append((self._run(change), {each.request_id for each in loaded} - finished))
+        if len(finished) < len(loaded):
+            done = self._run(partial(self._change, loaded))
+            self.running.append((done, {each.request_id for each in loaded} - finished))
         while self.running and self.running[0][0]():
             finished |= self.running.popleft()[1]
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
-        self.failed = {each: self._not_packed.pop(each) for each in finished & self._not_packed.keys()}
-        return finished - self.failed.keys()
+        if self._not_packed or self.failed:
+            self.failed = {each: self._not_packed.pop(each) for each in finished & self._not_packed.keys()}
+            finished -= self.failed.keys()
+        return finished
+
+    def _change(self, loaded: Sequence[Loaded]) -> None:
+        """All memory that these have left to be changed."""
+        landed = [each.landed for each in loaded if each.landed is not None and not each.landed.packs]
+        self._landed_blocks.put_in_order(landed)
+        # What has landed to be packed is zeroed where it lies now.
+        self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
+        for each in loaded:
+            if each.landed is not None and each.landed.packs:
+                self._pack(each.request_id, each.landed)
 
     def _pack(self, request_id: str, landed: Landed) -> None:
         assert self._packed_blocks is not None

@@ -11,14 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import trio
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.nixl_connector import NixlActorConnector
-from connector.protocol import Command, ReceiveEnded
+from connector.protocol import Command, Landed, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
+from connector.worker.cache_memory import CacheMemory
+from connector.worker.finishing import Finishing, run_at_once
+from connector.worker.landing import LandedBlocks
+from connector.worker.packing import PackedBlocks
+from statemachine.failures import Failure, PackingFailed
 from tests.rig.pulls import pull
 from tests.rig.work import Counted
 from tests.unit.hybrid_engine import HybridEngine, full
@@ -241,3 +248,28 @@ def test_the_actors_are_woken_once_for_each_step_that_has_commands(engine: Engin
         engine.load()
         engine.finish()
     assert len(engine.token.wake_ups) == 1
+
+
+def test_a_request_that_cannot_be_packed_is_reported_as_failed_and_the_next_one_as_loaded(engine: Engine) -> None:
+    """The kernel's error is in the log and in the figures, and vLLM does not see it raised."""
+
+    class NoKernelForBlock3(PackedBlocks):
+        def pack(self, landed: Landed) -> None:
+            if 3 in landed.kernel_blocks[0]:
+                raise RuntimeError("no kernel")
+
+    worker, cache = engine.worker._worker_side, torch.zeros(8, 1, 4, 8)
+    worker._finishing = Finishing(
+        run_at_once, LandedBlocks({}), CacheMemory([cache]), packed_blocks=NoKernelForBlock3()
+    )
+    logged: list[tuple[str, Failure]] = []
+    worker._log_failure = lambda subject, failure: logged.append((subject, failure))  # type: ignore[assignment]
+    engine.load([pull("a", [3]), pull("b", [4])])
+    for name, block in (("a", 3), ("b", 4)):
+        landed = Landed(kernel_blocks=(np.array([block]),), chunks=(1,), heads_first=True, packs=True)
+        ended = ReceiveEnded(request_id=name, failure=None, local_block_ids=[], quarantined=False, landed=landed)
+        worker.ledger.record(ended)
+    results = engine.worker.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
+    assert logged == [("request a", PackingFailed(error="RuntimeError('no kernel')"))]
+    assert not worker.ledger.open_receives

@@ -15,6 +15,7 @@ from connector.protocol import PeerAddress
 from connector.runtime import handshake
 from connector.wire import control
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply
+from connector.wire.identity import NOT_PACKED
 from statemachine.failures import ControlLinkLost, HandshakeRefused
 
 PEER = PeerAddress(engine_id="p", host="host", port=1, tp_size=2, dcp_size=1, pp_size=1)
@@ -38,7 +39,7 @@ def test_an_answer_about_another_rank_than_was_asked_about_is_refused(
     monkeypatch.setattr(handshake, "_ask", ask)
     monkeypatch.setattr(handshake, "decode_reply", lambda *frames, **expected: answer(answered))
     context: Any = SimpleNamespace(
-        options=ConnectorOptions(), local=SimpleNamespace(compatibility_hash="x", identity=None)
+        options=ConnectorOptions(), local=SimpleNamespace(compatibility_hash="x", identity=None, not_packed=NOT_PACKED)
     )
 
     async def exchange() -> HandshakeReply:

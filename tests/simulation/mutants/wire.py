@@ -45,6 +45,14 @@ def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
     )
 
 
+def _edit_finishing(method: str, before: str, after: str) -> Do:
+    return Do(
+        lambda patch: patch.edit(
+            getattr(importlib.import_module("connector.worker.finishing").Finishing, method), before, after
+        )
+    )
+
+
 _ORDER_ON_CPUS = "tests/unit/test_cpu_attention.py::"
 _FROM_GPUS = _ORDER_ON_CPUS + "test_what_is_read_from_gpus_is_as_the_kernel_would_have_written_it"
 
@@ -95,14 +103,15 @@ PACKING = (
         name="packed blocks are zeroed by the place where tokens had landed",
         broken="what no READ has written is zeroed after packing, which has put tokens elsewhere",
         changes=(
-            Do(
-                lambda patch: patch.edit(
-                    importlib.import_module("connector.worker.finishing").Finishing.finish,
-                    "self._cache_memory.zero(unfilled)\n            for request_id, blocks in packed.items():\n"
-                    "                self._pack(request_id, blocks)",
-                    "for request_id, blocks in packed.items():\n                self._pack(request_id, blocks)\n"
-                    "            self._cache_memory.zero(unfilled)",
-                )
+            _edit_finishing(
+                "_change",
+                "self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])",
+                "late = [each.unfilled for each in loaded if each.unfilled is not None]",
+            ),
+            _edit_finishing(
+                "_change",
+                "self._pack(each.request_id, each.landed)",
+                "self._pack(each.request_id, each.landed), self._cache_memory.zero(late)",
             ),
         ),
         place=ByTest("tests/unit/test_finishing.py::test_what_is_to_be_packed_is_zeroed_before_it"),
@@ -110,15 +119,7 @@ PACKING = (
     Mutant(
         name="one request's kernel ends the engine",
         broken="what a kernel raises while it packs a request's blocks reaches vLLM",
-        changes=(
-            Do(
-                lambda patch: patch.edit(
-                    importlib.import_module("connector.worker.finishing").Finishing._pack,
-                    "except Exception as error:",
-                    "except KeyError as error:",
-                )
-            ),
-        ),
+        changes=(_edit_finishing("_pack", "except Exception as error:", "except KeyError as error:"),),
         place=ByTest("tests/unit/test_finishing.py::test_a_block_that_cannot_be_packed_fails_its_request_alone"),
     ),
 )
