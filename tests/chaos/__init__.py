@@ -10,21 +10,24 @@ What is real
 
 What is done to them
     A plan (`plan`) is drawn from the seed: prefill engines are killed, stopped for shorter and for longer than a lease,
-    ended in good order, and come back with the same or with another engine id; strangers send garbage and keep
-    connections half open on side channels and control sockets; proxies between the engines delay, hold back, refuse and
-    reset. The clients of the load (`load`) leave, send parameters twice, to both engines, too late, malformed or not at
-    all. The plan is printed and can be replayed; when each thing happens relative to a request cannot.
+    drained by the command `nixl-actor drain` and by SIGTERM (`drains`), and come back with the same or with another
+    engine id; strangers send garbage and keep connections half open on side channels and control sockets; proxies
+    between the engines delay, hold back, refuse and reset. The clients of the load (`load`) leave, send parameters
+    twice, to both engines, too late, malformed or not at all. The plan is printed and can be replayed; when each thing
+    happens relative to a request cannot.
 
 What is promised, and judged at the end (`report`)
     No wrong answer. Every call ends. No decode engine restarts. With `recompute` no client sees an error but those that
-    it caused itself. When everything has settled, no block, lease, hold, READ, thread, socket or peer is left but those
-    of the live connections (`remains`).
+    it caused itself. An engine that is drained says in time that it has, and no plain request fails with it, whatever
+    the policy, unless something else was done to it as well. When everything has settled, no block, lease, hold, READ,
+    thread, socket or peer is left but those of the live connections (`remains`).
 
 Parts
     plan       what happens, when and to whom; a value
     proxy      TCP proxies with bad manners, one thread for all
     strangers  who sends garbage and keeps connections half open
     cluster    the engines and their proxies
+    drains     how engines are drained, and what came of it
     load       the clients, and what became of each call
     remains    what engines hold of their own and of the operating system's
     run        one run from start to report

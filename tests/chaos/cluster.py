@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from connector.observe.live import Address, EngineReport, Question, survey
 from connector.wire.inspection import EngineRow
@@ -22,6 +22,7 @@ from tests.e2e.cluster import BUILTIN_CONFIG, CHUNK_TOKENS, small_options
 from tests.e2e.engines import LOOPBACK, Engine, EngineSet
 
 ConnectorName = Literal["ours", "builtin"]
+T = TypeVar("T")
 
 PREFILL_BLOCKS = 400
 DECODE_BLOCKS = 160
@@ -35,6 +36,9 @@ ENGINE_TTL_SECONDS = 5.0
 LEASE_LIMIT_SECONDS = 30.0
 SURVEY_SECONDS = 5.0
 DRAIN_GRACE_SECONDS = 10.0
+SHUTDOWN_SECONDS = 20
+"""vLLM's `--shutdown-timeout` of prefill engines: SIGTERM drains them. It is time for a whole grace period, and for the
+end of the processes, which takes seconds on a busy machine."""
 
 COMMON = {"kv_lease_duration": LEASE_SECONDS}
 OURS_ONLY = {
@@ -59,13 +63,15 @@ class Prefill:
     _is_alive: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def end_life(self, end: Callable[[], object]) -> None:
-        """`end` ends the processes: from then on its addresses refuse, as they would without proxies."""
-        end()
+    def end_life(self, end: Callable[[], T]) -> T:
+        """`end` ends the processes: from then on its addresses refuse, as they would without proxies. Returns what that
+        returns."""
+        ended = end()
         with self._lock:
             self._is_alive = False
             self.proxy.refuse()
             self.proxy.forget_control()
+        return ended
 
     def begin_life(self, *, new_id: bool) -> None:
         """Start again and wait until it serves."""
@@ -141,6 +147,9 @@ class ChaosCluster:
             max_num_batched_tokens=CHUNK_TOKENS,
             trace_directory=self.directory / "traces" if is_ours else None,
             environment={"UCX_TLS": "tcp,self"} if name == "recompute" else {},
-            arguments=("--num-gpu-blocks-override", str(blocks)),
+            arguments=(
+                *("--num-gpu-blocks-override", str(blocks)),
+                *(("--shutdown-timeout", str(SHUTDOWN_SECONDS)) if is_prefill else ()),
+            ),
             **others,
         )

@@ -118,7 +118,7 @@ class Call:
         error: what the client saw; empty: an answer, or it left.
         is_right: None: there was no answer to compare.
         name: the id that it sent.
-        had_params: it named a prefill engine.
+        prefill: the prefill engine that had answered it; empty: none had.
     """
 
     engine: str
@@ -128,7 +128,7 @@ class Call:
     seconds: float
     error: str = ""
     is_right: bool | None = None
-    had_params: bool = True
+    prefill: str = ""
     left: bool = False
 
     @property
@@ -338,7 +338,7 @@ class Load:
                 seconds=answer.seconds,
                 error="" if left else _seen(answer),
                 is_right=answer.token_ids == wanted.answer if answer.ok else None,
-                had_params=params is not None,
+                prefill=self._prefill_of(params),
                 left=left,
             )
         )
@@ -367,9 +367,15 @@ class Load:
                 seconds=time.monotonic() - started,
                 error=error,
                 is_right=tuple(tokens) == wanted.answer[: len(tokens)] if tokens else None,
+                prefill=self._prefill_of(params),
                 left=not error,
             )
         )
+
+    def _prefill_of(self, params: Any) -> str:
+        """By the port of its proxy, which no two have in common."""
+        port = params.get("remote_port") if isinstance(params, dict) else None
+        return next((name for name, known in self._ports.items() if known == port), "")
 
 
 def _seen(answer: Answer) -> str:

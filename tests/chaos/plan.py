@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 
     KILL_SAME_ID = "kill, back with the same engine id"
     KILL_NEW_ID = "kill, back with a new engine id"
-    SIGTERM_SAME_ID = "SIGTERM, back with the same engine id"
+    SIGTERM_SAME_ID = "SIGTERM that drains, back with the same engine id"
     DRAIN_NEW_ID = "nixl-actor drain, back with a new engine id"
     STOP_SHORT = "SIGSTOP for less than a lease"
     STOP_LONG = "SIGSTOP for longer than a lease"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tests.chaos.drains import Disturbance, Drain, counts, failed_in, is_excused
 from tests.chaos.load import Call, Results, Usage
 from tests.chaos.plan import DECODE
 from tests.chaos.remains import Processes
@@ -73,8 +74,11 @@ class Report(msgspec.Struct, kw_only=True):
     never_ended: int = 0
     deaths: list[str] = []
     """Of decode engines."""
-    drains: dict[str, int] = {}
-    """How often a prefill engine that was drained had anything lent at the end."""
+    drains: list[Drain] = []
+    failed_in_drains: list[str] = []
+    """Plain requests that failed with an engine which was drained, and nothing else of the plan is why."""
+    excused_in_drains: int = 0
+    """Those that failed with one to which something else was done as well."""
     left: list[str] = []
     """What engines held when everything had settled, and must not."""
     traces_wrong: list[str] = []
@@ -85,8 +89,8 @@ class Report(msgspec.Struct, kw_only=True):
     processes_before: dict[str, Processes] = {}
     processes_after: dict[str, Processes] = {}
 
-    def count(self, results: Results) -> None:
-        """Take what the clients saw."""
+    def count(self, results: Results, disturbances: Sequence[Disturbance] = ()) -> None:
+        """Take what the clients saw, when all drains are known."""
         for engine in DECODE:
             calls = [call for call in results.calls if call.engine == engine]
             tally = self.calls.setdefault(engine, Tally())
@@ -110,6 +114,14 @@ class Report(msgspec.Struct, kw_only=True):
         self.wrong_by_usage = dict(Counter(call.usage.value for call in results.calls if call.is_wrong))
         self.never_ended = sum(call.never_ended for call in results.calls)
         self.lost_prefills = dict(results.lost_prefills)
+        for drain, call in failed_in(self.drains, results.calls):
+            if is_excused(call, drain, disturbances):
+                self.excused_in_drains += 1
+            else:
+                self.failed_in_drains.append(
+                    f"{drain.engine}, drained by {drain.way} at {drain.from_seconds:.0f} s: {call.engine} answered "
+                    f"{call.name} of {call.at_seconds:.1f} s with {call.error}"
+                )
 
     @property
     def memory_grown(self) -> dict[tuple[str, str], tuple[float, float]]:
@@ -142,6 +154,8 @@ class Report(msgspec.Struct, kw_only=True):
             broken += [f"{engine}: {tally.failures[kind]} {kind}" for kind in BUGS if tally.failures.get(kind)]
             if not tally.outcomes.get(RIGHT):
                 broken.append(f"{engine}: no right answer at all")
+        broken += [each for drain in self.drains for each in drain.broken_promises]
+        broken += self.failed_in_drains
         broken += [f"left: {each}" for each in self.left]
         broken += [
             f"left: {engine}, {role}: memory from {before:.0f} to {after:.0f} MB"
@@ -193,7 +207,7 @@ def render(reports: Sequence[Report]) -> str:
 
     section("faults", [each.faults for each in reports])
     section("faults whose target was not there", [each.impossible_faults for each in reports])
-    section("drains", [each.drains for each in reports])
+    section("drains", [_drains(each) for each in reports])
     section(
         "prefill calls that gave no parameters (the router goes on without)", [dict(r.lost_prefills) for r in reports]
     )
@@ -218,6 +232,15 @@ def _line(label: str, values: Iterable[object]) -> str:
 def _latency(tally: Tally) -> dict[str, object]:
     names = ("median", "95 of 100", "longest")
     return {name: f"{value:.2f}" for name, value in zip(names, tally.seconds, strict=False)}
+
+
+def _drains(report: Report) -> dict[str, object]:
+    if not report.drains:
+        return {}
+    return counts(report.drains) | {
+        "plain requests that failed with a drained engine": len(report.failed_in_drains),
+        "  and that something else of the plan explains": report.excused_in_drains,
+    }
 
 
 def _result(report: Report) -> dict[str, object]:

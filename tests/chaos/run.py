@@ -10,19 +10,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from connector.observe.administration import AdministrationError, drain
 from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
 from connector.observe.conformance import check
-from connector.observe.live import Address
 from connector.observe.trace_log import read_processes
-from tests.chaos.cluster import DRAIN_GRACE_SECONDS, ChaosCluster, ConnectorName, Prefill
+from tests.chaos.cluster import ChaosCluster, ConnectorName, Prefill
+from tests.chaos.drains import END_SECONDS_MAX, Disturbance, by_command, by_sigterm
 from tests.chaos.load import Load
 from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
 from tests.chaos.remains import WORKER, Processes, grown, left_in_connector, left_in_vllm, megabytes, processes
 from tests.chaos.report import Memory, Report
 from tests.chaos.strangers import keep_half_open, send_garbage
 from tests.e2e.client import Client
-from tests.e2e.engines import LOOPBACK, Engine
+from tests.e2e.engines import Engine
 from tests.e2e.metrics_page import Page
 
 STRANGERS_AT_ONCE = 16
@@ -31,7 +30,6 @@ DELAY_FRACTION = 0.1
 SERVES_SECONDS = 6.0
 """How long a prefill engine is left alone between two faults of its life."""
 LATE_MAX = 2.0
-DRAIN_SECONDS_MAX = 2 * DRAIN_GRACE_SECONDS
 WATCH_SECONDS = 1.0
 MEMORY_SECONDS = 5.0
 SETTLE_SECONDS = 90.0
@@ -62,7 +60,7 @@ class _Run:
         self._over = threading.Event()
         self._faults: Counter[str] = Counter()
         self._impossible: Counter[str] = Counter()
-        self._drains: Counter[str] = Counter()
+        self._disturbances: list[Disturbance] = []
         self._report = Report(connector=cluster.connector, seed=plan.seed, seconds=plan.seconds)
 
     def carry_out(self) -> Report:
@@ -82,9 +80,8 @@ class _Run:
             self._over.set()
             watcher.join()
         self._say("the load has stopped; waiting until all has settled")
-        report.count(self._load.results)
+        report.count(self._load.results, self._disturbances)
         report.faults, report.impossible_faults = dict(self._faults), dict(self._impossible)
-        report.drains = dict(self._drains)
         report.lives = {name: each.lives for name, each in self._cluster.prefill.items()}
         loads_after = self._loads()
         for engine, (loaded, failed) in loads_before.items():
@@ -123,14 +120,18 @@ class _Run:
                 each.result()
 
     def _sleep_until(self, seconds: float) -> None:
-        time.sleep(max(0.0, self._started + seconds - time.monotonic()))
+        time.sleep(max(0.0, seconds - self._now()))
+
+    def _now(self) -> float:
+        """Seconds after the start of the load."""
+        return time.monotonic() - self._started
 
     def _live(self, name: str, faults: list[Fault]) -> None:
         """The faults of one prefill engine, between which it serves for a while. Where it starts so slowly that they
         take twice as long as planned, the others are left out."""
         for fault in faults:
             self._sleep_until(fault.at_seconds)
-            if time.monotonic() > self._started + LATE_MAX * self._plan.seconds:
+            if self._now() > LATE_MAX * self._plan.seconds:
                 self._impossible[fault.kind.value] += 1
                 continue
             self._strike(self._cluster.prefill[name], fault)
@@ -146,33 +147,31 @@ class _Run:
                 finally:
                     prefill.engine.resume()
             case _:
-                if fault.kind is Kind.DRAIN_NEW_ID:
-                    self._drain(prefill)
-                is_kill = fault.kind in (Kind.KILL_SAME_ID, Kind.KILL_NEW_ID)
-                prefill.end_life(prefill.engine.kill if is_kill else prefill.engine.stop)
+                self._end(prefill, fault.kind)
                 time.sleep(fault.seconds)
                 prefill.begin_life(new_id=fault.kind in (Kind.KILL_NEW_ID, Kind.DRAIN_NEW_ID))
 
-    def _drain(self, prefill: Prefill) -> None:
-        """As an operator does; of a built-in engine nobody can ask it. One that cannot be asked is ended all the same:
-        strangers may just have all the room that its side channel has for connections from one address."""
-        if self._cluster.connector != "ours":
-            return
-        address = Address(LOOPBACK, prefill.engine.options.side_channel_port)
-        try:
-            report = drain(address, waits=True, timeout_seconds=DRAIN_SECONDS_MAX)
-        except AdministrationError as error:
-            self._drains["not asked"] += 1
-            self._say(f"{prefill.engine.name} could not be drained: {error}")
-            return
-        self._drains[
-            "with nothing lent" if report.state == "drained" and not report.lent else "with prefills still lent"
-        ] += 1
-        if report.state != "drained":
-            self._report.left.append(f"{prefill.engine.name}: still draining after {report.seconds:.0f} s")
+    def _end(self, prefill: Prefill, kind: Kind) -> None:
+        is_ours = self._cluster.connector == "ours"
+        match kind:
+            case Kind.DRAIN_NEW_ID if is_ours:
+                drain = by_command(prefill, self._now)
+            case Kind.SIGTERM_SAME_ID if is_ours:
+                drain = by_sigterm(prefill, self._now)
+            case Kind.KILL_SAME_ID | Kind.KILL_NEW_ID:
+                prefill.end_life(prefill.engine.kill)
+                return
+            case _:
+                prefill.end_life(lambda: prefill.engine.stop(END_SECONDS_MAX))
+                return
+        if drain.problem:
+            self._say(f"{prefill.engine.name} could not be drained: {drain.problem}")
+        self._report.drains.append(drain)
 
     def _disturb(self, fault: Fault) -> None:
+        from_seconds = self._now()
         is_possible = self._visit(fault) if fault.kind in (Kind.GARBAGE, Kind.HALF_OPEN) else self._delay_or_cut(fault)
+        self._disturbances.append(Disturbance(fault.engine, from_seconds, self._now()))
         (self._faults if is_possible else self._impossible)[fault.kind.value] += 1
 
     def _visit(self, fault: Fault) -> bool:
@@ -218,7 +217,7 @@ class _Run:
         }
         memory_at = 0.0
         while not self._over.wait(WATCH_SECONDS):
-            at_seconds = time.monotonic() - self._started
+            at_seconds = self._now()
             for name, engine in self._cluster.decode.items():
                 seen = processes(engine)
                 if {each.pid for each in seen.values()} != alive[name]:

@@ -389,7 +389,7 @@ class Engine:
     def log_tail(self) -> str:
         """For error messages: this start's log from the first sign of trouble on, and its end."""
         try:
-            lines = self._log_of_this_start().splitlines()
+            lines = self.log_of_this_start().splitlines()
         except OSError as error:
             return f"(no log: {error})"
         tail = max(0, len(lines) - LOG_TAIL_LINES)
@@ -398,13 +398,13 @@ class Engine:
         shown = [*lines[first : min(first + TROUBLE_LINES, tail)], *left_out, *lines[tail:]]
         return "\n".join("  | " + line for line in shown) + f"\nthe whole log is in {self.log_path}"
 
-    def _log_of_this_start(self) -> str:
+    def log_of_this_start(self) -> str:
         return self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
 
     def start_phase(self) -> str:
         """How far the server has come with its start, in words."""
         try:
-            text = self._log_of_this_start()
+            text = self.log_of_this_start()
         except OSError:
             text = ""
         return next((phase for sign, phase in START_PHASES if sign in text), "importing vLLM")
@@ -412,7 +412,7 @@ class Engine:
     def _lost_a_worker_of_vllm(self) -> bool:
         """Whether a worker has ended without an exception while it loaded the model, which it does before it makes a
         connector: seen once in some hundred runs of the tests."""
-        log = self._log_of_this_start()
+        log = self.log_of_this_start()
         return WORKER_LOST in log and WORKER_RAISED not in log and CONNECTOR_MADE not in log
 
     def _see_shared_memory(self) -> None:

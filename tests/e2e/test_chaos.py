@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.drains import COMMAND, SIGTERM
 from tests.chaos.plan import DECODE, LIFE_KINDS, draw_plan
 from tests.chaos.report import RIGHT, render
 from tests.chaos.run import run
@@ -31,6 +32,7 @@ def test_nothing_that_is_done_to_prefill_engines_breaks_a_promise(tmp_path: Path
     said = f"{plan}\n{render([report])}"
     assert report.broken_promises == [], said
     assert sum(report.faults.get(kind.value, 0) for kind in LIFE_KINDS) == len(plan.of(LIFE_KINDS)), said
+    assert {each.way for each in report.drains} == {COMMAND, SIGTERM}, said
     for engine in DECODE:
         assert report.calls[engine].outcomes[RIGHT] >= RIGHT_ANSWERS_MIN, said
         assert report.calls[engine].loaded >= LOADED_MIN, said

@@ -6,13 +6,15 @@ import contextlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from tests.chaos.drains import COMMAND, SIGTERM, Disturbance, Drain
 from tests.chaos.load import Call, Results, Usage
 from tests.chaos.plan import LIFE_KINDS, PREFILL, Kind, draw_plan, load_plan, save_plan
 from tests.chaos.proxy import Proxy, ProxyThread
@@ -156,8 +158,10 @@ def test_the_proxy_of_a_side_channel_stands_before_the_control_socket_too(thread
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def call(engine: str, usage: Usage = Usage.PLAIN, *, is_right: bool | None = None, **others: object) -> Call:
-    return Call(engine=engine, name="a", usage=usage, at_seconds=0.0, is_right=is_right, **({"seconds": 0.5} | others))
+def call(engine: str, usage: Usage = Usage.PLAIN, *, is_right: bool | None = None, **others: Any) -> Call:
+    return Call(
+        engine=engine, name="a", usage=usage, is_right=is_right, **({"at_seconds": 0.0, "seconds": 0.5} | others)
+    )
 
 
 def counted(*calls: Call) -> Report:
@@ -203,6 +207,88 @@ def test_bugs_deaths_and_leaks_break_promises() -> None:
         "left: after the chaos, fail: 1 leases",
         "trace: a record",
     ]
+
+
+# --- drains -----------------------------------------------------------------------------------------------------------
+
+DRAINED = Drain(
+    engine="p0", way=SIGTERM, from_seconds=100.0, to_seconds=110.0, lent_first=3, lent_last=0, end="by itself"
+)
+
+
+def failed(**others: Any) -> Call:
+    """A plain request with p0, in the middle of its drain."""
+    return call("fail", **({"prefill": "p0", "at_seconds": 105.0, "error": "HTTP 500"} | others))
+
+
+def drained(*calls: Call, drain: Drain = DRAINED, disturbances: Sequence[Disturbance] = ()) -> Report:
+    report = Report(connector="ours", seed=1, seconds=1.0, drains=[drain])
+    report.count(Results([call("fail", is_right=True), call("recompute", is_right=True), *calls]), disturbances)
+    return report
+
+
+def test_a_drain_during_which_a_request_fails_breaks_a_promise() -> None:
+    report = drained(failed())
+    (said,) = report.broken_promises
+    assert said == "p0, drained by SIGTERM at 100 s: fail answered a of 105.0 s with HTTP 500"
+    assert drained(failed(at_seconds=90.0, seconds=10.5)).broken_promises, "it was served when the drain began"
+    assert "SIGTERM: over, no prefill(s) still lent" in render([report])
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        failed(error=""),
+        failed(prefill="p1"),
+        failed(prefill=""),
+        failed(at_seconds=111.0),
+        failed(at_seconds=90.0),
+        failed(usage=Usage.LATE),
+    ],
+    ids=["no failure", "another engine", "no engine", "too late", "too early", "by its client"],
+)
+def test_what_fails_elsewhere_is_not_held_against_a_drain(seen: Call) -> None:
+    assert drained(seen).broken_promises == []
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "is_excuse"),
+    [
+        (Disturbance("p0", 104.0, 106.0), True),
+        (Disturbance("p0", 90.0, 100.0), True),
+        (Disturbance("p0", 90.0, 98.0), False),
+        (Disturbance("p0", 105.6, 107.0), False),
+        (Disturbance("p1", 104.0, 106.0), False),
+    ],
+    ids=["meanwhile", "at most a lease before", "more than a lease before", "afterwards", "to another engine"],
+)
+def test_what_else_was_done_to_the_engine_explains_a_failure(disturbance: Disturbance, is_excuse: bool) -> None:
+    report = drained(failed(), disturbances=[disturbance])
+    assert (report.broken_promises == []) is is_excuse
+    assert report.excused_in_drains == is_excuse
+
+
+def test_an_engine_that_could_not_be_asked_is_ended_with_what_it_lends() -> None:
+    not_asked = msgspec.structs.replace(DRAINED, way=COMMAND, lent_last=None, problem="no answer")
+    assert drained(failed(), drain=not_asked).broken_promises == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lent_last": None}, "p0, drained by SIGTERM at 100 s: its drain was not over 10 s later"),
+        ({"end": "killed"}, "p0, drained by SIGTERM at 100 s: it had to be killed"),
+    ],
+)
+def test_a_drain_that_does_not_end_breaks_a_promise(changes: dict[str, Any], said: str) -> None:
+    assert drained(drain=msgspec.structs.replace(DRAINED, **changes)).broken_promises == [said]
+
+
+def test_what_was_lent_at_the_end_and_how_the_processes_ended_is_told() -> None:
+    report = drained(drain=msgspec.structs.replace(DRAINED, lent_last=2, end="killed in their teardown"))
+    assert report.broken_promises == []
+    assert "SIGTERM: over, 2 prefill(s) still lent" in render([report])
+    assert "SIGTERM: processes ended, killed in their teardown" in render([report])
 
 
 def test_threads_and_sockets_that_are_left() -> None:
