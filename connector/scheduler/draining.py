@@ -6,8 +6,8 @@ What vLLM 0.32 does at SIGTERM (`entrypoints/launchers/launcher.py`, `v1/engine/
    the default, 0, the kill comes in the same moment: nothing that is lent survives, and no `shutdown` of ours is
    called. Meanwhile it goes on taking HTTP requests.
 2. The engine core notes the signal. New requests are answered as aborted, which a client of P sees as an answer with
-   `finish_reason: abort` and no kv_transfer_params. With a timeout of 0 those in hand are aborted too; else they are
-   computed to their end.
+   `finish_reason: abort` and no kv_transfer_params; those that the API server cannot tokenize any more, with HTTP 500.
+   With a timeout of 0 those in hand are aborted too; else they are computed to their end.
 3. Its loop ends when `Scheduler.has_requests` is false: no request waits or runs, none has finished whose blocks are
    kept (so a lease keeps the engine alive), and no connector says `has_pending_push_work`.
 4. `EngineCore.shutdown`: the executor first (the worker's connector: control socket, READs, NIXL agent), then the
