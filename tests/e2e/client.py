@@ -25,6 +25,9 @@ from tests.e2e.engines import LOOPBACK, Engine
 ANSWER_TOKENS = 16
 CALL_TIMEOUT_SECONDS = 120.0
 
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, tokens, or fields of the call's body: with `messages` it is a chat, and `model` may name an adapter."""
+
 NO_ANSWER = 0
 """Status of a call that got no HTTP answer at all: refused, reset or timed out."""
 
@@ -85,7 +88,7 @@ class Client:
 
     def complete(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         *,
         max_tokens: int = ANSWER_TOKENS,
         request_id: str | None = None,
@@ -104,7 +107,7 @@ class Client:
         started = time.perf_counter()
         try:
             response = self._http.post(
-                "/v1/completions", content=_encoded(body), headers=_headers(request_id), timeout=timeout
+                _path(body), content=_encoded(body), headers=_headers(request_id), timeout=timeout
             )
         except httpx.HTTPError as error:
             return _no_answer(f"{type(error).__name__}: {error}", time.perf_counter() - started)
@@ -218,7 +221,7 @@ class PrefillDecode:
         self.prefill_client.close()
         self.decode_client.close()
 
-    def prefill(self, prompt: str | list[int], request_id: str | None = None) -> Answer:
+    def prefill(self, prompt: Prompt, request_id: str | None = None) -> Answer:
         """Compute the prompt on P; `kv_transfer_params` of the answer says where the blocks are."""
         return self.prefill_client.complete(
             prompt, max_tokens=1, request_id=request_id, kv_transfer_params=REQUEST_TRANSFER
@@ -226,7 +229,7 @@ class PrefillDecode:
 
     def decode(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         kv_transfer_params: Mapping[str, Any],
         request_id: str | None = None,
         max_tokens: int = ANSWER_TOKENS,
@@ -241,18 +244,18 @@ class PrefillDecode:
             timeout_seconds=timeout_seconds,
         )
 
-    def pd(self, prompt: str | list[int], request_id: str | None = None, max_tokens: int = ANSWER_TOKENS) -> Answer:
+    def pd(self, prompt: Prompt, request_id: str | None = None, max_tokens: int = ANSWER_TOKENS) -> Answer:
         """Both calls. The answer is D's, or P's when P did not answer or kept no blocks."""
         prefilled = self.prefill(prompt, request_id)
         if not prefilled.ok or not prefilled.kv_transfer_params:
             return prefilled
         return self.decode(prompt, prefilled.kv_transfer_params, request_id, max_tokens)
 
-    def alone(self, prompt: str | list[int], max_tokens: int = ANSWER_TOKENS) -> Answer:
+    def alone(self, prompt: Prompt, max_tokens: int = ANSWER_TOKENS) -> Answer:
         """What D computes without P. Salted: neither uses cached blocks of a transferred request nor leaves any."""
         return self.decode_client.complete(prompt, max_tokens=max_tokens, cache_salt="computed-alone")
 
-    def prefill_concurrently(self, prompts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    def prefill_concurrently(self, prompts: Mapping[str, Prompt]) -> dict[str, dict[str, Any]]:
         """The parameters of all prompts, computed on P at once, by request id. Raises RuntimeError when P fails."""
         answers = _at_once({key: partial(self.prefill, prompt, key) for key, prompt in prompts.items()})
         params = {key: answer.kv_transfer_params for key, answer in answers.items()}
@@ -261,14 +264,14 @@ class PrefillDecode:
         return {key: each for key, each in params.items() if each}
 
     def decode_concurrently(
-        self, prompts: Mapping[str, str], params: Mapping[str, Mapping[str, Any]], max_tokens: int = ANSWER_TOKENS
+        self, prompts: Mapping[str, Prompt], params: Mapping[str, Mapping[str, Any]], max_tokens: int = ANSWER_TOKENS
     ) -> dict[str, Answer]:
         """`decode` for all at once, by request id."""
         return _at_once(
             {key: partial(self.decode, prompt, params[key], key, max_tokens) for key, prompt in prompts.items()}
         )
 
-    def pd_concurrently(self, prompts: Mapping[str, str], max_tokens: int = ANSWER_TOKENS) -> dict[str, Answer]:
+    def pd_concurrently(self, prompts: Mapping[str, Prompt], max_tokens: int = ANSWER_TOKENS) -> dict[str, Answer]:
         """`pd` for all at once, by request id."""
         return _at_once({key: partial(self.pd, prompt, key, max_tokens) for key, prompt in prompts.items()})
 
@@ -279,18 +282,22 @@ def _at_once(calls: Mapping[str, Callable[[], Answer]]) -> dict[str, Answer]:
         return {key: answer.result() for key, answer in answers.items()}
 
 
-def _body(prompt: str | list[int], max_tokens: int, kv_transfer_params: Any) -> dict[str, Any]:
+def _body(prompt: Prompt, max_tokens: int, kv_transfer_params: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": "tiny",
-        "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    body |= prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
     return body
+
+
+def _path(body: Mapping[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -319,7 +326,7 @@ def _answer(response: httpx.Response, seconds: float) -> Answer:
     usage = body.get("usage") or {}
     return Answer(
         status=response.status_code,
-        text=choice["text"],
+        text=choice["message"]["content"] if "message" in choice else choice["text"],
         token_ids=tuple(choice.get("token_ids") or ()),
         finish_reason=choice["finish_reason"],
         kv_transfer_params=body.get("kv_transfer_params"),

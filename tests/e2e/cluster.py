@@ -85,8 +85,10 @@ class Traces:
 
     def stories(self, request_id: str) -> list[Story]:
         """Everything that went by this name."""
-        # With what vLLM puts around the id, so that `a` is found neither in `b-a` nor in `a-next`.
-        return matching(stories(histories(read_trace(self.directory))), f"cmpl-{request_id}-0")
+        told = stories(histories(read_trace(self.directory)))
+        # With what vLLM puts around the id, so that `a` is found neither in `b-a` nor in `a-next`; with nothing that
+        # ends it where it was a chat.
+        return matching(told, f"cmpl-{request_id}-0") or matching(told, f"chatcmpl-{request_id}")
 
     def request_ids(self) -> set[str]:
         """The ids that clients have sent with all that D has been asked to read so far."""

@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ def tiny_granite(cache: Path = DEFAULT_CACHE) -> Path:
 def _llama() -> PretrainedConfig:
     from transformers import LlamaConfig
 
-    return LlamaConfig(num_hidden_layers=LAYERS, intermediate_size=2 * HIDDEN_SIZE, **_common())
+    return LlamaConfig(num_hidden_layers=LAYERS, intermediate_size=2 * HIDDEN_SIZE, **common())
 
 
 def _gemma() -> PretrainedConfig:
@@ -84,7 +84,7 @@ def _gemma() -> PretrainedConfig:
         head_dim=HEAD_DIMENSION,
         query_pre_attn_scalar=HEAD_DIMENSION,
         intermediate_size=2 * HIDDEN_SIZE,
-        **_common(),
+        **common(),
     )
 
 
@@ -110,7 +110,7 @@ def _deepseek() -> PretrainedConfig:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        **(_common() | {"num_key_value_heads": ATTENTION_HEADS}),
+        **(common() | {"num_key_value_heads": ATTENTION_HEADS}),
     )
 
 
@@ -128,11 +128,12 @@ def _granite() -> PretrainedConfig:
         mamba_d_state=16,
         mamba_expand=1,
         mamba_chunk_size=64,
-        **_common(),
+        **common(),
     )
 
 
-def _common() -> dict[str, Any]:
+def common() -> dict[str, Any]:
+    """Of all models' configurations."""
     return {
         "vocab_size": len(vocabulary()),
         "hidden_size": HIDDEN_SIZE,
@@ -148,13 +149,16 @@ def _common() -> dict[str, Any]:
 
 
 def _cached(name: str, configuration: Callable[[], PretrainedConfig], cache: Path) -> Path:
-    return cached_model(name, partial(_save_model, configuration), cache, Path(__file__))
+    return cached_model(name, partial(_save_causal_model, configuration), cache, Path(__file__))
 
 
-def cached_model(name: str, save: Callable[[Path], None], cache: Path, source: Path) -> Path:
+def cached_model(
+    name: str, save: Callable[[Path], None], cache: Path, source: Path, special_tokens: Sequence[str] = ()
+) -> Path:
     """Folder with the model and its tokenizer, as `save_pretrained` lays them out; built when it is not there yet.
 
     `save` writes the model and its configuration into a folder; `source` is the file whose state the model depends on.
+    `special_tokens` follow those of the vocabulary that all models have.
     """
     key = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     folder = cache / f"tiny-{name}-{key}"
@@ -164,7 +168,7 @@ def cached_model(name: str, save: Callable[[Path], None], cache: Path, source: P
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache))
     try:
         save(unfinished)
-        _save_tokenizer(unfinished)
+        _save_tokenizer(unfinished, special_tokens)
         _publish(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -179,25 +183,32 @@ def _publish(unfinished: Path, folder: Path) -> None:
             raise
 
 
-def _save_model(configuration: Callable[[], PretrainedConfig], folder: Path) -> None:
+def _save_causal_model(configuration: Callable[[], PretrainedConfig], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_model(AutoModelForCausalLM, configuration, folder)
+
+
+def save_model(kind: Any, configuration: Callable[[], PretrainedConfig], folder: Path) -> None:
+    """One of a class of transformers that makes models of configurations, with random weights."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        AutoModelForCausalLM.from_config(configuration(), dtype=torch.float32).save_pretrained(folder)
+        kind.from_config(configuration(), dtype=torch.float32).save_pretrained(folder)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, special_tokens: Sequence[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN_TOKEN, eos_token=END_TOKEN)
     wrapped.save_pretrained(folder)
 
