@@ -13,7 +13,8 @@ handshake, and releases are said again. After a word it is the end that was anno
 (`PeerLeaving`), nothing is owed any more, and nobody connects again to say it. A request that comes later may be one of
 the process that has taken the place of that one, so one attempt is made for it. If the port refuses that, whatever
 waits fails, and the next request tries again: to be refused costs no time, so there is no pause in which a new process
-would not be found. If the attempt fails otherwise, the shortest pause follows.
+would not be found. If the attempt fails otherwise, the shortest pause follows. An engine that is found there and does
+not fit is told as that (`Incompatible`), and not as the departure of the one before.
 """
 
 from __future__ import annotations

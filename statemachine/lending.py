@@ -149,9 +149,12 @@ class HeartbeatNotified(Event, frozen=True, kw_only=True):
 
 
 class Leave(Event, frozen=True, kw_only=True):
-    """This engine is to end: no lease is renewed beyond `grace_ns` from now. Said again, it is only answered."""
+    """This engine is to end: no lease is renewed beyond `grace_ns` from now. Said again, it is only answered.
 
-    reply_to: ReplyAddress
+    `reply_to`: who has asked for it; None: nobody waits for an answer, because the engine ends now.
+    """
+
+    reply_to: ReplyAddress | None
     grace_ns: int
 
 
@@ -294,7 +297,8 @@ class Lending:
                     self._step(lease, machine.Withdrawn())
             case Leave(reply_to=reply_to, grace_ns=grace_ns):
                 self._leave(now_ns, grace_ns)
-                self._effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
+                if reply_to is not None:
+                    self._effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return self._take_effects(now_ns)

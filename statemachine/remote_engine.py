@@ -25,7 +25,8 @@ Rules that are nobody's machine:
   connection has been torn down and the grace of the back end has passed.
 * A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read over it.
 * An engine that had said that it would end, and whose connection has ended, is not waited for (`departure.py`): what
-  wants anything of it fails with `PeerLeaving`, and what it is owed is forgotten.
+  wants anything of it fails with `PeerLeaving`, and what it is owed is forgotten. What fails because of the engine
+  that is in its place says so.
 * A connection is given up in this order: no new READ, the end of those in flight, the removal of its agents; the next
   handshake begins after that. One whose READs do not end is left standing until they do.
 
@@ -51,6 +52,8 @@ from statemachine.failures import (
     ControlLinkLost,
     Failure,
     HandshakeRefused,
+    Incompatible,
+    NotAllowed,
     PeerBackoff,
     PeerLeaving,
     PeerRetired,
@@ -920,17 +923,20 @@ class RemoteEngine:
 
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
-            if self._departure.state is departure.State.LEFT:
-                self._step_departure(departure.AttemptFailed(), now_ns)
+            has_left, cause = self._departure.state is departure.State.LEFT, failure
+            # That it has left explains all but what somebody says who is there instead.
+            if has_left and not isinstance(failure, Incompatible | BadParams | NotAllowed):
+                cause = self._left(failure)
+            if has_left:
+                self._step_departure(departure.AttemptFailed(), now_ns, cause)
             if is_awaited:
                 self._effects.append(NoteHandshakeFailure(failure=failure))
-            if self._departure.state is departure.State.LEFT:
+            if has_left:
                 # Where the port refuses, asking again costs nothing: no pause, in which a new process is not found.
                 is_awaited = is_awaited and not isinstance(failure, ConnectionRefused)
-                failure = self._left(failure)
             elif not is_awaited:
                 self._timers.set(("again", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
-            self._step_peer(peer.HandshakeFailed(failure=failure, is_awaited=is_awaited), now_ns)
+            self._step_peer(peer.HandshakeFailed(failure=cause, is_awaited=is_awaited), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""
@@ -944,16 +950,17 @@ class RemoteEngine:
             if has_ended:
                 self._step_departure(departure.ConnectionEnded(), now_ns)
 
-    def _step_departure(self, event: Event, now_ns: int) -> None:
+    def _step_departure(self, event: Event, now_ns: int, cause: Failure | None = None) -> None:
+        """`cause`: why what is lost with it is lost, if not because it has left."""
         self._departure, effects = departure.MACHINE.step(self._departure, event)
         for effect in effects:
             match effect:
                 case departure.NoteLeaving():
                     self._effects.append(NoteLeaving(grace_ns=self._departure.until_ns - now_ns))
                 case departure.LoseEverything():
-                    self._lose_everything(now_ns)
+                    self._lose_everything(cause or self._left(), now_ns)
 
-    def _lose_everything(self, now_ns: int) -> None:
+    def _lose_everything(self, cause: Failure, now_ns: int) -> None:
         """The engine has left. What waits in the scheduler's queue is told when it starts."""
         for claim in list(self._claims.values()):
             if not claim.holds:
@@ -962,7 +969,7 @@ class RemoteEngine:
                 if not hold.MACHINE.is_terminal(each):
                     self._step_hold(claim, rank, hold.GoneAtPeer(why=LEFT))
             self._drop_if_over(claim)
-        self._fail_requests(self._left(), now_ns)
+        self._fail_requests(cause, now_ns)
         self._wanted.clear()
 
     def _left(self, failure: Failure | None = None) -> PeerLeaving:

@@ -153,6 +153,11 @@ class LeaseKeeper:
             self._sums[command.lease] = command.sums
         self._inbox.put(_command_event(command))
 
+    def leave_now(self) -> None:
+        """The engine shuts down: tell the decode engines, unless they know already. They need not wait for a process
+        that does not come back with what it has lent."""
+        self._step(partial(self._core.handle, lending.Leave(reply_to=None, grace_ns=0)))
+
     def notify(self, sender: str, message_untrusted: bytes) -> None:
         """Take a notification that the agent `sender` has sent through NIXL, unless too many wait already."""
         self._hear_engine()

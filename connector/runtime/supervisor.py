@@ -207,6 +207,8 @@ class Supervisor:
         self._stop_requested.set()
 
     async def _wind_down(self) -> None:
+        # First, so that it is on its way before the sockets close. Who misses it sees a connection that is lost.
+        self._lease_keeper.leave_now()
         self._stop_everything("it is shutting down")
         with trio.move_on_after(SHUTDOWN_GRACE_SECONDS):
             while self._peers or self._reads.in_flight:

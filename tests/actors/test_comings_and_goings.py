@@ -27,6 +27,8 @@ from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine
 from tests.actors.test_pull import run
 from tests.rig.network import free_port
 
+LIVES = 5
+
 
 async def leave(p: Engine, grace_seconds: float = 60.0) -> LeaveTaken:
     """What its scheduler process tells each worker of an engine that is to end."""
@@ -85,6 +87,29 @@ def test_what_is_lent_is_read_from_an_engine_that_leaves_and_then_nobody_waits_f
             assert isinstance((await until(lambda: d.received("queued"))).failure, PeerLeaving)
             await trio.sleep(0.2)
             assert handshakes(d) == met_before == 1, "nobody connected to say a release, or for what cannot be had"
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_an_engine_that_shuts_down_without_draining_says_so_and_nobody_waits_for_it() -> None:
+    """Many times, because what it says last and the end of its connection come in the same moment."""
+
+    async def test() -> None:
+        async with engine("d") as d:
+            for number in range(LIVES):
+                async with engine(f"p{number}", serves=True) as p:
+                    assert (await read(d, p, f"before-{number}")).failure is None
+                    queued = lease_of(f"remote-queued-{number}")
+                    p.lend(queued.request_id)
+                    d.wait_for(f"queued-{number}", queued, p.address)
+                    address = p.address
+                met_before = handshakes(d)
+                d.borrow(f"queued-{number}", queued, address, [3], [3])
+                ended = await until(lambda number=number: d.received(f"queued-{number}"))
+                assert isinstance(ended.failure, PeerLeaving)
+                await trio.sleep(0.05)
+                assert handshakes(d) == met_before
             assert d.crashes == []
 
     run(test)

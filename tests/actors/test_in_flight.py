@@ -178,7 +178,7 @@ def test_a_prefill_engine_that_shuts_down_under_a_read_gives_no_wrong_byte(waits
             if ended.failure is None:
                 assert (d.blocks([6]) == 7).all()
             else:
-                assert ended.failure.kind in ("TransferError", "ControlLinkLost", "LeaseOver")
+                assert ended.failure.kind in ("TransferError", "PeerLeaving", "LeaseOver")
             assert d.crashes == []
             async with engine("q", serves=True) as q:
                 await reads(d, q, "after")

@@ -7,12 +7,17 @@ import pytest
 from statemachine import departure, peer
 from statemachine.departure import Departure, State
 from statemachine.failures import (
+    BadParams,
     ConnectionRefused,
+    Failure,
     HandshakeTimeout,
+    Incompatible,
     LeaseOver,
+    NotAllowed,
     PeerBackoff,
     PeerLeaving,
     TransferError,
+    WrongEngine,
 )
 from statemachine.remote_engine import (
     ConnectFailed,
@@ -163,6 +168,28 @@ def test_what_is_announced_of_an_engine_that_is_gone_makes_one_attempt() -> None
     assert d.take(StartHandshake) == []
     d.start("queued", late)
     assert ended(d) == {"queued": "PeerLeaving"}
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (Incompatible(peer="p", address="host", field="model", local="a", remote="b", advice="start it alike"), None),
+        (BadParams(field="tp_size", expected="1", found="2"), None),
+        (NotAllowed(peer="p", address="host", detail="no key"), None),
+        (WrongEngine(peer="p", address="host", found="q"), "PeerLeaving"),
+        (SILENT, "PeerLeaving"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_what_does_not_fit_in_its_place_says_so(found: Failure, kind: str | None) -> None:
+    """A new process has its address, and started otherwise: that the old one has left would send people astray."""
+    d = left()
+    d.start("x", A._replace(number=7))
+    d.feed(ConnectFailed(failure=found))
+    assert ended(d) == {"x": kind or found.kind}
+    assert [each.failure.kind for each in d.take(NoteHandshakeFailure)] == [found.kind]
+    d.pass_until(d.now_ns + LIMITS.lease_ns)
+    assert d.take(SendRelease) == [], "nothing is owed to what has left"
 
 
 def test_where_nothing_answers_the_shortest_pause_follows() -> None:

@@ -384,6 +384,19 @@ def test_a_release_ends_a_lease_of_an_engine_that_leaves() -> None:
     assert leave(core, 20) == [AnswerLeave(reply_to=b"own", leases=0)]
 
 
+def test_an_engine_that_ends_at_once_tells_whom_it_has_not_told_and_answers_nobody() -> None:
+    ends = Leave(reply_to=None, grace_ns=0)
+    core = lent(A)
+    hear(core, 0, b"new")
+    hear(core, 0, b"old", hears_leaving=False)
+    assert core.handle(ends, 10) == [TellLeaving(reply_to=b"new", grace_ns=0)]
+    assert core.handle(ends, 20) == []
+    told = lent(A)
+    hear(told, 0, b"new")
+    leave(told, 10)
+    assert told.handle(ends, 20) == [], "it knows"
+
+
 def test_a_prompt_that_is_still_computed_when_the_grace_period_is_over_is_not_promised() -> None:
     core = Lending(LIMITS)
     core.handle(Computing(lease=A), 0)

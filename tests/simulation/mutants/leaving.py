@@ -108,6 +108,12 @@ MUTANTS = (
         place=ByTest(LEAVING + "::test_it_is_tried_once_for_who_comes_later_and_without_a_pause"),
     ),
     Mutant(
+        name="who has left is blamed for who came",
+        broken="an engine that does not fit, in the place of one that left, is told as the departure of that one",
+        changes=(Edit(RemoteEngine._fail_handshake, "Incompatible | BadParams | NotAllowed", "Incompatible"),),
+        place=ByTest(LEAVING + "::test_what_does_not_fit_in_its_place_says_so"),
+    ),
+    Mutant(
         name="what is announced of an engine that left is wanted",
         broken="D tries to connect an engine that is gone again and again, for requests in its queue",
         changes=(Edit(RemoteEngine._lose_everything, "self._wanted.clear()", "pass"),),
