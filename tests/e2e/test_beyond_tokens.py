@@ -12,7 +12,7 @@ import base64
 import io
 import random
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,15 +186,24 @@ def test_in_one_step(pair: Pair, kind: Kind) -> None:
 
 
 def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> None:
-    """What the comparisons rest on: nobody but the router knows what KV on P was computed from."""
+    """What the comparisons rest on: with the KV of another image or embedding the answer is another. That of another
+    adapter is not read: it has a name, which is compared."""
     prompts = kind("another")
-    for (_, asked), (_, other) in permutations(prompts.items(), 2):
+    for (name, asked), (other_name, other) in permutations(prompts.items(), 2):
         params = pair.service.prefill(other).kv_transfer_params
         assert params is not None
+        right, key = pair.service.alone(asked).token_ids, f"{name}-{other_name}-wrong"
         # No block of it stays in D's prefix cache under the name of what was asked for.
-        wrong = pair.service.decode_client.complete(asked, kv_transfer_params=params, cache_salt="wrong")
-        assert wrong.ok, wrong.error
-        assert wrong.token_ids != pair.service.alone(asked).token_ids
+        ask = partial(pair.service.decode_client.complete, kv_transfer_params=params, cache_salt="wrong")
+        wrong = ask(asked, request_id=key)
+        if kind is of_adapters:
+            assert wrong.status == 500
+            assert pair.traces.last_record(key).reason == "WrongPrompt"
+            # What was lent is there for whom it was lent to.
+            assert ask(other, request_id=f"{key}-next").token_ids == pair.service.alone(other).token_ids != right
+        else:
+            assert wrong.ok, wrong.error
+            assert wrong.token_ids != right
 
 
 def test_engines_may_name_an_image_differently(pair: Pair) -> None:
