@@ -66,12 +66,14 @@ def test_a_read_wakes_the_agents_thread_once_and_the_actors_a_few_times(
 ) -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
+            wake_ups = WakeUps(d, monkeypatch)
             d.wait_for("first", lease_of("remote-first"), p.address)
             await pull_all(d, p, ["first"], at_once=False)  # they meet
             await until(lambda: d.counts().reads == 0)
-            wake_ups = WakeUps(d, monkeypatch)
+            assert wake_ups["actors"] > 0  # they are counted; of those at once one wake-up may do for all
+            wake_ups.clear()
             await pull_all(d, p, [f"r{number}" for number in range(REQUESTS)], at_once=at_once)
             assert wake_ups["agent"] == REQUESTS
-            assert 0 < wake_ups["actors"] <= WAKE_UPS_PER_READ * REQUESTS
+            assert wake_ups["actors"] <= WAKE_UPS_PER_READ * REQUESTS
 
     run(test)
