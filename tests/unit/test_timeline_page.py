@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from connector.observe.history import Story, histories, stories
 from connector.observe.timeline.export import MACHINES, Complaint, Fault, SimulatedRun, export_html
 from tests.unit.browser import NAMES, Browser, find_browser
-from tests.unit.timeline_load import trace
+from tests.unit.timeline_load import LEASE_SECONDS, MARGIN_SECONDS, trace
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)} is on the path")
@@ -188,6 +189,47 @@ def test_a_click_shows_the_path_of_a_request_through_its_states(page: Browser, s
     assert page.evaluate(visited) == ["computing", "held", "done"]
     page.click_on("#close")
     assert chosen(page) is None
+
+
+def test_lanes_of_p_lie_above_those_of_d_by_engine_and_rank(page: Browser, tmp_path: Path) -> None:
+    records = [msgspec.structs.replace(each, rank=rank) for each in trace(SMALL) for rank in (1, 0)]
+    page.open(written(stories(histories(records)), tmp_path))
+    drawn = page.evaluate("lanes.lanes.map((lane) => [lane.side, lane.engine, lane.rank])")
+    assert drawn == [
+        [side, f"{role}-{name}", rank]
+        for side, role in (("P", "prefill"), ("D", "decode"))
+        for name in ("a", "b")
+        for rank in (0, 1)
+    ]
+    heights = page.evaluate("lanes.lanes.map((lane) => [lane.top, lane.top + lane.tall])")
+    assert all(0 < bottom <= top for (_, bottom), (top, _) in pairwise(heights))
+
+
+def test_the_lease_drains_and_what_d_relies_on_is_less_by_the_margin(page: Browser, small: str) -> None:
+    """Each says how much of the lease is left: P's bar is full when it is granted and when it is renewed."""
+    page.open(small)
+    page.evaluate("app.choose(doc.stories.find((s) => doc.outcomes[s.outcome] === 'done' && !s.retries), true)")
+    lent, relied_on = (
+        page.evaluate(
+            f"(() => {{ const bar = app.selected.{bars}[0];"
+            " return drainPoints(bar, fullDrain(app.selected.leases[0]), bar.start, bar.end); })()"
+        )
+        for bars in ("leases", "holds")
+    )
+    lease_us = 1e6 * LEASE_SECONDS
+    lent = lent[:4]  # from the grant to the first hold, and from there on
+    assert [level for _, level in lent[::2]] == [1, 1]
+    for (begun, before), (ended, after) in (*zip(lent[::2], lent[1::2], strict=True), relied_on[:2]):
+        assert ended > begun
+        assert before - after == pytest.approx((ended - begun) / lease_us)
+    assert relied_on[0][1] == pytest.approx(1 - MARGIN_SECONDS / LEASE_SECONDS)
+    # Both are drawn, one within the other.
+    tops = page.evaluate(
+        "['drain', 'proof'].map((name) => document.querySelector('.sides path.' + name).getBBox().y)"
+        ".concat(document.querySelector('.sides path.drain').getBBox().height)"
+    )
+    assert tops[1] - tops[0] == pytest.approx(tops[2] * MARGIN_SECONDS / LEASE_SECONDS, abs=0.02)
+    assert "margin" in page.evaluate("panel.innerText")
 
 
 def test_a_retry_and_a_failure_are_told_with_their_reason(page: Browser, tmp_path: Path) -> None:
