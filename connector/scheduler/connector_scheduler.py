@@ -565,8 +565,10 @@ class ConnectorScheduler:
 
     def _loads(self, request: Request) -> bool:
         """D: whether anything of its prompt is loaded. A request that must not read cached KV (prompt logprobs) loads
-        nothing."""
-        return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache
+        nothing; nor does one that vLLM makes up, with a prompt of its own, to have the blocks of one released that it
+        has refused."""
+        is_made_up: bool = request.abort_immediately
+        return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache and not is_made_up
 
     def _tokens_to_load(self, request: Request) -> int:
         """Counted from the start of the request, prefix hits included."""

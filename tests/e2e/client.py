@@ -221,6 +221,17 @@ class PrefillDecode:
         self.prefill_client.close()
         self.decode_client.close()
 
+    def decode_from_another(self, asked: Prompt, other: Prompt, max_tokens: int = ANSWER_TOKENS) -> Answer:
+        """D's answer to `asked` with the KV of `other`: a router takes one for the other, and the digest that shows it
+        too. Both leases end."""
+        of_other, own = self.prefill(other).kv_transfer_params, self.prefill(asked).kv_transfer_params
+        assert of_other is not None
+        assert own is not None
+        shown = {key: own[key] for key in ("prefix_digests",) if key in own}
+        answer = self.decode(asked, of_other | shown, max_tokens=max_tokens)
+        self.decode(asked, own, max_tokens=max_tokens)
+        return answer
+
     def prefill(self, prompt: Prompt, request_id: str | None = None) -> Answer:
         """Compute the prompt on P; `kv_transfer_params` of the answer says where the blocks are."""
         return self.prefill_client.complete(

@@ -83,11 +83,5 @@ def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(mixed: BuiltinAn
     for prefill, decode in ((mixed.builtin, mixed.ours), (mixed.ours, mixed.builtin)):
         with PrefillDecode(prefill, decode) as service:
             asked, other = prompt(200, f"asked {prefill.name}"), prompt(200, f"other {prefill.name}")
-
-            def decode_from_the_other(attempt: int) -> Answer:
-                params = service.prefill(other).kv_transfer_params  # noqa: B023
-                assert params is not None
-                return service.decode(asked, params)  # noqa: B023
-
-            wrong = first_that_is_ok(decode_from_the_other)
+            wrong = first_that_is_ok(lambda attempt: service.decode_from_another(asked, other))  # noqa: B023
             assert wrong.token_ids != service.alone(asked).token_ids

@@ -95,9 +95,7 @@ def test_answers_are_those_of_the_decode_engine_alone(service: PrefillDecode, di
 def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(service: PrefillDecode) -> None:
     """What the comparisons of answers rest on."""
     asked, other = prompt(140, "asked"), prompt(140, "other")
-    params = service.prefill(other).kv_transfer_params
-    assert params is not None
-    wrong = service.decode(asked, params, max_tokens=ANSWER_TOKENS)
+    wrong = service.decode_from_another(asked, other, ANSWER_TOKENS)
     assert wrong.ok, wrong.error
     assert wrong.token_ids != service.alone(asked, ANSWER_TOKENS).token_ids
 

@@ -217,9 +217,7 @@ def test_what_lies_behind_a_common_prefix(served: Served) -> None:
 def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(served: Served) -> None:
     """What all comparisons of answers rest on."""
     asked, other = served.text(200, "asked"), served.text(200, "other")
-    params = served.service.prefill(other).kv_transfer_params
-    assert params is not None
-    wrong = served.service.decode(asked, params)
+    wrong = served.service.decode_from_another(asked, other)
     assert wrong.ok, wrong.error
     assert wrong.token_ids != served.service.alone(asked).token_ids
 

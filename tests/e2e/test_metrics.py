@@ -131,7 +131,7 @@ def test_requests_that_fail_and_blocks_that_nobody_reads(cluster: OnePrefillTwoD
     assert not d.complete(once_prompt, request_id="metrics-twice", kv_transfer_params=once, **salted).ok
 
     nowhere = unread | {"remote_engine_id": "nobody", "remote_host": LOOPBACK, "remote_port": free_port()}
-    assert not d.complete(prompt(TOKENS, "nowhere"), kv_transfer_params=nowhere).ok
+    assert not d.complete(unread_prompt, kv_transfer_params=nowhere).ok
     assert not d.complete(prompt(TOKENS, "bad"), kv_transfer_params=once | {"remote_port": "no port"}).ok
     assert d.complete("lost", max_tokens=1).ok
     assert d.complete("asks nothing", max_tokens=1, kv_transfer_params={"do_remote_prefill": False}).ok

@@ -140,9 +140,9 @@ def test_genuine_parameters_are_of_use_once(guarded: Guarded) -> None:
     params = guarded.service.prefill(text, "replayed-p").kv_transfer_params
     assert guarded.service.decode(text, params, "replayed-1").ok
     guarded.traces.ended_request("replayed-1")
-    # With another prefix, which D has not cached.
-    other = prompt(TOKENS, "another prompt")
-    answer = guarded.service.decode(other, params, "replayed-2")
+    # With another salt, or D would have all of it cached.
+    ask = guarded.service.decode_client.complete
+    answer = ask(text, request_id="replayed-2", kv_transfer_params=params, cache_salt="replayed-2")
     assert answer.status == 500
     assert guarded.traces.last_record("replayed-2").reason in ("BlocksConsumed", "LeaseOver")
 

@@ -155,8 +155,9 @@ class HybridEngine:
         *,
         max_tokens: int = 1,
         prompt_logprobs: int | None = None,
+        abort_immediately: bool = False,
     ) -> Request:
-        """A request arrives. `params` as the client sends them."""
+        """A request arrives. `params` as the client sends them; `abort_immediately` if vLLM has refused the request."""
         request = Request(
             request_id=name,
             prompt_token_ids=list(tokens),
@@ -168,6 +169,7 @@ class HybridEngine:
             ),
             pooling_params=None,
             block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+            abort_immediately=abort_immediately,
         )
         self.scheduler.add_request(request)
         return request

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import RejectPull, StartPull
 from connector.scheduler.prefix_digest import prompt_digests
@@ -101,6 +101,15 @@ def test_a_request_that_loads_nothing_is_not_compared() -> None:
     other = list(reversed(PROMPT))
     decode = engine("d")
     assert asked(decode, other, lent(), prompt_logprobs=1) == decode.pull_of("r")
+    assert not decode.pull_of("r").awaited
+
+
+def test_what_vllm_has_refused_is_released() -> None:
+    """An answer of an error has been given already; vLLM makes a request up that ends before it has begun."""
+    decode = engine("d")
+    decode.submit("r", [0], lent(), abort_immediately=True)
+    decode.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    decode.step()
     assert not decode.pull_of("r").awaited
 
 
