@@ -17,6 +17,8 @@ from types import TracebackType
 import msgspec
 import trio
 
+from tests.rig.network import free_port
+
 LOOPBACK = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
 HELD_BACK_POLL_SECONDS = 0.02
@@ -41,7 +43,8 @@ class Proxy:
         self._names_control = names_control
         self._scopes: set[trio.CancelScope] = set()
         self._listening: tuple[trio.SocketListener, trio.CancelScope] | None = None
-        self._port = 0
+        # One that no outgoing connection takes while nothing listens there.
+        self._port = free_port()
         self._behind: dict[int, Proxy] = {}
         self.delay_seconds = 0.0
         self.holds_back = False
@@ -82,7 +85,6 @@ class Proxy:
         """Listen, unless it does."""
         if self._listening is None:
             (listener,) = await trio.open_tcp_listeners(self._port, host=LOOPBACK)
-            self._port = listener.socket.getsockname()[1]
             await self._thread.nursery.start(self._serve, listener)
 
     async def _serve(
