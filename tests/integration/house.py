@@ -18,7 +18,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from tests.integration.traces import Traces
-from tests.rig import OURS, EngineOptions, EngineRig, RequestOutcome, RequestSpec, expected_output, free_port
+from tests.rig import OURS, EngineOptions, EngineRig, RequestOutcome, RequestSpec, expected_output, free_port, prompt
 
 LAYERS = 4
 BLOCKS = 64
@@ -119,6 +119,23 @@ class House:
         """No request is open anywhere and every block is free."""
         for engine in (self.prefill, *self.decode_engines):
             engine.wait_until_whole(20)
+
+
+def check_pair(prefill: EngineRig, decode: EngineRig, name: str, *, shared_tokens: int, freed_seconds: float) -> None:
+    """Several requests at once, several lengths, a common prefix that the next one finds in D's prefix cache; every
+    byte right, and the blocks given back within `freed_seconds`."""
+    shared = prompt(f"{name}-shared", shared_tokens)
+    prompts = {f"{name}-{length}": prompt(f"{name}-{length}", length, shared) for length in (7, 64, 100, 150, 300)}
+    params = prefill.prefill_all(prompts)
+    decode.submit(*(RequestSpec(each, tokens, 3, params[each]) for each, tokens in prompts.items()))
+    for outcome in decode.wait_all(list(prompts)):
+        check_loaded(outcome, prompts[outcome.request_id], 3)
+    again = prompt(f"{name}-again", 200, shared)
+    outcome = decode.decode(f"{name}-again", again, prefill.prefill(f"{name}-again", again), 70)
+    check_loaded(outcome, again, 70)
+    assert outcome.local_cached_tokens == shared_tokens
+    for engine in (prefill, decode):
+        engine.wait_until_whole(freed_seconds)
 
 
 def check_loaded(outcome: RequestOutcome, tokens: list[int], max_tokens: int = 1) -> None:

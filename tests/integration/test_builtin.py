@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.house import BLOCK_TOKENS, LAYERS, SHAPE, House, check_loaded
+from tests.integration.house import BLOCK_TOKENS, LAYERS, SHAPE, House, check_loaded, check_pair
 from tests.rig import BUILTIN, EngineRig, RequestSpec, engine_pair, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,32 +36,19 @@ def builtin(shared_house: House) -> Iterator[Pair]:
         yield pair
 
 
-def check_mixed_pair(prefill: EngineRig, decode: EngineRig, name: str) -> None:
-    """Several requests at once, several lengths, a common prefix; every byte right, and the blocks given back."""
-    shared = prompt(f"{name}-shared", 2 * BLOCK_TOKENS)
-    lengths = (7, 64, 100, 300)
-    prompts = {f"{name}-{length}": prompt(f"{name}-{length}", length, shared) for length in lengths}
-    params = prefill.prefill_all(prompts)
-    decode.submit(*(RequestSpec(each, tokens, 3, params[each]) for each, tokens in prompts.items()))
-    for outcome in decode.wait_all(list(prompts)):
-        check_loaded(outcome, prompts[outcome.request_id], 3)
-    again = prompt(f"{name}-again", 120, shared)
-    outcome = decode.decode(f"{name}-again", again, prefill.prefill(f"{name}-again", again), 2)
-    check_loaded(outcome, again, 2)
-    assert outcome.local_cached_tokens == 2 * BLOCK_TOKENS
-    prefill.wait_until_whole(_FREED_SECONDS)
-    decode.wait_until_whole(_FREED_SECONDS)
-
-
 def test_our_decode_engine_reads_from_a_builtin_prefill_engine(house: House, builtin: Pair) -> None:
     """Wire formats, one way: handshake, notifications, and what a lease is worth without a grant."""
-    check_mixed_pair(builtin[0], house.decode, "builtin-to-ours")
+    check_pair(
+        builtin[0], house.decode, "builtin-to-ours", shared_tokens=2 * BLOCK_TOKENS, freed_seconds=_FREED_SECONDS
+    )
 
 
 def test_a_builtin_decode_engine_reads_from_our_prefill_engine(house: House, builtin: Pair) -> None:
     """Wire formats, the other way; our leases end because they were released."""
-    check_mixed_pair(house.prefill, builtin[1], "ours-to-builtin")
-    for length in (7, 64, 100, 300):
+    check_pair(
+        house.prefill, builtin[1], "ours-to-builtin", shared_tokens=2 * BLOCK_TOKENS, freed_seconds=_FREED_SECONDS
+    )
+    for length in (7, 64, 100, 150, 300):
         house.traces.expect_plain_lease(f"ours-to-builtin-{length}")
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.house import check_loaded, check_not_loaded
-from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, RequestSpec, free_port, prompt
+from tests.integration.house import check_not_loaded, check_pair
+from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, free_port, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,19 +59,7 @@ PREFILL = ("small blocks, tokens first", "equal blocks", "built-in, smaller bloc
 @pytest.mark.parametrize("kind", PREFILL)
 def test_prompts_of_several_lengths(engines: Engines, kind: str) -> None:
     """Several at once, with a common prefix that the next one finds in D's prefix cache."""
-    prefill, decode = engines.prefill[kind], engines.decode
-    shared = prompt(f"{kind} shared", 2 * DECODE_BLOCK)
-    prompts = {f"{kind} {length}": prompt(f"{kind} {length}", length, shared) for length in (7, 64, 150, 300)}
-    params = prefill.prefill_all(prompts)
-    decode.submit(*(RequestSpec(name, tokens, 3, params[name]) for name, tokens in prompts.items()))
-    for outcome in decode.wait_all(list(prompts)):
-        check_loaded(outcome, prompts[outcome.request_id], 3)
-    again = prompt(f"{kind} again", 200, shared)
-    outcome = decode.decode(f"{kind} again", again, prefill.prefill(f"{kind} again", again), 70)
-    check_loaded(outcome, again, 70)
-    assert outcome.local_cached_tokens == 2 * DECODE_BLOCK
-    for engine in (prefill, decode):
-        engine.wait_until_whole(20)
+    check_pair(engines.prefill[kind], engines.decode, kind, shared_tokens=2 * DECODE_BLOCK, freed_seconds=20)
 
 
 def test_without_the_option_nothing_is_read(engines: Engines) -> None:
