@@ -252,7 +252,9 @@ class ZmqRequester:
             dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # how long to wait for a greeting is our own business
             monitor = self._monitor = self._channel.monitor(dealer)
             dealer.connect(_endpoint(address, self._port))
-            dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
+            # The server may have ended the connection before anything could be sent. The monitor tells why.
+            with contextlib.suppress(zmq.Again):
+                dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError) as error:
             raise SideChannelError(self._host, self._port, str(error)) from error
         has_looked = False

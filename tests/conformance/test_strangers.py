@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -19,7 +20,7 @@ from connector.ports import curve_keys, zmq_bridge
 from connector.ports.curve_keys import CurveKeys, KeyDirectoryError, make_pair
 from connector.ports.gate import Access, Gate
 from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
-from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge import NO_KEY_HERE, NOT_LET_IN, ZmqSideChannel
 from tests.conformance.side_channel_suite import AT_ONCE_SECONDS, HOST, serve, until
 from tests.rig.key_files import Fleet
 
@@ -360,6 +361,35 @@ def test_no_engine_without_keys_is_asked_unless_that_is_allowed(fleet: Fleet) ->
 
 
 # --- strangers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unknown key", "no key"])
+def test_a_stranger_is_refused_before_it_has_said_anything(
+    fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where its thread goes on when libzmq has begun and ended the connection: there is nowhere
+    to send to."""
+    unknown = fleet.member("unknown")
+    fleet.accept(serving_member := fleet.member("serving"), by=unknown)
+    send = zmq.Socket.send_multipart
+
+    def send_unless_asking(sender: zmq.Socket[bytes], *arguments: Any, **options: Any) -> Any:
+        if sender.type == zmq.DEALER:
+            raise zmq.Again
+        return send(sender, *arguments, **options)
+
+    async def main() -> None:
+        made = unknown.channel() if kind == "unknown key" else ZmqSideChannel()
+        with closing(serving_member.channel()) as serving, closing(made) as stranger:
+            served = Served(serving)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                monkeypatch.setattr(zmq.Socket, "send_multipart", send_unless_asking)
+                assert await refusal(stranger, served.port) == (NO_KEY_HERE if kind == "no key" else NOT_LET_IN)
+                nursery.cancel_scope.cancel()
+            assert served.heard == []
+
+    run(main)
 
 
 @pytest.mark.parametrize("kind", ["unknown key", "no key"])
