@@ -90,7 +90,8 @@ class Terminal:
         self.text = ""
         self._ours, theirs = os.openpty()
         environment = os.environ | {"COLUMNS": "300", "LINES": "50", "TERM": "xterm"}
-        command = [sys.executable, "-m", "connector", *arguments]
+        # What runs in the background may have been told to ignore Ctrl-C, and hands that on.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "connector", *arguments]
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         self._reader = threading.Thread(target=self._read)
