@@ -37,9 +37,13 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class MachineState(enum.Enum):
     """Base of the enums of states. Members are hashed by identity, in C: every step looks two of them up, and the hash
-    of `enum.Enum` is a Python function that costs a third of the step."""
+    of `enum.Enum` is a Python function that costs a third of the step. `text` is the value, without the property that
+    `value` is."""
 
     __hash__ = object.__hash__
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 class Value(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 from statemachine.kernel import Event
 
 
-class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One transition.
 
     Attributes:

@@ -88,19 +88,18 @@ class FlightRecorder:
         return self._steps[0][0] if self._steps else None
 
 
-def render(
-    fields: tuple[Any, ...], *, number: int, wall: float, engine_id: str, rank: int, role: str
-) -> TransitionRecord:
+def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, rank: int, role: str) -> TransitionRecord:
     """`fields`: of a `Step`; `wall`: the time of day of the step."""
     at_ns, before, event, after, peer_id, amounts, entered_ns = fields
+    kind: type[Any] = type(after)
     failure: Failure | None = getattr(after, "failure", None)
     name, remote_request_id, lease_number = names(after)
     blocks, length_bytes, descriptors = amounts
     kept_until_ns: int | None = None
-    if isinstance(after, lease.Lease):
+    if kind is lease.Lease:
         blocks = after.blocks or None  # not known before the grant
         kept_until_ns = after.deadline_ns or None
-    elif isinstance(after, hold.Hold):
+    elif kind is hold.Hold:
         kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
     age_ns: int | None = getattr(after, "age_ns", None) if before is None else None
     return TransitionRecord(
@@ -110,11 +109,11 @@ def render(
         engine_id=engine_id,
         rank=rank,
         role=role,
-        machine=_MACHINES[type(after)],
+        machine=_MACHINES[kind],
         subject=name,
-        from_state=before.state.value if before is not None else None,
+        from_state=before.state.text if before is not None else None,
         event=type(event).__name__ if event is not None else "Created",
-        to_state=after.state.value,
+        to_state=after.state.text,
         reason=failure.kind if failure is not None else getattr(after, "why", None),
         detail=str(failure) if failure is not None else None,
         peer=peer_id,

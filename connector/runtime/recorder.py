@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from connector.clock import Clock
+from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.flight_recorder import (
     BAD_ENDS,
     NO_AMOUNTS,
@@ -101,7 +101,7 @@ class Recorder:
         notes = self._notes
         if not notes:
             return
-        keep, write = self.flight.keep, self._write if self._sink is not None else None
+        keep, sink, started = self.flight.keep, self._sink, self._started() if self._sink is not None else 0.0
         taken: list[tuple[Any, ...]] = []
         while notes:
             (peer_id, amounts, log, entered_ns), at_ns, steps = notes.popleft()
@@ -126,8 +126,9 @@ class Recorder:
                 elif state in BAD_ENDS:
                     self.flight.keep_bad_end(step)
                 try:
-                    if write is not None:
-                        write(step)
+                    if sink is not None:
+                        sink.write(self._record(step, self._seq, started))
+                        self._seq += 1
                     if log is not None and not is_same and machine in _LOGGED:
                         log(machine, subject, before, event, after)
                 except Exception as error:
@@ -140,17 +141,11 @@ class Recorder:
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step as a record. Its time of day is what it would be if the clock had not been set since."""
-        passed_ns = self.clock.now_ns() - fields[0]
-        return render(
-            fields,
-            number=number,
-            wall=self.clock.wall() - passed_ns / 1e9,
-            engine_id=self.engine_id,
-            rank=self.rank,
-            role=self.role,
-        )
+        return self._record(fields, number, self._started())
 
-    def _write(self, fields: tuple[Any, ...]) -> None:
-        assert self._sink is not None
-        self._sink.write(self.render(fields, self._seq))
-        self._seq += 1
+    def _started(self) -> float:
+        """The time of day at which the clock that steps are dated by was 0."""
+        return self.clock.wall() - self.clock.now_ns() / NS_PER_SECOND
+
+    def _record(self, fields: tuple[Any, ...], number: int, started: float) -> TransitionRecord:
+        return render(fields, number, started + fields[0] / NS_PER_SECOND, self.engine_id, self.rank, self.role)
