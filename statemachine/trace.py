@@ -15,8 +15,8 @@ import msgspec
 from statemachine.kernel import Event
 
 
-class TransitionRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One transition.
+class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
+    """One transition. Where many are made, by position: by name costs several times as much.
 
     Attributes:
         seq: number of the record in its process, from 0, without gaps.
