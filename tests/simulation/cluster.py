@@ -515,7 +515,7 @@ class Cluster:
                 await trio.sleep(0.01)
         if not stopping.has_ended:
             self._oracles.complain("leaks", f"{engine.name} did not stop")
-        await trio.sleep(2 * RANK_LAG_SECONDS_MAX)  # what was said last may still be on its way to a rank
+        await trio.sleep(2 * RANK_LAG_SECONDS_MAX)  # what was said before may still be on its way to a rank
         if stopping.has_died() or stopping.has_lost_a_rank:
             return
         self._oracles.check_all_reported(engine.name)
