@@ -33,6 +33,8 @@ Address = tuple[str, int]
 CONNECTIONS = 10_000
 FLOODERS = 4
 """Connections of one flood."""
+FEW = 64
+"""Connections of an attack that says something over each of them."""
 PIECES = 64
 """Messages that are handed to the kernel together."""
 
@@ -248,8 +250,8 @@ class Kind:
     what: str = field(default="")
     is_spread: bool = False
     """Each connection comes from another address."""
-    is_crowd: bool = False
-    """It only has many connections, and has begun when it has tried all of them."""
+    crowd: int = 0
+    """So many connections are all that it is, and it has begun when it has tried them; 0: it is not a crowd."""
 
 
 def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
@@ -257,18 +259,23 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
     dripped = GREETING[10:]
     once_asked = message(encode_handshake(0, 0))
     return {
-        "idle connections": Kind(HANDSHAKE, lambda a, c: idle(a, connections, HELLO), "greeted, silent", is_crowd=True),
+        "idle connections": Kind(
+            HANDSHAKE, lambda a, c: idle(a, connections, HELLO), "greeted, silent", crowd=connections
+        ),
         "idle connections, control": Kind(
-            CONTROL, lambda a, c: idle(a, connections, HELLO), "greeted, silent", is_crowd=True
+            CONTROL, lambda a, c: idle(a, connections, HELLO), "greeted, silent", crowd=connections
         ),
         "half a greeting": Kind(
-            HANDSHAKE, lambda a, c: dribble(a, connections, GREETING[:10], dripped), "a byte each second", is_crowd=True
+            HANDSHAKE,
+            lambda a, c: dribble(a, connections, GREETING[:10], dripped),
+            "a byte each second",
+            crowd=connections,
         ),
         "half a message": Kind(
             CONTROL,
             lambda a, c: dribble(a, connections, b"", HELLO + frame(b"x" * 200)),
             "a byte each second, from the first byte on",
-            is_crowd=True,
+            crowd=connections,
         ),
         "come and go": Kind(HANDSHAKE, lambda a, c: come_and_go(a), "connect, ask, leave"),
         "handshakes": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: once_asked), "requests"),
@@ -293,8 +300,9 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
         ),
         "bytes that are not ZMTP": Kind(
             HANDSHAKE,
-            lambda a, c: keep(a, 64, lambda: a.connect(c.randbytes(4096), hello=False)),
+            lambda a, c: keep(a, FEW, lambda: a.connect(c.randbytes(4096), hello=False)),
             "4 KiB, over and over",
+            crowd=FEW,
         ),
     }
 

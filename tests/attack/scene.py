@@ -20,8 +20,10 @@ HOST = "127.0.0.1"
 STRANGER = "127.0.0.{}"
 """Each attack comes from an address of its own: who attacked before may be shut out."""
 PROMPT_TOKENS = 96
-CROWD_SECONDS = 60.0
-"""In which a crowd has to come together; attackers have the lowest priority."""
+BEGUN = 100
+"""Connections or messages that an attack has tried when it is under way, if it is no crowd."""
+BEGIN_SECONDS = 60.0
+"""In which an attack has to be under way; attackers have the lowest priority."""
 SETTLED_SECONDS = 15.0
 """In which memory comes back after an attack."""
 
@@ -125,10 +127,11 @@ class Scene:
         self._attacks += 1
         address = source or STRANGER.format(1 + self._attacks)
         with Attacker(name, self.target(name), address, connections) as attacker:
-            deadline = time.monotonic() + CROWD_SECONDS
-            while kinds()[name].is_crowd and time.monotonic() < deadline:
+            crowd, deadline = kinds(connections)[name].crowd, time.monotonic() + BEGIN_SECONDS
+            while time.monotonic() < deadline:
                 tally = attacker.tally()
-                if tally.connections + tally.refused >= connections:
+                tried = tally.connections + tally.refused
+                if tried >= crowd if crowd else max(tried, tally.messages) > BEGUN:
                     break
                 time.sleep(0.2)
             time.sleep(warm_up)
