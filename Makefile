@@ -95,6 +95,9 @@ mutants: setup
 
 # With the Python that has torch for the device: make test-gpu PYTHON=...
 test-gpu:
+	@$(PYTHON) -c "import torch, pytest, pytest_timeout" || { \
+		echo "say which Python has torch for the device, NIXL, pytest and pytest-timeout: make test-gpu PYTHON=..." >&2; \
+		exit 1; }
 	$(PYTHON) -m pytest -s tests/gpu --device cuda
 
 prometheus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,14 +16,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the KV of tests/gpu lies: cuda, cuda:1, or cpu")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A device that was asked for and is not there is no reason to pass."""
+    name = config.getoption("--device", default="cpu")
+    if torch.device(name).type != "cpu" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device {name}: torch {torch.__version__} of {sys.executable} sees no such device")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    device = torch.device(request.config.getoption("--device"))
-    if device.type == "cpu":
-        return device
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device: torch {torch.__version__} sees none")
-    return torch.device(device.type, device.index or 0)
+    device = torch.device(request.config.getoption("--device", default="cpu"))
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 @pytest.fixture(scope="session")
