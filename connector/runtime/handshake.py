@@ -1,10 +1,14 @@
 """One handshake with one remote engine, as a transaction.
 
 A rank deals with those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the side
-channel about all of them, plans the reads, loads the agents, prepares the descriptors, and opens a link to each rank's
-control socket, over which an empty hold has to be answered. Everything is validated before anything is loaded; whatever
+channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold has to
+be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded; whatever
 was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to
 all of these ranks, or without a trace.
+
+The links come first because each shows that the process of its rank lives. The side channel does not: it is answered
+by the scheduler's process, which ends after its workers. The agent of a process that has ended must not be loaded, for
+UCX keeps a socket of each attempt (docs/nixl.md fact 30).
 
 Sizes are facts of the engine. Rank (0, 0), which every engine has, is asked first: an engine with this connector says
 there how many ranks it has, and a request that says otherwise is refused. Of a built-in engine only the client says it;
@@ -336,6 +340,7 @@ async def _load(
         links[rank] = await _open_link(context, peer, facts[rank], consumers[rank])
 
     try:
+        await _for_each(open_link, list(facts))
         for rank, reply in zip(ranks, replies, strict=True):
             agent = await reads.load_agent(reply.metadata.agent_metadata, owner)
             if agent is None:
@@ -344,7 +349,6 @@ async def _load(
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
-        await _for_each(open_link, list(facts))
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
         _close(context, links.values())

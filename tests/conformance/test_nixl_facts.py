@@ -379,6 +379,17 @@ def test_fact_11_each_removal_of_a_live_agent_leaks_a_descriptor(over_copies: Pa
     assert len(os.listdir("/proc/self/fd")) == before + 8
 
 
+def test_fact_30_each_loading_of_a_dead_agent_over_tcp_leaks_a_socket(over_tcp: Pair) -> None:
+    over_tcp.agent.remove_remote_agent(over_tcp.name)
+    over_tcp.source.kill()
+    refused, before = 0, len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        with pytest.raises(nixl.nixlBind.nixlBackendError):
+            over_tcp.agent.add_remote_agent(over_tcp.source.metadata)
+        refused += 1
+    assert len(os.listdir("/proc/self/fd")) == before + refused
+
+
 def test_fact_12_deregistering_protects_nothing(over_copies: Pair) -> None:
     over_copies.read(ids(0))
     over_copies.source.ask("deregister")
