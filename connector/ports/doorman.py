@@ -49,6 +49,9 @@ GONE = 0
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=hi")
 
+_RESET = struct.pack("ii", 1, 0)
+"""Do linger, for no second: `SO_LINGER` of Linux."""
+
 
 def connections_max() -> int:
     """That one listener of this process has at a time."""
@@ -224,6 +227,8 @@ class Doorman:
         try:
             port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
             if duplicate.getsockname()[1] == port and duplicate.getpeername()[0] == connection.address:
+                # So that libzmq's close resets it: a sender that goes on would be left to the kernel for a minute.
+                duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 duplicate.shutdown(socket.SHUT_RDWR)
         except (OSError, IndexError, TypeError):  # it has ended, or is something else by now
             pass
