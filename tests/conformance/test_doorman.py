@@ -6,6 +6,7 @@ The rules are tested by tests/unit/test_admission.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -79,6 +80,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def resident_bytes() -> int:
+    """Without what the C library keeps for the next allocations: up to one of its heaps, 64 MB, for each thread that
+    allocates. How much of it that is depends on the order of allocations, and so on the machine."""
+    with contextlib.suppress(AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -103,7 +108,7 @@ def test_a_message_without_end_is_ended_and_its_memory_given_back() -> None:
             assert sent < 4096 * MB
             assert listening.cut_off == [(STRANGER, admission.ENDLESS)]
             await listening.ask()
-            while resident_bytes() - before > 64 * MB:
+            while resident_bytes() - before > 16 * MB:
                 await trio.sleep(0.01)
             assert listening.served == 2
 

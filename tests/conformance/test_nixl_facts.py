@@ -9,6 +9,7 @@ UCX picks a copy between processes, which is over when `transfer` returns.
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -326,7 +327,17 @@ def test_facts_7_and_8_one_bad_read_breaks_the_connection_until_the_agent_is_rem
     assert (pair.memory[1] == 2).all()
 
 
-def test_fact_29_over_tcp_a_reader_that_is_killed_takes_its_source_along() -> None:
+@pytest.mark.timeout(300)
+def test_fact_29_over_tcp_a_reader_that_is_killed_may_take_its_source_along() -> None:
+    """Whether it does depends on how far the source has come when it hears of the reader's end."""
+    ends: list[int | None] = []
+    while len(ends) < 10 and not {-signal.SIGABRT, -signal.SIGSEGV} & set(ends):
+        ends.append(end_of_a_source_whose_reader_is_killed(seconds=5.0))
+    assert ends[-1] in (-signal.SIGABRT, -signal.SIGSEGV), ends
+
+
+def end_of_a_source_whose_reader_is_killed(seconds: float) -> int | None:
+    """Its exit status; None: it goes on."""
     environment = {**os.environ, "UCX_TLS": "tcp,self"}
     source = Source(environment)
     reader = subprocess.Popen(
@@ -350,8 +361,9 @@ def test_fact_29_over_tcp_a_reader_that_is_killed_takes_its_source_along() -> No
         reader.kill()
         reader.wait()
         source.resume()
-        until(lambda: source.process.poll() is not None)
-        assert source.process.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            source.process.wait(seconds)
+        return source.process.returncode
     finally:
         for process in (reader, source.process):
             process.kill()

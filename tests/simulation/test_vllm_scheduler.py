@@ -6,6 +6,7 @@ Plans that once found a bug are in vllm/regressions/ and run as well.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -300,7 +301,12 @@ def go_on_lending_when_a_worker_has_stopped(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_the_second_rank_quarantined(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerReport, "aggregate", lambda self, other: self)
+    aggregate = WorkerReport.aggregate
+
+    def of_one_rank(self: WorkerReport, other: WorkerReport) -> WorkerReport:
+        return dataclasses.replace(aggregate(self, other), quarantined=self.quarantined)
+
+    patch.setattr(WorkerReport, "aggregate", of_one_rank)
 
 
 STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
