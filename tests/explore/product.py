@@ -30,6 +30,9 @@ ENGINE_LIMITS = EngineLimits(
     incompatible_ns=48,
     retries=1,
 )
+LEAVING_GRACE_NS = 150
+"""How long P lends for, when it is to end; more than a lease lasts, as `drain_grace_seconds` has to be."""
+
 LENDING_LIMITS = LendingLimits(lease_ns=120, heartbeat_ns=120, total_ns=240)
 
 
@@ -49,6 +52,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         deviations: how many in one execution.
         is_builtin: P has the built-in connector: it is notified, never asked, and its leases are assumed.
         restarts: P may crash, and a new life with the same engine id is there at once.
+        leaves: P may be told to leave, and ends then.
         dies: decode engines may crash for good.
         supervised: the executor may crash, and the supervisor may give the engine up.
         aborts: the client may abort, or be served by the prefix cache before it is scheduled.
@@ -62,6 +66,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     deviations: int = 1
     is_builtin: bool = False
     restarts: bool = False
+    leaves: bool = False
     dies: bool = False
     supervised: bool = False
     aborts: bool = True
@@ -90,6 +95,10 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),
     Product(name="two engines, one lease", requests=((0, 0), (1, 0)), deviations=2, restarts=True, dies=True),
+    Product(name="P leaves", requests=_TWO, deviations=2, leaves=True),
+    Product(name="P leaves, two requests, one lease", requests=((0, 0), (0, 0)), deviations=2, leaves=True),
+    Product(name="P leaves, two ranks of P", prefill_ranks=2, deviations=1, leaves=True, restarts=True),
+    Product(name="P leaves, two engines", requests=((0, 0), (1, 0)), deviations=1, leaves=True, dies=True),
     Product(name="built-in P", requests=_TWO, deviations=2, is_builtin=True, restarts=True),
     Product(name="built-in P, two ranks of D", decode_ranks=2, deviations=2, is_builtin=True),
 )

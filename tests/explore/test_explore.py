@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from statemachine import hold, lease, lending, peer, remote_engine, request
+from statemachine import departure, hold, lease, lending, peer, remote_engine, request
 from statemachine.failures import AbortedByClient
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Handler, Machine, Pair, to
 from statemachine.lending import Lending
@@ -28,6 +28,7 @@ SHARED = Product(name="two requests, one lease", requests=((0, 0), (0, 0)), rest
 SIBLINGS = Product(name="two engines, one lease", requests=((0, 0), (1, 0)), restarts=True)
 TWO_OF_P = Product(name="two ranks of P", prefill_ranks=2)
 TWO_OF_D = Product(name="two ranks of D", decode_ranks=2)
+LEAVING = Product(name="P leaves", deviations=2, leaves=True)
 BUILTIN = Product(name="built-in P", is_builtin=True, deviations=2)
 
 # As little as is needed to find what takes many deviations.
@@ -475,7 +476,50 @@ def deviations(product: Product, number: int) -> Product:
     return msgspec.structs.replace(product, deviations=number)
 
 
+def leave_at_once(patch: Patch) -> None:
+    """P is told to end, and gives up what it lends in the same moment."""
+    leave = Lending._leave
+
+    def hastily(self: Lending, now_ns: int, grace_ns: int) -> None:
+        leave(self, now_ns, grace_ns)
+        for name in list(self._leases):
+            self._step(name, lease.DeadlinePassed(now_ns=self._leases[name].deadline_ns))
+
+    patch.attribute(Lending, "_leave", hastily)
+
+
+def promise_beyond_the_end(patch: Patch) -> None:
+    """P, which is to end, promises as if it stayed."""
+    patch.attribute(Lending, "_bounded", lambda self, deadline_ns: deadline_ns)
+
+
+def leaving_is_the_end(patch: Patch) -> None:
+    """D takes the word for the end: what could be read till then fails."""
+    say = departure.MACHINE.table[departure.State.STAYS, departure.Said].handler
+    patch.handler(
+        departure.MACHINE,
+        (departure.State.STAYS, departure.Said),
+        lambda value, event: (say(value, event)[0], (departure.LoseEverything(),)),
+    )
+
+
+def the_end_is_a_loss(patch: Patch) -> None:
+    """D has been told, and takes the end for a connection that may come back."""
+    for event in (departure.ConnectionEnded, departure.AttemptFailed):
+        patch.handler(departure.MACHINE, (departure.State.LEAVING, event), stay)
+
+
+def owe_to_who_has_left(patch: Patch) -> None:
+    """D has been told, fails what waits, and goes on saying its releases."""
+    patch.attribute(RemoteEngine, "_has_something_to_say", property(lambda self: bool(self._claims)))
+
+
 BROKEN = [
+    Broken(leave_at_once, LEAVING, "invariant 5"),
+    Broken(promise_beyond_the_end, LEAVING, "invariant 5"),
+    Broken(leaving_is_the_end, LEAVING, "invariant 9"),
+    Broken(the_end_is_a_loss, LEAVING, "invariant 10"),
+    Broken(owe_to_who_has_left, LEAVING, "invariant 10"),
     Broken(done_without_proof, ONE, "invariant 3"),
     Broken(proof_without_drift, LEAN_SLOW, "invariant 3"),
     Broken(proof_from_the_answer, LEAN, "invariant 3"),

@@ -6,7 +6,8 @@ and time. The cores are production's. Effects are executed as executors do, in a
 choice that the search makes both ways:
 
     the engines     a request is announced, started, settled, aborted; a grant reaches a rank of P; P crashes and its
-                    next life is there at once, under the same id; a decode engine crashes for good
+                    next life is there at once, under the same id; P leaves, and ends when nothing is lent any more or
+                    its grace period is over, with a next life or without one; a decode engine crashes for good
     the executors   a command, the end of a READ or a deadline is noticed late; the executor crashes
     NIXL            a READ completes, fails, fails and goes on writing, or never ends; a handshake succeeds or fails
     the links       a message arrives, is lost, is late, or comes twice; a link is reset
@@ -30,7 +31,10 @@ Checked in every step, with the numbers of the design's invariants:
     6  an agent is removed only when no READ from it is in flight
     7  no READ is posted on a connection that is not to be trusted
     9  a request fails only if something went wrong: until the bound of its lease it may wait in the queue (its lease
-       is over when all that wanted it by then have released it)
+       is over when all that wanted it by then have released it). That P leaves is not wrong: until its grace period is
+       over, whoever could be served is
+    10 when the connection to an engine has ended that had said that it leaves, nobody connects there before somebody
+       wants something new of it
 The rest is liveness: 4 every wait ends, and 8 nothing is left in any core.
 
 A built-in P says nothing, so there (3) is weaker. Foreign KV may be taken for one's own where time passed between the
@@ -47,6 +51,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from statemachine import lending, peer
 from statemachine.failures import (
     ActorCrashed,
+    ConnectionRefused,
     ConnectorStopped,
     Failure,
     HandshakeTimeout,
@@ -57,12 +62,15 @@ from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending
 from statemachine.remote_engine import (
+    DRIFT_DIVISOR,
     AbortAsked,
     Announced,
     Connected,
     ConnectFailed,
     Crashed,
+    EngineLimits,
     HoldAnswered,
+    LeavingSaid,
     LiftQuarantine,
     LinkLost,
     NotificationFailed,
@@ -83,7 +91,7 @@ from statemachine.remote_engine import (
     TearDown,
     TornDown,
 )
-from tests.explore.product import TICK_NS, Cores, Product
+from tests.explore.product import LEAVING_GRACE_NS, TICK_NS, Cores, Product
 from tests.explore.shelf import CoreBroken, Shelf
 
 T = TypeVar("T")
@@ -115,11 +123,22 @@ NO_COMMAND, ANNOUNCE, START, SETTLE, ABORT = range(5)
 COMMANDS = ("", "is announced", "starts", "is settled", "is aborted")
 UNREPORTED, REPORTED, QUARANTINED = range(3)
 
-HOLD, RELEASE, HELD, RELEASED, HEARTBEAT, NOTIFY = range(6)
-MESSAGES = ("Hold", "Release", "the answer to Hold", "the answer to Release", "the heartbeat", "the notification")
+HOLD, RELEASE, HELD, RELEASED, HEARTBEAT, NOTIFY, LEAVING = range(7)
+MESSAGES = (
+    "Hold",
+    "Release",
+    "the answer to Hold",
+    "the answer to Release",
+    "the heartbeat",
+    "the notification",
+    "Leaving",
+)
 TO_PEER = (HOLD, RELEASE, HEARTBEAT, NOTIFY)
 
 FREED_BY_CRASH = 2
+
+# P stays, is to end, is to end and takes its time, has ended and nobody has taken its place.
+STAYS, LEAVES, LINGERS, LEFT = range(4)
 
 RESTING = (peer.State.IDLE, peer.State.READY, peer.State.GONE)
 """In every other state a connection is on its way to one of these."""
@@ -127,6 +146,14 @@ RESTING = (peer.State.IDLE, peer.State.READY, peer.State.GONE)
 
 class Broken(Exception):
     """An invariant failed while a choice was executed; the search adds the scenario."""
+
+
+class ReplyTo(NamedTuple):
+    """Where P answers to: a rank of a decode engine, by its name, and which of its connections."""
+
+    engine: str
+    rank: int
+    connection: int
 
 
 class Connection(NamedTuple):
@@ -137,6 +164,7 @@ class Connection(NamedTuple):
         is_suspect: the core was told, or has found itself, that it is not to be trusted.
         links: one bit for each rank of P: its link is open.
         loss: whether the reset of a link is on its way to the core.
+        is_told: the core has heard over it that P leaves.
         tear_down: whether a TearDown is on its way.
         torn_ns: on D's clock since its agents were removed; -1: they are loaded.
     """
@@ -148,6 +176,7 @@ class Connection(NamedTuple):
     loss: int = NOTHING
     tear_down: int = NOTHING
     torn_ns: int = -1
+    is_told: bool = False
 
 
 class Read(NamedTuple):
@@ -204,7 +233,7 @@ class Lease(NamedTuple):
 
     Attributes:
         is_foreign: its blocks hold foreign KV by now.
-        is_old: time passed before D heard of it.
+        is_old: time passed before D heard of it, or P has ended when its grace period was over.
         age_ns: on P's clock since the prefill ended, as far as it matters.
     """
 
@@ -235,6 +264,10 @@ class World(NamedTuple):
         is_plain: nothing has deviated so far, except that requests were long in coming.
         life: which one of P this is.
         connects: how many connections each core has had; the last one has this number.
+        leaving: whether P stays.
+        leaving_ns: on P's clock since it was told to leave, up to its grace period.
+        bereaved: of each core of D, whether its connection has ended over which it had heard that P leaves, and nothing
+            new is wanted since.
     """
 
     budget: int
@@ -250,6 +283,9 @@ class World(NamedTuple):
     leases: tuple[Lease, ...]
     mail: tuple[Message, ...]
     parked: tuple[Message, ...]
+    bereaved: tuple[bool, ...]
+    leaving: int = STAYS
+    leaving_ns: int = 0
 
 
 class Choice(NamedTuple):
@@ -263,6 +299,7 @@ class Choice(NamedTuple):
 TURN_LOST = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
 TURN_REFUSED = TransferError(peer="p", operation="READ", error="refused", transport_lost=False)
 UNREACHABLE = HandshakeTimeout(peer="p", timeout_seconds=5)
+NOBODY_THERE = ConnectionRefused(peer="p")
 UNLIKE = Incompatible(peer="p", field="dtype", local="float16", remote="bfloat16")
 CRASH = ActorCrashed(actor="peer actor of p", error="KeyError()")
 STOPPED = ConnectorStopped(detail="shutdown")
@@ -288,6 +325,9 @@ class Rules:
         self.request_numbers = {name: number for number, name in enumerate(self.request_ids)}
         self.decode_cores = product.decode_engines * product.decode_ranks
         self._orders = self._symmetries()
+
+    def core_named(self, reply_to: ReplyTo) -> int:
+        return int(reply_to.engine.removeprefix("d")) * self.product.decode_ranks + reply_to.rank
 
     def engine_of(self, core: int) -> int:
         return core // self.product.decode_ranks
@@ -355,6 +395,7 @@ class Rules:
             leases=tuple(Lease(is_foreign=False, is_old=False, age_ns=0, ranks=ranks) for ranks in lent),
             mail=(),
             parked=(),
+            bereaved=(False,) * len(decode),
         )
 
     def _fresh_lending(self) -> Lending:
@@ -382,6 +423,8 @@ class Rules:
                 f"lease {lease} is held by rank {rank} of P" for rank, each in enumerate(lent.ranks) if not each.freed
             ]
         found += [f"{MESSAGES[message.kind]} is on its way" for message in (*world.mail, *world.parked)]
+        if world.leaving in (LEAVES, LINGERS):
+            found.append("P has not ended")
         for core, number in enumerate(world.cores):
             if number == DEAD:
                 continue
@@ -516,6 +559,9 @@ class Rules:
             move(lent, leases),
             tuple(readdress(message) for message in world.mail),
             tuple(sorted(readdress(message) for message in world.parked)),
+            move(world.bereaved, cores),
+            world.leaving,
+            world.leaving_ns,
         )
 
     # --- choices ----------------------------------------------------------------------------------------------------
@@ -651,13 +697,15 @@ class Rules:
     def _connection_choices(self, world: World, core: int) -> list[Choice]:
         found = []
         name = self.name(core)
-        if world.handshakes[core]:
+        if world.handshakes[core] and world.leaving == LEFT:
+            found.append(Choice(f"{name} is refused", 0, _of(Turn.be_refused, core)))
+        elif world.handshakes[core]:
             found.append(Choice(f"the handshake of {name} succeeds", 0, _of(Turn.connect, core)))
             found.append(Choice(f"the handshake of {name} fails", 1, _of(Turn.fail_to_connect, core)))
             if self.product.supervised:
                 found.append(Choice(f"{name} cannot exchange KV with P", 1, _of(Turn.find_incompatible, core)))
-            if world.handshakes[core] == EXPECTED:
-                found.append(Choice(f"the handshake of {name} is slow", 1, _of(Turn.delay_handshake, core)))
+        if world.handshakes[core] == EXPECTED:
+            found.append(Choice(f"the handshake of {name} is slow", 1, _of(Turn.delay_handshake, core)))
         for connection in world.connections[core]:
             number = connection.number
             if connection.tear_down == LATE:
@@ -708,7 +756,14 @@ class Rules:
                     found.append(Choice(said, 0, _of(Turn.grant, lease, rank)))
                     if each.grant == EXPECTED:
                         found.append(Choice(f"{said} late", 1, _of(Turn.delay_grant, lease, rank)))
-        if self.product.restarts and not all(lent.is_foreign for lent in world.leases):
+        if self.product.leaves and world.leaving == STAYS and world.life == 1:
+            found.append(Choice("P is told to leave", 1, Turn.leave))
+        if world.leaving in (LEAVES, LINGERS) and self.may_end(world):
+            found.append(Choice("P ends, as it had said", 0, Turn.end_peer))
+            found.append(Choice("P ends, as it had said, and another one takes its place", 0, Turn.replace_peer))
+            if world.leaving == LEAVES:
+                found.append(Choice("P takes its time to end", 1, Turn.linger))
+        if self.product.restarts and world.leaving != LEFT and not all(lent.is_foreign for lent in world.leases):
             found.append(Choice("P crashes and restarts with the same engine id", 1, Turn.crash_peer))
         if self.product.dies:
             found += [
@@ -718,11 +773,17 @@ class Rules:
             ]
         return found
 
+    def may_end(self, world: World) -> bool:
+        """Whether P, which leaves, has nothing to wait for any more."""
+        is_drained = all(each.freed and not each.grant for lent in world.leases for each in lent.ranks)
+        return is_drained or world.leaving_ns >= LEAVING_GRACE_NS
+
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _is_anything_expected(self, world: World) -> bool:
         return (
             EXPECTED in world.handshakes
+            or (world.leaving == LEAVES and self.may_end(world))
             or any(each.grant == EXPECTED for lent in world.leases for each in lent.ranks)
             or any(asked.stage in (ABROAD, QUEUED) and not asked.is_slow for asked in world.requests)
             or any(read.status == FLYING for asked in world.requests for part in asked.parts for read in part.reads)
@@ -746,6 +807,8 @@ class Rules:
                     for connection in world.connections[core]
                     if connection.torn_ns >= 0
                 ]
+        if world.leaving in (LEAVES, LINGERS) and world.leaving_ns < LEAVING_GRACE_NS:
+            found.append(-(-(LEAVING_GRACE_NS - world.leaving_ns) // TICK_NS))
         return min(found, default=None)
 
 
@@ -774,6 +837,9 @@ class Turn:
         self.leases = world.leases
         self.mail = world.mail
         self.parked = world.parked
+        self.leaving = world.leaving
+        self.leaving_ns = world.leaving_ns
+        self.bereaved = world.bereaved
 
     def world(self) -> World:
         return World(
@@ -790,6 +856,9 @@ class Turn:
             self.leases,
             self.mail,
             self.parked,
+            self.bereaved,
+            self.leaving,
+            self.leaving_ns,
         )
 
     # --- cores ------------------------------------------------------------------------------------------------------
@@ -813,6 +882,8 @@ class Turn:
             case StartHandshake():
                 if self.handshakes[core]:
                     raise Broken(f"{self._rules.name(core)} begins a handshake while one is in flight")
+                if self.bereaved[core]:
+                    raise Broken(f"invariant 10: {self._rules.name(core)} connects to P, which had said that it leaves")
                 self.handshakes = _put(self.handshakes, core, EXPECTED)
             case PostReads(request_id=request_id, connection=connection):
                 request, rank = self._part_of(core, request_id)
@@ -893,12 +964,25 @@ class Turn:
         lease, limits = self.leases[self._product.requests[request][1]], self._product.engine_limits
         is_builtin, total_ns = self._product.is_builtin, self._product.lending_limits.total_ns
         bound_ns = limits.lease_ns - limits.margin_ns if is_builtin else total_ns
-        if not (has_been_used or lease.is_old) and lease.age_ns < bound_ns:
+        # Nothing is promised beyond the grace period, and D trusts no promise to its last moment.
+        is_late = self.leaving != STAYS and self.leaving_ns + self._margin_ns(limits) >= LEAVING_GRACE_NS
+        if not (has_been_used or lease.is_old or is_late) and lease.age_ns < bound_ns:
             raise Broken(f"invariant 9: nothing has gone wrong, and request {request} fails: {failure}")
+
+    @staticmethod
+    def _margin_ns(limits: EngineLimits) -> int:
+        """How long before the end of a promise D may stop to trust it."""
+        return limits.lease_ns // DRIFT_DIVISOR + limits.margin_ns
 
     def _execute_on_peer(self, rank: int, effect: Effect) -> None:
         match effect:
-            case lending.AnswerHold(reply_to=(int(core), int(connection))):
+            case lending.TellLeaving(reply_to=ReplyTo(connection=connection) as reply_to):
+                core = self._rules.core_named(reply_to)
+                here = None if self.cores[core] == DEAD else self._connection(core, connection)
+                if here is not None and here.links >> rank & 1:
+                    self.mail = (*self.mail, Message(LEAVING, core, connection, rank, 0, ()))
+            case lending.AnswerHold(reply_to=ReplyTo(connection=connection) as reply_to):
+                core = self._rules.core_named(reply_to)
                 says = tuple(
                     sorted(
                         [(self._rules.lease_numbers[name], remaining_ns) for name, remaining_ns in effect.held]
@@ -909,7 +993,8 @@ class Turn:
                     if remaining_ns >= 0:
                         self._promise(lease, rank, core, remaining_ns)
                 self.mail = (*self.mail, Message(HELD, core, connection, rank, -effect.sent_ns, says))
-            case lending.AnswerRelease(reply_to=(int(core), int(connection)), leases=leases):
+            case lending.AnswerRelease(reply_to=ReplyTo(connection=connection) as reply_to, leases=leases):
+                core = self._rules.core_named(reply_to)
                 says = tuple(sorted((self._rules.lease_numbers[name], 0) for name in leases))
                 self.mail = (*self.mail, Message(RELEASED, core, connection, rank, 0, says))
             case lending.FreeBlocks(lease=name, expired=expired):
@@ -1020,11 +1105,13 @@ class Turn:
     def _deliver(self, message: Message) -> None:
         if message.kind not in TO_PEER:
             if self.cores[message.core] != DEAD:
+                if message.kind == LEAVING:
+                    self._set_connection(message.core, message.connection, is_told=True)
                 self.feed(message.core, self._answer(message))
             return
         names = tuple(self._rules.leases[lease] for lease, _ in message.leases)
         engine, rank = divmod(message.core, self._product.decode_ranks)
-        ranks, reply_to = self._product.decode_ranks, (message.core, message.connection)
+        ranks, reply_to = self._product.decode_ranks, ReplyTo(f"d{engine}", rank, message.connection)
         core = self._rules.decode_cores + message.rank
         match message.kind:
             case self_kind if self_kind == HOLD:
@@ -1037,6 +1124,7 @@ class Turn:
                         ranks=ranks,
                         sent_ns=-message.age_ns,
                         leases=names,
+                        hears_leaving=self._product.leaves,
                     ),
                 )
             case self_kind if self_kind == RELEASE:
@@ -1061,6 +1149,8 @@ class Turn:
 
     def _answer(self, message: Message) -> Event:
         names = self._rules.leases
+        if message.kind == LEAVING:
+            return LeavingSaid(connection=message.connection, grace_ns=LEAVING_GRACE_NS)
         if message.kind == RELEASED:
             return ReleaseAnswered(
                 connection=message.connection,
@@ -1090,6 +1180,8 @@ class Turn:
         core, request_id = self._core_of(request, rank), self._rules.request_ids[request]
         lease = self._rules.leases[self._product.requests[request][1]]
         self._set_part(request, rank, command=NO_COMMAND, is_late=False, age_ns=0)
+        if part.command in (ANNOUNCE, START):
+            self.bereaved = _put(self.bereaved, core, False)
         if part.command == ANNOUNCE:
             self.feed(core, Announced(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
         elif part.command == START:
@@ -1191,6 +1283,10 @@ class Turn:
         self.handshakes = _put(self.handshakes, core, DONE)
         self.feed(core, ConnectFailed(failure=UNREACHABLE))
 
+    def be_refused(self, core: int) -> None:
+        self.handshakes = _put(self.handshakes, core, DONE)
+        self.feed(core, ConnectFailed(failure=NOBODY_THERE))
+
     def find_incompatible(self, core: int) -> None:
         self.handshakes = _put(self.handshakes, core, DONE)
         self.feed(core, ConnectFailed(failure=UNLIKE))
@@ -1217,7 +1313,11 @@ class Turn:
         self._set_connection(core, number, tear_down=LATE)
 
     def see_loss(self, core: int, number: int) -> None:
+        connection = self._rules.connection(self.world(), core, number)
         self._set_connection(core, number, loss=NOTHING, is_suspect=True)
+        is_the_last = number == self.connects[core] and not self.handshakes[core]
+        if connection.is_told and is_the_last:
+            self.bereaved = _put(self.bereaved, core, True)
         self.feed(core, LinkLost(connection=number, detail="reset"))
 
     def delay_loss(self, core: int, number: int) -> None:
@@ -1247,9 +1347,40 @@ class Turn:
     def delay_grant(self, lease: int, rank: int) -> None:
         self._set_lent(lease, rank, grant=SLOW)
 
+    def leave(self) -> None:
+        self.is_plain = self._was_plain
+        self.leaving = LEAVES
+        for rank in range(self._product.prefill_ranks):
+            self.feed(self._rules.decode_cores + rank, lending.Leave(reply_to=None, grace_ns=LEAVING_GRACE_NS))
+
+    def linger(self) -> None:
+        self.leaving = LINGERS
+
+    def end_peer(self) -> None:
+        """Nobody takes its place. What is still lent is lost, and must not have been promised for longer."""
+        for lease, lent in enumerate(self.leases):
+            for rank, each in enumerate(lent.ranks):
+                if not each.freed and each.promised_ns > 0:
+                    raise Broken(
+                        f"invariant 5: P ends, as it had said, {each.promised_ns} ns before what rank {rank} has "
+                        f"promised of lease {lease}"
+                    )
+        is_over, before = self.leaving_ns >= LEAVING_GRACE_NS, self.leases
+        self.crash_peer()
+        self.leases = tuple(
+            lent._replace(is_old=lent.is_old or is_over, age_ns=old.age_ns)
+            for lent, old in zip(self.leases, before, strict=True)
+        )
+        self.leaving = LEFT
+
+    def replace_peer(self) -> None:
+        self.end_peer()
+        self.leaving = STAYS
+
     def crash_peer(self) -> None:
         """All its ranks at once. Answers that had arrived on D's side can still be read there."""
         self.life += 1
+        self.leaving, self.leaving_ns = STAYS, 0
         lost = Lent(grant=DONE, freed=FREED_BY_CRASH)
         ranks = range(self._product.prefill_ranks)
         # Whoever had not met the life that lent the blocks cannot know that a built-in engine is another one now.
@@ -1309,6 +1440,8 @@ class Turn:
             if core < rules.decode_cores:
                 self._age(core, by_ns)
         self._age_mail(ticks)
+        if self.leaving in (LEAVES, LINGERS):
+            self.leaving_ns = min(self.leaving_ns + on_peer_ns, LEAVING_GRACE_NS)
         unheard = {
             lease
             for (_, lease), asked in zip(self._product.requests, self.requests, strict=True)
