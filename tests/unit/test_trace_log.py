@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from connector.observe import trace_log
 from connector.observe.log import get_logger
 from connector.observe.trace_log import (
     SCHEMA,
+    FileHeader,
     JsonLinesSink,
     TraceDirectoryError,
     TraceFileError,
@@ -47,6 +49,8 @@ from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
 from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
+
+ROOT = Path(__file__).parents[2]
 
 FULL = TransitionRecord(
     seq=7,
@@ -135,6 +139,16 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     assert [set(msgspec.json.decode(line)) for line in path.read_bytes().splitlines()[1:]] == [
         set(FULL.__struct_fields__)
     ] * 2
+
+
+@pytest.mark.parametrize(("title", "struct"), [("Header", FileHeader), ("Record", TransitionRecord)])
+def test_the_documented_schema_has_every_field(title: str, struct: type[msgspec.Struct]) -> None:
+    """In its order; a row may have several."""
+    schema = (ROOT / "docs/operations/traces.md").read_text().partition("\n## Schema ")[2].partition("\n## ")[0]
+    assert schema.startswith(f"{SCHEMA}\n")
+    table = re.split(rf"^{title}\b.*:$", schema, flags=re.MULTILINE)[1].strip().partition("\n\n")[0]
+    names = [row.split("|")[1] for row in table.splitlines()[2:]]
+    assert re.findall(r"`(\w+)`", " ".join(names)) == list(struct.__struct_fields__)
 
 
 def test_the_first_line_says_who_writes_what(tmp_path: Path) -> None:
