@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Literal
@@ -18,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
-from connector.observe.live import EngineReport, Survey
+from connector.observe.live import Address, EngineReport, Survey
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
@@ -31,6 +32,11 @@ reading of another machine is used."""
 
 UNSET = "(not set)"
 
+_ANOTHER_WAS_MEANT = (
+    "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
+    "two such engines cannot start"
+)
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """`check`: stable name of the check. `engines`: engine ids, or addresses of those that have none."""
@@ -42,12 +48,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
 
 
-def diagnose(found: Survey) -> list[Finding]:
-    """All findings, problems first."""
+def diagnose(found: Survey, named: Sequence[Address] = ()) -> list[Finding]:
+    """All findings, problems first. `named`: the addresses that were given, each as often as it was."""
     answering = [engine for engine in found.engines if engine.answers]
     findings = [
         *_unanswered(found),
         *_addresses(found),
+        *_named_twice(named),
         *_fit(found),
         *_transports(answering),
         *_clocks(answering),
@@ -114,6 +121,8 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                 what=f"engine id {engine_id} is used by {len(processes)} engines: {where}",
                 advice="give each engine an engine_id of its own, or let vLLM draw one",
             )
+    for engine_id, same in by_id.items():
+        yield from _found_twice(engine_id, same)
     for one, other in combinations(answering, 2):
         here, there = _first_facts(one), _first_facts(other)
         if here is None or there is None or _name(one) == _name(other):
@@ -172,6 +181,39 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                     engines=(_name(engine),),
                     what=f"{_name(engine)} advertises {facts.side_channel}: only engines on {facts.host_name} reach it",
                 )
+
+
+def _found_twice(engine_id: str, reports: Sequence[EngineReport]) -> Iterator[Finding]:
+    """One engine behind several addresses: the one that was meant by another of them is not there."""
+    by_process: dict[tuple[str, int, str], list[EngineReport]] = {}
+    for report in reports:
+        for facts in _facts(report)[:1]:
+            by_process.setdefault((facts.host_name, facts.process_id, facts.side_channel), []).append(report)
+    for (host_name, process_id, side_channel), same in by_process.items():
+        if len(same) > 1:
+            where = ", ".join(str(each.address) for each in same)
+            yield Finding(
+                level="problem",
+                check="one engine",
+                engines=(engine_id,),
+                what=(
+                    f"{where} lead to one engine: {engine_id}, process {process_id} of {host_name}, side channel "
+                    f"{side_channel}"
+                ),
+                advice=_ANOTHER_WAS_MEANT,
+            )
+
+
+def _named_twice(named: Sequence[Address]) -> Iterator[Finding]:
+    for address, times in Counter(named).items():
+        if times > 1:
+            yield Finding(
+                level="problem",
+                check="one engine",
+                engines=(str(address),),
+                what=f"{address} was named {times} times, and is the address of one engine",
+                advice=_ANOTHER_WAS_MEANT,
+            )
 
 
 def _fit(found: Survey) -> Iterator[Finding]:

@@ -255,10 +255,10 @@ def parse_address(text: str) -> Address:
 
 def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
     """Those named, else those in NIXL_ACTOR_ENGINES (separated by commas or spaces), else the side channel that this
-    environment would give an engine. Raises AddressError."""
+    environment would give an engine. One that is named twice is there twice. Raises AddressError."""
     texts = list(named) or environment.get(ENGINES_VARIABLE, "").replace(",", " ").split()
     if texts:
-        return list(dict.fromkeys(parse_address(each) for each in texts))
+        return [parse_address(each) for each in texts]
     port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
     return [parse_address(f"{environment.get(HOST_VARIABLE) or '127.0.0.1'}:{port}")]
 

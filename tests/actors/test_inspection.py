@@ -15,6 +15,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.cli.live import _tables
+from connector.observe.diagnosis import diagnose
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Address, Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -248,6 +249,25 @@ def test_a_name_that_an_engine_advertises_is_resolved_before_there_is_traffic() 
             of_p, of_d = (await asked(p, d)).engines
             assert of_p.not_resolved
             assert of_d.not_resolved is None
+
+    run(test)
+
+
+def test_two_addresses_of_one_engine_are_told_from_two_engines() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True) as d:
+            for each in (p, d):
+                facts = EngineFacts(
+                    host_name="here", process_id=os.getpid(), side_channel=f"{HOST}:{each.address.port}"
+                )
+                each.supervisor._inspector._facts = facts
+            async with opened_surveyor(seconds=30.0) as surveyor:
+                addresses = [address_of(p), Address("localhost", p.address.port), address_of(d)]
+                found = await surveyor.survey(addresses, EVERYTHING)
+            (finding,) = [each for each in diagnose(found) if each.level == "problem"]
+            assert (finding.check, finding.engines) == ("one engine", ("p",))
+            for given in addresses[:2]:
+                assert str(given) in finding.what
 
     run(test)
 

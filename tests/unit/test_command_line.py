@@ -102,6 +102,14 @@ def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> Non
     assert str(port) in answer.output
 
 
+def test_doctor_says_which_address_was_given_twice() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    answer = runner.invoke(app, ["doctor", "--engine", address, "--engine", address])
+    assert answer.exit_code == 2
+    assert f"[one engine] {address} was named 2 times" in answer.output
+    assert answer.output.count("ConnectionRefused") == 1
+
+
 def test_an_address_that_is_none_is_an_error_of_usage() -> None:
     answer = runner.invoke(app, ["ps", "--engine", "nowhere"])
     assert answer.exit_code == 2
@@ -111,7 +119,8 @@ def test_an_address_that_is_none_is_an_error_of_usage() -> None:
 @pytest.mark.parametrize(
     ("named", "environment", "expected"),
     [
-        (["h:1", "h:1", "[::1]:2"], {"NIXL_ACTOR_ENGINES": "x:9"}, [Address("h", 1), Address("::1", 2)]),
+        (["h:1", "[::1]:2"], {"NIXL_ACTOR_ENGINES": "x:9"}, [Address("h", 1), Address("::1", 2)]),
+        (["h:1", "h:1"], {}, [Address("h", 1), Address("h", 1)]),
         ([], {"NIXL_ACTOR_ENGINES": "a:1, b:2 c:3"}, [Address("a", 1), Address("b", 2), Address("c", 3)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}, [Address("127.0.0.1", 5700)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "h"}, [Address("h", 5600)]),

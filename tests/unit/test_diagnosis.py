@@ -96,6 +96,30 @@ def test_both_engines_on_one_port() -> None:
     assert problems(first, engine("pp", role="kv_producer", side_channel="10.0.0.1:5601", host_name="host-2")) == []
 
 
+def test_two_addresses_that_lead_to_one_engine() -> None:
+    """As where both engines of a host have the same port: the second has ended, and the first answers for both."""
+    decode = engine("d")
+    again = replace(decode, address=Address("localhost", 5601))
+    (finding,) = [each for each in found(decode, again, engine("pp", role="kv_producer")) if each.level == "problem"]
+    assert (finding.check, finding.engines) == ("one engine", ("d",))
+    assert finding.what == (
+        "10.0.0.1:5601, localhost:5601 lead to one engine: d, process 5601 of host-1, side channel 10.0.0.1:5601"
+    )
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT is the same" in finding.advice
+    another = engine("d", host_name="host-2")
+    assert problems(decode, again, another) == ["engine ids", "one engine"]
+    assert problems(decode, another) == ["engine ids"]
+
+
+def test_an_address_that_is_given_twice() -> None:
+    d, p = pair()
+    (finding,) = [each for each in diagnose(Survey([d]), [d.address, d.address]) if each.level == "problem"]
+    assert finding.check == "one engine"
+    assert finding.what == "10.0.0.1:5601 was named 2 times, and is the address of one engine"
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT is the same" in finding.advice
+    assert [each for each in diagnose(Survey([d, p]), [d.address, p.address]) if each.level == "problem"] == []
+
+
 def test_an_engine_id_that_two_engines_have() -> None:
     assert problems(engine("d"), engine("d", side_channel="10.0.0.9:5600", host_name="host-2")) == ["engine ids"]
 

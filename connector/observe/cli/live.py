@@ -153,8 +153,9 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=2048) for what in WHATS]
-    found = survey(_addresses(engine), questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
-    findings = diagnose(found)
+    named = _addresses(engine)
+    found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
+    findings = diagnose(found, named)
     if json:
         engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
         _print_json({"engines": engines, "findings": findings})
