@@ -84,6 +84,10 @@ class ConnectionRefused(SideChannelError):
     """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
 
 
+class PortInUse(SideChannelError):
+    """Somebody listens at this address already."""
+
+
 class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
 
@@ -192,7 +196,7 @@ class SideChannel(Protocol):
         frame_bytes_max: int = 64 * 1024,
         on_cut_off: Callable[[str, str], None] = lambda address, why: None,
     ) -> Listener:
-        """Raises SideChannelError when the address is in use or not ours."""
+        """Raises PortInUse, and another SideChannelError when the address is not ours."""
         ...
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ from connector.ports.side_channel import (
     NameNotResolved,
     NotAllowed,
     NotASideChannel,
+    PortInUse,
     Reached,
     ReplyAddress,
     Request,
@@ -749,7 +750,8 @@ class ZmqSideChannel:
         except zmq.ZMQError as error:
             doorman.close()
             router.close()
-            raise SideChannelError(host, port, str(error)) from error
+            kind = PortInUse if error.errno == zmq.EADDRINUSE else SideChannelError
+            raise kind(host, port, str(error)) from error
         listener = ZmqListener(self, router, doorman, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener

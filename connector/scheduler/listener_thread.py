@@ -14,6 +14,7 @@ from connector.clock import Clock
 from connector.observe.log import RefusalLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
+from connector.ports.side_channel import PortInUse, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.draining import EngineDraining, Lent
 from connector.runtime.listener import HandshakeListener
@@ -98,6 +99,12 @@ class ListenerThread:
             _log.error("the handshake listener did not stop within %g s", STOP_TIMEOUT_SECONDS)
 
     async def _make(self) -> HandshakeListener:
+        try:
+            return self._made()
+        except SideChannelError as error:
+            raise type(error)(error.host, error.port, f"{error.error}; {_what_to_do(error)}") from error
+
+    def _made(self) -> HandshakeListener:
         self._listener = HandshakeListener(
             side_channel=ZmqSideChannel(self._access, RefusalLog("side channel")),
             host=self._host,
@@ -152,3 +159,16 @@ class ListenerThread:
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)
         self._on_death(f"the handshake listener died: {root_cause(error)!r}")
+
+
+def _what_to_do(error: SideChannelError) -> str:
+    """For whoever starts an engine that cannot listen there."""
+    if isinstance(error, PortInUse):
+        return (
+            "another engine or program listens there: give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its "
+            "own (data-parallel engines take the port plus their index)"
+        )
+    return (
+        "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT, with the "
+        "data-parallel index added, a port that this process may use"
+    )

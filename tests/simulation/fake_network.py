@@ -30,6 +30,7 @@ from connector.ports.side_channel import (
     ListenerCounts,
     NameNotResolved,
     NotAllowed,
+    PortInUse,
     Reached,
     ReplyAddress,
     Request,
@@ -122,7 +123,7 @@ class FakeNetwork:
     def bind(self, listener: FakeListener) -> None:
         address = (listener.host, listener.port)
         if address in self._listeners:
-            raise SideChannelError(*address, "Address already in use")
+            raise PortInUse(*address, "Address already in use")
         self._listeners[address] = listener
 
     def unbind(self, listener: FakeListener) -> None:

@@ -52,12 +52,13 @@ def make(
     port: int,
     on_death: Callable[[str], None],
     *,
+    host: str = HOST,
     control: tuple[str, int] = ("10.0.0.1", 40_000),
     count: Callable[[], Lent] = lambda: Lent(0, 0),
     grace_seconds: float = 60.0,
 ) -> ListenerThread:
     return ListenerThread(
-        HOST,
+        host,
         port,
         {(0, 0): metadata(*control)},
         LIFE,
@@ -205,9 +206,19 @@ def test_an_address_that_is_taken_is_an_error_at_start_and_no_crash(
 ) -> None:
     crashes: list[str] = []
     monkeypatch.setattr(listener_thread, "log_actor_crash", lambda name, error: crashes.append(name))
-    with pytest.raises(ThreadStartError, match="in use"):
+    with pytest.raises(ThreadStartError, match="in use") as refused:
         make(port, DEATHS.append).start()
+    assert f"{HOST}:{port}" in str(refused.value)
+    assert "a VLLM_NIXL_SIDE_CHANNEL_PORT of its own" in str(refused.value)
     assert crashes == []
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 5600), (HOST, 70_000)], ids=["not ours", "no port"])
+def test_an_address_that_cannot_be_used_is_an_error_that_names_the_variables(host: str, port: int) -> None:
+    with pytest.raises(ThreadStartError, match=f"{host}:{port}") as refused:
+        make(port, DEATHS.append, host=host).start()
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine" in str(refused.value)
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(refused.value)
 
 
 # --- an engine that is to end -----------------------------------------------------------------------------------------
