@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from connector.observe.history import Story, histories, matching, stories
@@ -153,21 +154,8 @@ class Demo:
         plain = sum(not row.path_problems for row in rows)
         print(f"answers equal to D's own: {right} of {len(rows)}; plain paths on both sides: {plain} of {len(rows)}")
         print(f"traces: {self.directory}   engine logs: {self.logs}")
-        self._report_timeline()
+        report_timeline(self.directory)
         return not problems
-
-    def _report_timeline(self) -> None:
-        """The page, and the command that explains the request that took longest."""
-        told = stories(histories(read_trace(self.directory)))
-        page = self.directory / TIMELINE
-        export_html(told, page, title=f"make demo, {self.directory.name.removeprefix('demo-')}")
-        print(f"timeline: {page}")
-        slowest = max((each for story in told for each in story.requests), key=lambda each: each.seconds, default=None)
-        if slowest is not None:
-            command = EXPLAIN.replace("REQUEST", slowest.subject).replace("DIRECTORY", str(self.directory))
-            # The one of this environment, which is not activated where `make demo` was called.
-            command = os.path.join(os.path.relpath(Path(sys.executable).parent), command)
-            print(f"the slowest request took {slowest.seconds * 1e3:.0f} ms; what it waited for: {command}")
 
 
 @dataclass(frozen=True)
@@ -207,6 +195,20 @@ def rows_from(outcomes: Sequence[Outcome], traces: Path) -> list[Row]:
             )
         )
     return rows
+
+
+def report_timeline(traces: Path) -> None:
+    """Write the page beside the traces; print where it is, and the command that explains the slowest request."""
+    told = stories(histories(read_trace(traces)))
+    page = traces / TIMELINE
+    export_html(told, page, title=f"make demo, {traces.name.removeprefix('demo-')}")
+    print(f"timeline: {page}")
+    slowest = max((each for story in told for each in story.requests), key=lambda each: each.seconds, default=None)
+    if slowest is not None:
+        command = EXPLAIN.replace("REQUEST", quote(slowest.subject)).replace("DIRECTORY", quote(str(traces)))
+        # The one of this environment, which is not activated where `make demo` was called.
+        command = os.path.join(quote(os.path.relpath(Path(sys.executable).parent)), command)
+        print(f"the slowest request took {slowest.seconds * 1e3:.0f} ms; what it waited for: {command}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
