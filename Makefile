@@ -2,7 +2,8 @@
 # make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
 #                check, test-parts (tests that need no whole engine, two at a time), simulate-fresh,
 #                test-pairs (engines of all kinds, two files at a time), test-alone (tests of how soon something is
-#                noticed, and of engines that take long to start, which want the machine for themselves)
+#                noticed, and of engines that take long to start, which want the machine for themselves), programs
+#                (which of those that tests need are missing; an error where CI=true and apt could have brought them)
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
@@ -18,7 +19,7 @@
 # make fuzz MINUTES=10   damaged messages for every decoder of bytes from outside, and for the two sockets
 # make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
-# make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it
+# make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it; make programs says so
 # make test-gpu   tests/gpu on a CUDA device; needs this package, torch, NIXL, pytest and pytest-timeout, and no vLLM
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
@@ -33,8 +34,8 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone explore simulate simulate-fresh soak churn crashes \
-        oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone programs explore simulate simulate-fresh soak churn \
+        crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -52,7 +53,7 @@ check: setup
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
-parts: check test-parts simulate-fresh test-pairs test-alone
+parts: check test-parts simulate-fresh test-pairs test-alone programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
@@ -67,6 +68,9 @@ test-pairs: setup
 
 test-alone: setup
 	$(BIN)/python -m pytest $(ALONE)
+
+programs: setup
+	@$(BIN)/python -m tests.programs
 
 explore: setup
 	$(BIN)/python -m tests.explore

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -26,11 +25,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from tests.e2e.engines import LOOPBACK, free_port
+from tests.programs import find_prometheus
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations"
-UNPACKED = str(ROOT / ".state" / "prometheus" / "usr" / "bin")
-PROMETHEUS = shutil.which("prometheus") or shutil.which("prometheus", path=UNPACKED)
+PROMETHEUS = find_prometheus("prometheus")
 
 pytestmark = [
     pytest.mark.slow,

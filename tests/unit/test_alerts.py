@@ -7,7 +7,6 @@ unpacks it) those tests skip, and the names and labels in the expressions are ch
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 
 from connector.observe import catalogue
 from connector.observe.catalogue import Metric
+from tests.programs import find_prometheus
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations"
@@ -26,8 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
 }
 
-UNPACKED = str(ROOT / ".state" / "prometheus" / "usr" / "bin")
-PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=UNPACKED)
+PROMTOOL = find_prometheus("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: `make prometheus` unpacks it")
 
 MINUTES = 30

@@ -21,6 +21,7 @@ PARTS = {
     "fresh seeds": "-m tests.simulation.fresh",
     "engines, two files at a time": "--no-loadscope-reorder tests/integration",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
+    "programs that are missing": "-m tests.programs",
 }
 """What a call of each part contains."""
 
