@@ -27,7 +27,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
 from connector.config import parse_options, warn_of_idle_options
-from connector.key_files import check_key_files
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
@@ -96,16 +95,6 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return "LBHNC"
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is done layer by layer. Raises OptionError.
-
-        vLLM asks when it makes its configuration, in the first process, before any model is loaded (unless CUDA graphs
-        are off). So wrong options are found here where they can be, and else when the connector is made.
-        """
-        check_key_files(parse_options(extra_config))
-        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

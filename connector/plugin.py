@@ -1,18 +1,85 @@
-"""vLLM plug-in: makes the connector known under the name `NixlActorConnector`.
+"""vLLM plug-in: makes the connector known under the name `NixlActorConnector`, and its options part of what vLLM checks
+in its own configuration.
 
 vLLM calls `register` through the entry point group `vllm.general_plugins`, once in every process and sometimes twice.
+It must not raise: it is called in every engine, whatever connector that uses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
 CONNECTOR_NAME = "NixlActorConnector"
+CONNECTOR_MODULE = "connector.nixl_connector"
+
+_SEVERAL = "MultiConnector"
+_VLLM_CHECK = "_verify_kv_transfer_compat"
+_MARK = "_checks_options_of_nixl_actor_connector"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory. Calling it again changes nothing."""
+    """Register the connector with vLLM's factory, and its options with vLLM's check of its configuration. Calling it
+    again changes nothing."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "connector.nixl_connector", CONNECTOR_NAME)
-    except ValueError:
-        return  # Registered already.
+    with contextlib.suppress(ValueError):  # Registered already.
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    _check_options_with_vllm()
+
+
+def check_options(config: KVTransferConfig) -> None:
+    """Raises OptionError when this connector is configured, alone or as one of several, with options that it could not
+    start with."""
+    from vllm.config import KVTransferConfig
+
+    if config.kv_connector == _SEVERAL:
+        for child in config.kv_connector_extra_config.get("connectors", []):
+            check_options(KVTransferConfig(**{"engine_id": config.engine_id, **child}))
+    elif _is_ours(config):
+        from connector.config import parse_options
+        from connector.key_files import check_key_files
+
+        check_key_files(parse_options(config.kv_connector_extra_config))
+
+
+def _is_ours(config: KVTransferConfig) -> bool:
+    """Also for a class that is derived from ours. Only what vLLM imports in this process anyway is imported."""
+    if config.kv_connector_module_path is None:
+        return bool(config.kv_connector == CONNECTOR_NAME)
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = KVConnectorFactory.get_connector_class(config)
+    module = sys.modules.get(CONNECTOR_MODULE)
+    return module is not None and issubclass(found, module.NixlActorConnector)
+
+
+def _check_options_with_vllm() -> None:
+    """Wrap vLLM's own check of a configuration that has a connector.
+
+    It runs in every configuration, in the first process, before an engine is started and a model is loaded. Of a
+    connector's class vLLM asks nothing there that comes with the options, unless it captures whole CUDA graphs; so
+    there is nothing to override. It runs late in the making of a configuration, after vLLM has looked the class up: so
+    it is in time also where VLLM_PLUGINS leaves this plug-in out, and the class has just been imported.
+
+    Where vLLM has no such method, options are checked when the connector is made.
+    """
+    from vllm.config import VllmConfig
+
+    own = getattr(VllmConfig, _VLLM_CHECK, None)
+    if own is None or hasattr(own, _MARK):
+        return
+
+    @functools.wraps(own)
+    def check(self: Any) -> None:
+        own(self)
+        if self.kv_transfer_config is not None and self.kv_transfer_config.kv_connector is not None:
+            check_options(self.kv_transfer_config)
+
+    setattr(check, _MARK, True)
+    setattr(VllmConfig, _VLLM_CHECK, check)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 
 from connector.config import OptionError
+from connector.plugin import register
 
 WRONG: dict[str, Any] = {"kv_lease_durations": 3}
 OURS: dict[str, Any] = {
@@ -16,38 +19,107 @@ OURS: dict[str, Any] = {
     "kv_connector_module_path": "connector",
     "kv_role": "kv_both",
 }
-WITH_WRONG: dict[str, dict[str, Any]] = {
-    "alone": OURS | {"kv_connector_extra_config": WRONG},
-    "by its own name": {
-        "kv_connector": "NixlActorConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": WRONG,
-    },
-    "beside another": {
+NAMED: dict[str, Any] = {"kv_connector": "NixlActorConnector", "kv_role": "kv_both"}
+DERIVED = OURS | {"kv_connector_module_path": "tests.e2e.mortal_connector"}
+ANOTHER: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def several(*children: dict[str, Any]) -> dict[str, Any]:
+    return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [OURS | {"kv_connector_extra_config": WRONG}]},
-    },
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+OURS_WRONG = OURS | {"kv_connector_extra_config": WRONG}
+WITH_WRONG: dict[str, dict[str, Any]] = {
+    "alone": OURS_WRONG,
+    "by its own name": NAMED | {"kv_connector_extra_config": WRONG},
+    "a class derived from it": DERIVED | {"kv_connector_extra_config": WRONG},
+    "one of several": several(OURS_WRONG),
+    "behind another": several(ANOTHER, OURS_WRONG),
+    "behind a right one": several(NAMED, OURS_WRONG),
 }
 
 
-@pytest.fixture
-def with_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> CompilationConfig:
+@pytest.fixture(autouse=True)
+def plugins() -> None:
+    """As `EngineArgs` does before it makes a configuration."""
+    load_general_plugins()
+
+
+def with_full_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The platform of these tests is a CPU, which knows no graphs; what is asked of vLLM is what it does with them."""
     platform = type(current_platform)
     monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda cls, config: None))
     monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda cls: True))
-    return CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
+    return {"compilation_config": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)}
 
 
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"compilation_config": CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE)}
+
+
+def with_hybrid_manager(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Said on the command line: so vLLM does not look whether the connector can do with it."""
+    return _hybrid_manager(is_disabled=False)
+
+
+def without_hybrid_manager(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return _hybrid_manager(is_disabled=True)
+
+
+def _hybrid_manager(is_disabled: bool) -> dict[str, Any]:
+    scheduler = SchedulerConfig.default_factory(disable_hybrid_kv_cache_manager=is_disabled)
+    return {"scheduler_config": scheduler}
+
+
+Setting = Callable[[pytest.MonkeyPatch], dict[str, Any]]
+SETTINGS: tuple[Setting, ...] = (with_full_graphs, without_graphs, with_hybrid_manager, without_hybrid_manager)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("how", WITH_WRONG)
-def test_the_error_is_that_of_the_option(with_cuda_graphs: CompilationConfig, how: str) -> None:
+def test_the_error_is_that_of_the_option(monkeypatch: pytest.MonkeyPatch, setting: Setting, how: str) -> None:
     """And comes out as it is: the last line of a traceback begins with its name."""
+    others = setting(monkeypatch)
     with pytest.raises(OptionError, match="did you mean kv_lease_duration") as refused:
-        VllmConfig(kv_transfer_config=KVTransferConfig(**WITH_WRONG[how]), compilation_config=with_cuda_graphs)
+        VllmConfig(kv_transfer_config=KVTransferConfig(**WITH_WRONG[how]), **others)
     assert refused.value.option == "kv_lease_durations"
 
 
-def test_right_options_change_nothing(with_cuda_graphs: CompilationConfig) -> None:
-    config = VllmConfig(kv_transfer_config=KVTransferConfig(**OURS), compilation_config=with_cuda_graphs)
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+def test_options_that_contradict_each_other_and_files_that_are_missing(tmp_path: Any) -> None:
+    for option, wrong in {
+        "lease_margin_seconds": {"lease_margin_seconds": 3, "kv_lease_duration": 4},
+        "params_keys_file": {"params_keys_file": str(tmp_path / "missing")},
+        "curve_directory": {"curve_directory": str(tmp_path / "missing")},
+    }.items():
+        with pytest.raises(OptionError) as refused:
+            VllmConfig(kv_transfer_config=KVTransferConfig(**OURS, kv_connector_extra_config=wrong))
+        assert refused.value.option == option
+
+
+@pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, OURS)], ids=["alone", "named", "one of several"])
+def test_right_options_change_nothing(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    made = VllmConfig(kv_transfer_config=KVTransferConfig(**config), **with_full_graphs(monkeypatch))
+    assert made.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+
+
+def test_options_of_other_connectors_are_theirs() -> None:
+    VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER, kv_connector_extra_config=WRONG))
+    VllmConfig(kv_transfer_config=KVTransferConfig(**several(ANOTHER | {"kv_connector_extra_config": WRONG})))
+    VllmConfig(kv_transfer_config=KVTransferConfig(), **_hybrid_manager(is_disabled=False))
+    VllmConfig()
+
+
+def test_what_vllm_refuses_itself_it_still_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match="expandable_segments"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**OURS))
+
+
+def test_a_plugin_that_is_loaded_again_checks_once() -> None:
+    before = VllmConfig._verify_kv_transfer_compat
+    register()
+    assert VllmConfig._verify_kv_transfer_compat is before
