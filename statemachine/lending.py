@@ -23,7 +23,7 @@ and one that is met later when it first asks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 import msgspec
@@ -32,7 +32,7 @@ from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Effects, Event
 from statemachine.lease import NOTIFIERS, Lease, LeaseName
-from statemachine.trace import Observer, StepSeen
+from statemachine.trace import Noted, Observer, StepSeen
 
 ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
@@ -228,7 +228,10 @@ class Lending:
 
     def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
         self._limits = limits
-        self._observe = observe
+        self._note: Callable[[Noted], object] | None = None
+        self._whose: object = None
+        if observe is not None:
+            self._note, self._whose = observe
         # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX.
@@ -444,7 +447,7 @@ class Lending:
         self._newest[name.request_id] = name
         fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh
-        self._see(name, None, None, fresh)
+        self._unseen.append(("lease", name, None, None, fresh))
         if len(self._leases) == 1:
             self._effects.append(WatchNotifications(is_expected=True))
 
@@ -452,7 +455,7 @@ class Lending:
         before = self._leases[name]
         after, effects = machine.MACHINE.step(before, event)
         self._leases[name] = after
-        self._see(name, before, event, after)
+        self._unseen.append(("lease", name, before, event, after))
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
@@ -481,22 +484,20 @@ class Lending:
         if not self._leases:
             self._effects.append(WatchNotifications(is_expected=False))
 
-    def _see(self, name: LeaseName, before: Lease | None, event: Event | None, after: Lease) -> None:
-        if self._observe is not None:
-            self._unseen.append(("lease", name, before, event, after))
-
     def _take_effects(self, now_ns: int) -> list[Effect]:
         # After everything that is to be done: an observer that raises costs records, and the effects come next time.
-        if self._observe is not None and self._unseen:
+        if self._unseen:
             steps, self._unseen = self._unseen, []
-            self._observe(now_ns, steps)
+            if self._note is not None:
+                self._note((self._whose, now_ns, steps))
         effects, self._effects = self._effects, []
         return effects
 
     # --- for the explorer -------------------------------------------------------------------------------------------
 
     def copy(self) -> Lending:
-        other = type(self)(self._limits, self._observe)
+        other = type(self)(self._limits)
+        other._note, other._whose = self._note, self._whose
         other._leases = dict(self._leases)
         other._ended = dict(self._ended)
         other._readers_of_expired = dict(self._readers_of_expired)

@@ -37,7 +37,7 @@ them (the peer is ready, or lost). Renewals of many leases travel in one message
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -62,7 +62,7 @@ from statemachine.failures import (
 )
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
-from statemachine.trace import Observer, StepSeen
+from statemachine.trace import Noted, Observer, StepSeen
 
 NS_PER_SECOND = 1_000_000_000
 
@@ -527,7 +527,10 @@ class RemoteEngine:
         self.address = address
         self._limits = limits
         self._identity = identity
-        self._observe = observe
+        self._note: Callable[[Noted], object] | None = None
+        self._whose: object = None
+        if observe is not None:
+            self._note, self._whose = observe
         self._peer = peer.Peer(engine_id=engine_id)
         self._departure = departure.Departure()
         # Requests that have not ended. Removed in the step that reports them, so each is reported exactly once.
@@ -559,7 +562,7 @@ class RemoteEngine:
         self._effects: list[Effect] = []
         # Steps that the observer has not been told of.
         self._unseen: list[StepSeen] = []
-        self._see("peer", engine_id, None, None, self._peer)
+        self._unseen.append(("peer", engine_id, None, None, self._peer))
 
     # --- driving ----------------------------------------------------------------------------------------------------
 
@@ -697,7 +700,7 @@ class RemoteEngine:
         )
         self._requests[request_id] = fresh
         self._waiting[request_id] = None
-        self._see("request", request_id, None, None, fresh)
+        self._unseen.append(("request", request_id, None, None, fresh))
         if self._is_consumed(event.lease):
             consumed = BlocksConsumed(**self._of_peer(), remote_request_id=event.lease.request_id)
             self._step_request(request_id, request.PeerFailed(failure=consumed), now_ns)
@@ -760,7 +763,7 @@ class RemoteEngine:
                     self._step_request(request_id, request.ReadQuiesced(read=read), now_ns)
             return
         self._requests[request_id] = after
-        self._see("request", request_id, before, event, after)
+        self._unseen.append(("request", request_id, before, event, after))
         if after.state is not before.state:
             self._move_between_indexes(request_id, after.state)
         for effect in effects:
@@ -885,7 +888,7 @@ class RemoteEngine:
     def _step_peer(self, event: Event, now_ns: int) -> None:
         before = self._peer
         self._peer, effects = peer.MACHINE.step(before, event)
-        self._see("peer", self.engine_id, before, event, self._peer)
+        self._unseen.append(("peer", self.engine_id, before, event, self._peer))
         for effect in effects:
             match effect:
                 case peer.StartHandshake():
@@ -1087,14 +1090,14 @@ class RemoteEngine:
         for rank in range(ranks):
             fresh = hold.Hold(lease=claim.lease, rank=rank)
             claim.holds.append(fresh)
-            self._see("hold", (claim.lease, rank), None, None, fresh)
+            self._unseen.append(("hold", (claim.lease, rank), None, None, fresh))
 
     def _step_hold(self, claim: _Claim, rank: int, event: Event) -> None:
         before = claim.holds[rank]
         after, effects = hold.MACHINE.step(before, event)
         claim.holds[rank] = after
         if after is not before:
-            self._see("hold", (claim.lease, rank), before, event, after)
+            self._unseen.append(("hold", (claim.lease, rank), before, event, after))
         for effect in effects:
             match effect:
                 case hold.SayReleased():
@@ -1309,15 +1312,12 @@ class RemoteEngine:
     def _of_peer(self) -> dict[str, Any]:
         return {"peer": self.engine_id, "address": str(self.address)}
 
-    def _see(self, name: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
-        if self._observe is not None:
-            self._unseen.append((name, subject, before, event, after))
-
     def _take_effects(self, now_ns: int) -> list[Effect]:
         # After everything that is to be done: an observer that raises costs records, and the effects come next time.
-        if self._observe is not None and self._unseen:
+        if self._unseen:
             steps, self._unseen = self._unseen, []
-            self._observe(now_ns, steps)
+            if self._note is not None:
+                self._note((self._whose, now_ns, steps))
         effects, self._effects = self._effects, []
         return effects
 
@@ -1391,7 +1391,7 @@ class RemoteEngine:
 
     def copy(self) -> RemoteEngine:
         other = type(self)(self.engine_id, self.address, self._limits, identity=self._identity)
-        other._observe = self._observe
+        other._note, other._whose = self._note, self._whose
         other._peer = self._peer
         other._departure = self._departure
         other._requests = dict(self._requests)

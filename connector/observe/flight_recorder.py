@@ -90,18 +90,30 @@ class FlightRecorder:
 
 def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, rank: int, role: str) -> TransitionRecord:
     """`fields`: of a `Step`; `wall`: the time of day of the step."""
-    at_ns, before, event, after, peer_id, amounts, entered_ns = fields
-    kind: type[Any] = type(after)
-    failure: Failure | None = getattr(after, "failure", None)
-    name, remote_request_id, lease_number = names(after)
-    blocks, length_bytes, descriptors = amounts
+    at_ns, before, event, after, peer_id, (blocks, length_bytes, descriptors), entered_ns = fields
+    kind: type[Any] = after.__class__
+    failure: Failure | None = None
+    why: str | None = None
+    age_ns: int | None = None
     kept_until_ns: int | None = None
-    if kind is lease.Lease:
+    remote_request_id: str | None = None
+    lease_number: int | None = None
+    if kind is request.Request:
+        name, named = after.request_id, after.lease
+        remote_request_id, lease_number = named.request_id or None, named.number  # senseless parameters name none
+        failure, age_ns = after.failure, after.age_ns
+    elif kind is hold.Hold:
+        named = after.lease
+        remote_request_id, lease_number = named.request_id, named.number
+        name, why = f"{remote_request_id}/{after.rank}", after.why
+        kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
+    elif kind is lease.Lease:
+        named = after.name
+        name, lease_number, age_ns = named.request_id, named.number, after.age_ns
         blocks = after.blocks or None  # not known before the grant
         kept_until_ns = after.deadline_ns or None
-    elif kind is hold.Hold:
-        kept_until_ns = after.proven_until_ns if after.proven_until_ns >= 0 else None
-    age_ns: int | None = getattr(after, "age_ns", None) if before is None else None
+    else:
+        name, failure = after.engine_id, after.failure
     return TransitionRecord(
         number,
         wall,
@@ -112,9 +124,9 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         _MACHINES[kind],
         name,
         before.state.text if before is not None else None,
-        type(event).__name__ if event is not None else "Created",
+        event.__class__.__name__ if event is not None else "Created",
         after.state.text,
-        failure.kind if failure is not None else getattr(after, "why", None),
+        failure.kind if failure is not None else why,
         str(failure) if failure is not None else None,
         peer_id,
         remote_request_id,
@@ -123,21 +135,9 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         length_bytes,
         descriptors,
         (at_ns - entered_ns) / NS_PER_SECOND if before is not None else None,
-        None if age_ns is None else age_ns / NS_PER_SECOND,
+        age_ns / NS_PER_SECOND if age_ns is not None and before is None else None,
         kept_until_ns,
     )
-
-
-def names(value: Any) -> tuple[str, str | None, int | None]:
-    """What a record calls the instance; the id on P of the request that it is about, and the number of its lease."""
-    if isinstance(value, request.Request):
-        named = value.lease
-        return value.request_id, named.request_id or None, named.number  # parameters that make no sense name none
-    if isinstance(value, hold.Hold):
-        return f"{value.lease.request_id}/{value.rank}", value.lease.request_id, value.lease.number
-    if isinstance(value, lease.Lease):
-        return value.name.request_id, None, value.name.number
-    return str(value.engine_id), None, None
 
 
 def is_about(value: Any, text: str) -> bool:

@@ -18,9 +18,9 @@ class _Combined:
     def __init__(self, sinks: tuple[TraceSink, ...]) -> None:
         self._sinks = sinks
 
-    def write(self, record: TransitionRecord) -> None:
+    def write(self, *records: TransitionRecord) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(*records)
 
     def close(self) -> None:
         for sink in self._sinks:

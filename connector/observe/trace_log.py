@@ -20,16 +20,16 @@ Transitions of peers are always traced. Failures are not preferred: that a reque
 side; the log has a line for each in any case, and shares of outcomes stay what they are. Numbers have gaps then.
 
 Writing is structlog's logger of bytes, without its processors, which cost a fifth of the whole, and with nothing of its
-global configuration, which belongs to whoever embeds vLLM. A line goes to the operating system in one write before the
-call returns, so a process that is killed loses nothing that it traced. A file is created, never continued: two
-processes that had the same id one after the other (as in containers, where an engine is process 1 after every restart)
-get two sequences, each with numbers from 0. The first one is created with the first record, so an engine that fails to
-start leaves none; that a file can be created is tried at start all the same.
+global configuration, which belongs to whoever embeds vLLM. What is written together goes to the operating system in one
+write before the call returns, so a process that is killed loses nothing that it traced. A file is created, never
+continued: two processes that had the same id one after the other (as in containers, where an engine is process 1 after
+every restart) get two sequences, each with numbers from 0. The first one is created with the first record, so an engine
+that fails to start leaves none; that a file can be created is tried at start all the same.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
 with one line in the log, and no exception leaves `write`. A transition takes about 490 bytes. What it costs is measured
-by tests/bench/bench_trace.py; a third of it is the write to the operating system, which is not batched because the last
-lines before a kill are the ones that people look for.
+by tests/bench/bench_trace.py; a third of it is the write to the operating system. Only the transitions that the
+recorder catches up with together share one: the last lines before a kill are the ones that people look for.
 """
 
 from __future__ import annotations
@@ -180,15 +180,16 @@ class JsonLinesSink:
         """The file that is written to, or will be with the first record."""
         return self._files.path
 
-    def write(self, record: TransitionRecord) -> None:
-        """Append one line. Never raises: an error switches the sink off for good."""
+    def write(self, *records: TransitionRecord) -> None:
+        """Append a line for each. Never raises: an error switches the sink off for good."""
         log = self._log
         if log is None:
             return
         try:
-            if self._sample < 1.0 and not self._is_sampled(record):
-                return
-            log.msg(render_line(record))
+            if self._sample < 1.0:
+                records = tuple(filter(self._is_sampled, records))
+            if records:
+                log.msg(render_lines(records))
         except Exception as error:  # whatever it is: a trace is not worth a request
             if self._log is not None:  # otherwise the file was closed under our hands
                 get_logger().error("the state-transition trace %s ends here: %s", self.path, shorten(str(error), 300))
@@ -209,12 +210,12 @@ class JsonLinesSink:
 class RotatingFiles:
     """The files of one process, as one binary file to append to; see the module's docstring.
 
-    `write` is given whole lines. Every method but `close` raises OSError.
+    `write` is given whole lines, which stay together. Every method but `close` raises OSError.
 
     Args:
         stem: path of the first file, without its ending.
         header: of the first file.
-        file_bytes, files_kept: a file ends with the line that takes it to so many bytes; so many files stay.
+        file_bytes, files_kept: a file ends with the lines that take it to so many bytes; so many files stay.
     """
 
     def __init__(self, stem: Path, header: FileHeader, *, file_bytes: int, files_kept: int) -> None:
@@ -228,12 +229,12 @@ class RotatingFiles:
         self._left_bytes = 0
         self._is_closed = False
 
-    def write(self, line: bytes) -> int:
+    def write(self, lines: bytes) -> int:
         if self._left_bytes <= 0:
             self._begin()
-        length = len(line)
+        length = len(lines)
         self._left_bytes -= length
-        written = self._file.write(line)  # type: ignore[union-attr]
+        written = self._file.write(lines)  # type: ignore[union-attr]
         if written != length:
             raise OSError(errno.ENOSPC, "the end of a line could not be written")
         return written
@@ -274,6 +275,14 @@ class RotatingFiles:
                 self._stem = stem
                 return file
         raise FileExistsError(f"{FILES_PER_NAME_MAX} files named {self._stem.name} are in {self._stem.parent}")
+
+
+def render_lines(records: Sequence[TransitionRecord]) -> bytes:
+    """The lines for some records, without the end of the last one."""
+    try:
+        return _encoder.encode_lines(records)[:-1] if len(records) > 1 else _encoder.encode(records[0])
+    except UnicodeEncodeError:
+        return b"\n".join(map(render_line, records))
 
 
 def render_line(record: TransitionRecord) -> bytes:

@@ -118,17 +118,19 @@ class Figures:
 
     def _count_within(self, before: Any, event: Event | None) -> None:
         """A step that led to the same state."""
-        numbers = self._numbers
-        match event:
-            case hold.HeldByPeer():
-                numbers[_RENEWALS[catalogue.DECODE]] += 1
-            case lease.Held(engine_id=engine_id):
-                is_new = all(holder.engine_id != engine_id for holder in before.holders)
-                numbers[(_HOLDS if is_new else _RENEWALS)[catalogue.PREFILL]] += 1
-            case lease.Renewed():
-                numbers[_RENEWALS[catalogue.PREFILL]] += 1
-            case _:
-                pass
+        kind = event.__class__
+        if kind is hold.HeldByPeer:
+            slot = _RENEWALS[catalogue.DECODE]
+        elif kind is lease.Held:
+            slot = _HOLDS[catalogue.PREFILL]
+            for holder in before.holders:
+                if holder.engine_id == event.engine_id:  # type: ignore[union-attr]
+                    slot = _RENEWALS[catalogue.PREFILL]
+        elif kind is lease.Renewed:
+            slot = _RENEWALS[catalogue.PREFILL]
+        else:
+            return
+        self._numbers[slot] += 1
 
     def note_wake_up(self, seconds: float) -> None:
         """The actors have woken up so long after the engine's call."""
@@ -219,9 +221,10 @@ _BETWEEN: dict[tuple[Any, Any], Callable[[list[int], _Samples, float, Any, Any],
 """By the states left and entered."""
 
 
-def _arrows() -> dict[Any, dict[Any, _Arrow]]:
-    """By state before (None: the instance was made) and after: every pair of one machine."""
-    found: dict[Any, dict[Any, _Arrow]] = {}
+def _arrows() -> dict[Any, dict[Any, tuple[Any, ...]]]:
+    """By state before (None: the instance was made) and after: every pair of one machine. The fields of an `_Arrow` are
+    in a plain tuple, because a named one is taken apart by way of an iterator, for every step."""
+    found: dict[Any, dict[Any, tuple[Any, ...]]] = {}
     for machine in catalogue.MACHINES:
         gauge = _GAUGE_OF.get(machine.name)
         living = {
@@ -232,7 +235,7 @@ def _arrows() -> dict[Any, dict[Any, _Arrow]]:
             reasons = catalogue.reasons(after)
             slots = {reason: _ENTERED[machine.name, after.value, reason] for reason in reasons}
             for before in (None, *machine.states):
-                found.setdefault(before, {})[after] = _Arrow(
+                arrow = _Arrow(
                     entered=slots[reasons[-1]],
                     by_reason=slots if len(slots) > 1 else {},
                     came=living[after],
@@ -240,6 +243,7 @@ def _arrows() -> dict[Any, dict[Any, _Arrow]]:
                     lasted=catalogue.STATE_SECONDS.key(machine.name, before.value) if before is not None else None,
                     special=_BETWEEN.get((before, after)),
                 )
+                found.setdefault(before, {})[after] = tuple(arrow)
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.flight_recorder import (
@@ -36,22 +36,18 @@ _ENDS: frozenset[object] = (
     request.MACHINE.terminal | peer.MACHINE.terminal | hold.MACHINE.terminal | lease.MACHINE.terminal
 )
 
+SET_CLOCK_NOTICED_NS = NS_PER_SECOND // 10
+"""After the time of day was set, so long may records have the old one: to read two clocks for each costs as much as
+making it."""
+
 _REQUEST = request.MACHINE.name
 _LOGGED = frozenset({peer.MACHINE.name, lease.MACHINE.name})
 
 
-class _Core(NamedTuple):
-    """Whose steps they are.
-
-    Attributes:
-        entered_ns: when each living instance of it entered its state, by the identity of its value, which the core
-            keeps until the step that replaces it.
-    """
-
-    peer_id: str | None
-    amounts: Amounts | None
-    log: LogSteps | None
-    entered_ns: dict[int, int]
+_Core: TypeAlias = tuple[str | None, Amounts | None, LogSteps | None, dict[int, int]]
+"""Whose steps they are: its peer, `amounts` and `log` as `Recorder.observer` was given them, and when each living
+instance of it entered its state, by the identity of its value, which the core keeps until the step that replaces it. A
+plain tuple, because a named one is taken apart by way of an iterator, for every step."""
 
 
 class Recorder:
@@ -82,18 +78,17 @@ class Recorder:
         self._figures = figures
         self._crashes = CrashCount(log_crash)
         self._seq = 0
+        # What `_started` said last, and until when that is taken for right.
+        self._started_at = 0.0
+        self._started_until_ns = 0
         # What the observers were told since the last `catch_up`.
         self._notes: deque[tuple[_Core, int, list[StepSeen]]] = deque()
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: LogSteps | None = None) -> Observer:
         """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
         peer or a lease comes to."""
-        core, note = _Core(peer_id, amounts, log, {}), self._notes.append
-
-        def observe(now_ns: int, steps: list[StepSeen]) -> None:
-            note((core, now_ns, steps))
-
-        return observe
+        core: _Core = (peer_id, amounts, log, {})
+        return Observer(self._notes.append, core)
 
     def catch_up(self) -> None:
         """Keep, trace, log and count what has been noted. What only looks on must not cost a request anything: a
@@ -101,8 +96,13 @@ class Recorder:
         notes = self._notes
         if not notes:
             return
-        keep, sink, started = self.flight.keep, self._sink, self._started() if self._sink is not None else 0.0
+        keep, sink = self.flight.keep, self._sink
+        if sink is not None and notes[0][1] >= self._started_until_ns:
+            self._started_at = self._started()
+            self._started_until_ns = self.clock.now_ns() + SET_CLOCK_NOTICED_NS
+        started = self._started_at
         taken: list[tuple[Any, ...]] = []
+        records: list[TransitionRecord] = []
         while notes:
             (peer_id, amounts, log, entered_ns), at_ns, steps = notes.popleft()
             for machine, subject, before, event, after in steps:
@@ -127,12 +127,18 @@ class Recorder:
                     self.flight.keep_bad_end(step)
                 try:
                     if sink is not None:
-                        sink.write(self._record(step, self._seq, started))
+                        wall = started + at_ns / NS_PER_SECOND
+                        records.append(render(step, self._seq, wall, self.engine_id, self.rank, self.role))
                         self._seq += 1
                     if log is not None and not is_same and machine in _LOGGED:
                         log(machine, subject, before, event, after)
                 except Exception as error:
                     self._crashes.note("recording of transitions", error)
+        try:
+            if sink is not None and records:
+                sink.write(*records)
+        except Exception as error:
+            self._crashes.note("recording of transitions", error)
         try:
             if self._figures is not None:
                 self._figures.count(taken)
@@ -141,11 +147,9 @@ class Recorder:
 
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step as a record. Its time of day is what it would be if the clock had not been set since."""
-        return self._record(fields, number, self._started())
+        wall = self._started() + fields[0] / NS_PER_SECOND
+        return render(fields, number, wall, self.engine_id, self.rank, self.role)
 
     def _started(self) -> float:
         """The time of day at which the clock that steps are dated by was 0."""
         return self.clock.wall() - self.clock.now_ns() / NS_PER_SECOND
-
-    def _record(self, fields: tuple[Any, ...], number: int, started: float) -> TransitionRecord:
-        return render(fields, number, started + fields[0] / NS_PER_SECOND, self.engine_id, self.rank, self.role)

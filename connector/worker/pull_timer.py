@@ -28,10 +28,13 @@ class PullTimer:
         self._open: dict[str, list[TransitionRecord]] = {}
         self._ended: dict[str, PullTimes] = {}
 
-    def write(self, record: TransitionRecord) -> None:
+    def write(self, *records: TransitionRecord) -> None:
         """Never raises."""
-        if record.machine != _REQUEST:
-            return
+        for record in records:
+            if record.machine == _REQUEST:
+                self._write(record)
+
+    def _write(self, record: TransitionRecord) -> None:
         if record.from_state is None:
             self._open[record.subject] = []
         records = self._open.get(record.subject)

@@ -76,8 +76,8 @@ class ListSink:
     def __init__(self) -> None:
         self.records: list[TransitionRecord] = []
 
-    def write(self, record: TransitionRecord) -> None:
-        self.records.append(record)
+    def write(self, *records: TransitionRecord) -> None:
+        self.records.extend(records)
 
     def close(self) -> None:
         return

@@ -268,11 +268,10 @@ class Connected:
     failures: list[str] = field(default_factory=list)
     count: int = 0
 
-    def write(self, record: TransitionRecord) -> None:
-        if record.machine == "peer" and record.to_state == "ready" != record.from_state:
-            self.count += 1
-        if record.machine == "peer" and record.detail:
-            self.failures.append(record.detail)
+    def write(self, *records: TransitionRecord) -> None:
+        peers = [record for record in records if record.machine == "peer"]
+        self.count += sum(record.to_state == "ready" != record.from_state for record in peers)
+        self.failures += [record.detail for record in peers if record.detail]
         if self.count == self.wanted or self.failures:
             self.ready.set()
 

@@ -16,6 +16,8 @@ is the one in which nobody else had the processor, and the median shows what the
   trace       what the trace adds to that, the making of the record and the write to the file included
   all         the four together; aimed at less than 5
   all median  the same over all rounds
+  all by 4    as `all`, where four transitions are caught up with together and share one write, as when a message or an
+              engine's step concerns several requests; in the other columns each is alone
   bytes       length of a trace line
 
 Below: what the engine thread pays for a step in which figures have changed, and for one in which none have, and the
@@ -93,18 +95,20 @@ def table_alone(life: Life) -> float:
     return time.perf_counter() - start
 
 
-def observed(life: Life, sink: JsonLinesSink | None, figures: Figures | None = None, *, noted: bool = False) -> float:
+def observed(life: Life, sink: JsonLinesSink | None, figures: Figures | None = None, *, together: int = 1) -> float:
     """Seconds for one round of transitions, each told to the observer as the cores do, as if its event led to no other;
-    that instances are made is told before. `noted`: without what is done later."""
+    that instances are made is told before. So many are caught up with `together`, of which a round is a multiple; 0:
+    none is."""
     machine, first, events = life
     recorder = Recorder(engine_id=ENGINE_ID, rank=0, role="kv_consumer", clock=BootClock(), sink=sink, figures=figures)
-    observe = recorder.observer(ENGINE_ID, lambda _: (2048, 1 << 28, 4096))
+    note, whose = observer = recorder.observer(ENGINE_ID, lambda _: (2048, 1 << 28, 4096))
     name, step, subjects = machine.name, machine.step, [(LEASE, number) for number in range(INSTANCES_PER_ROUND)]
     for subject in subjects:
-        observe(0, [(name, subject, None, None, first)])
+        observer(0, [(name, subject, None, None, first)])
     catch_up = recorder.catch_up
     catch_up()
     unseen: list[StepSeen] = []
+    left = together
     start = time.perf_counter()
     for subject in subjects:
         value = first
@@ -113,9 +117,13 @@ def observed(life: Life, sink: JsonLinesSink | None, figures: Figures | None = N
             value, _effects = step(before, event)
             unseen.append((name, subject, before, event, value))
             steps, unseen = unseen, []
-            observe(1, steps)
-            if not noted:
+            note((whose, 1, steps))
+            if not together:
+                continue
+            left -= 1
+            if not left:
                 catch_up()
+                left = together
     return time.perf_counter() - start
 
 
@@ -127,6 +135,8 @@ class Cost(NamedTuple):
     flight: float
     metrics: float
     trace: float
+    shared: float
+    """All of it, with four together."""
 
     @property
     def added(self) -> float:
@@ -137,17 +147,19 @@ def measure(life: Life, sink: JsonLinesSink) -> tuple[Cost, Cost]:
     """From the fastest rounds, and the median over all."""
     variants: list[Callable[[], float]] = [
         lambda: table_alone(life),
-        lambda: observed(life, None, noted=True),
+        lambda: observed(life, None, together=0),
         lambda: observed(life, None),
         lambda: observed(life, None, Figures()),
         lambda: observed(life, sink, Figures()),
+        lambda: observed(life, sink, Figures(), together=4),
     ]
     rounds = [[variant() for variant in variants] for _ in range(ROUNDS)]
     microseconds = 1e6 / (INSTANCES_PER_ROUND * len(life[2]))
 
     def cost(summary: Callable[[Sequence[float]], float]) -> Cost:
-        table, noted, flight, metrics, trace = (summary(column) * microseconds for column in zip(*rounds, strict=True))
-        return Cost(table, noted - table, flight - noted, metrics - flight, trace - metrics)
+        columns = zip(*rounds, strict=True)
+        table, noted, flight, metrics, trace, shared = (summary(column) * microseconds for column in columns)
+        return Cost(table, noted - table, flight - noted, metrics - flight, trace - metrics, shared - table)
 
     return cost(min), cost(statistics.median)
 
@@ -187,7 +199,7 @@ def measure_taking() -> Taking:
 
 def main() -> None:
     print(f"{ROUNDS} rounds of {INSTANCES_PER_ROUND} instances; microseconds per transition\n")
-    columns = ("table", "noted", "flight", "metrics", "trace", "all", "all median", "bytes")
+    columns = ("table", "noted", "flight", "metrics", "trace", "all", "all median", "all by 4", "bytes")
     print(f"{'machine':10}" + "".join(f"{column:>11}" for column in columns))
     for life in LIVES:
         with tempfile.TemporaryDirectory() as directory:
@@ -195,7 +207,7 @@ def main() -> None:
             fastest, median = measure(life, sink)
             sink.close()
             lines = sink.path.read_bytes().splitlines()
-        figures = (fastest.noted, fastest.flight, fastest.metrics, fastest.trace, fastest.added, median.added)
+        figures = (*fastest[1:5], fastest.added, median.added, fastest.shared)
         added = "".join(f"{f'{figure:+.3f}':>11}" for figure in figures)
         print(f"{life[0].name:10}{fastest.table:11.3f}{added}{round(statistics.mean(map(len, lines))):11}")
     one, many, none = measure_taking()

@@ -23,7 +23,7 @@ from statemachine.remote_engine import (
     ResolveBlocks,
     SendHold,
 )
-from statemachine.trace import StepSeen
+from statemachine.trace import StepSeen, observer_of
 
 Core: TypeAlias = RemoteEngine | Lending
 Taken: TypeAlias = tuple[str, str, str]
@@ -58,12 +58,13 @@ class Shelf:
         # By order: names and whatever has been renamed before.
         self._names: dict[int, dict[Any, Any]] = {}
         self.taken: set[Taken] = set()
+        self.observer = observer_of(self._observe)
+        """To be given to cores: which transitions were taken."""
 
     def __len__(self) -> int:
         return sum(core is not None for core in self._cores)
 
-    def observe(self, now_ns: int, steps: list[StepSeen]) -> None:
-        """To be given to cores: which transitions were taken."""
+    def _observe(self, now_ns: int, steps: list[StepSeen]) -> None:
         for name, _, before, event, _ in steps:
             if before is not None and (before.state, type(event)) in MACHINES[name].table:
                 self.taken.add((name, before.state.value, type(event).__name__))

@@ -359,7 +359,7 @@ class Rules:
         decode = tuple(
             self.shelf.add(
                 self._cores.remote_engine(
-                    "p", "host", product.engine_limits, identity=str(rank), observe=self.shelf.observe
+                    "p", "host", product.engine_limits, identity=str(rank), observe=self.shelf.observer
                 )
             )
             for _ in range(product.decode_engines)
@@ -399,7 +399,7 @@ class Rules:
         )
 
     def _fresh_lending(self) -> Lending:
-        return self._cores.lending(self.product.lending_limits, self.shelf.observe)
+        return self._cores.lending(self.product.lending_limits, self.shelf.observer)
 
     def new_life(self) -> int:
         """A rank of P that has just started."""

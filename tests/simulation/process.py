@@ -267,10 +267,10 @@ class Rank:
         reads = [read for read in self._around.nixl.reads_in_flight() if read.initiator is self.port]
         return self.memory.blocks_at(to for read in reads for to, _, _ in read.pieces[read.copied :])
 
-    def write(self, record: TransitionRecord) -> None:
+    def write(self, *records: TransitionRecord) -> None:
         if not self.is_dead:
-            self._around.trace.append(record)
-            self._around.moments.append(trio.current_time())
+            self._around.trace.extend(records)
+            self._around.moments.extend([trio.current_time()] * len(records))
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""

@@ -296,8 +296,8 @@ def test_a_trace_and_figures_are_fed_together() -> None:
         def __init__(self) -> None:
             self.records: list[Any] = []
 
-        def write(self, record: Any) -> None:
-            self.records.append(record)
+        def write(self, *records: Any) -> None:
+            self.records.extend(records)
 
         def close(self) -> None: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, names
+from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, render
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, lending, peer, request
 from statemachine.failures import ConnectionRefused
@@ -104,7 +104,9 @@ def test_every_machine_has_a_name_and_is_found_by_its_request() -> None:
         peer.Peer(engine_id="p"): ("p", None, None),
     }
     for value, expected in values.items():
-        assert names(value) == expected
+        rendered = render((0, None, None, value, None, NO_AMOUNTS, 0), 0, 0.0, "e", 0, "kv_both")
+        assert (rendered.subject, rendered.remote_request_id, rendered.lease_number) == expected
+        assert rendered.machine == type(value).__name__.lower()
         assert is_about(value, "abc") == (not isinstance(value, peer.Peer))
     assert is_about(failed, "cmpl-d")
     assert not is_about(failed, "xyz")

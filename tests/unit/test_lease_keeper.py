@@ -48,7 +48,7 @@ from connector.wire.control import (
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Event
 from statemachine.lease import Lease, LeaseName, State
-from statemachine.trace import StepSeen
+from statemachine.trace import StepSeen, observer_of
 
 HOST = "127.0.0.1"
 LEASE_SECONDS = 9.0
@@ -87,7 +87,7 @@ class Rank:
         self.keeper = LeaseKeeper(
             limits=lending_limits(options),
             clock=clock,
-            observe=self._observe,
+            observe=observer_of(self._observe),
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),

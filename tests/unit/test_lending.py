@@ -34,7 +34,7 @@ from statemachine.lending import (
     WatchNotifications,
     Withdrawn,
 )
-from statemachine.trace import StepSeen
+from statemachine.trace import StepSeen, observer_of
 
 NAME = LeaseName("r", 1)
 LIMITS = LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000)
@@ -260,7 +260,7 @@ def test_an_observer_that_raises_costs_records_and_frees_the_blocks_all_the_same
         if any(type(event).__name__ == "DeadlinePassed" for _, _, _, event, _ in steps):
             raise RuntimeError("injected")
 
-    core = Lending(LIMITS, observe)
+    core = Lending(LIMITS, observer_of(observe))
     core.handle(Granted(lease=A), 0)
     with pytest.raises(RuntimeError):
         core.advance(100)

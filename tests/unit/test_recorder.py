@@ -5,7 +5,6 @@ The steps are those of a production core; `Lending` has one machine for each lea
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import pytest
@@ -36,6 +35,7 @@ class HandClock:
     def __init__(self) -> None:
         self.ns = 5 * NS_PER_SECOND
         self.is_readable = True
+        self.set_by_seconds = 0
 
     def now_ns(self) -> int:
         assert self.is_readable, "nobody records: the clock must not be read"
@@ -43,7 +43,7 @@ class HandClock:
 
     def wall(self) -> float:
         assert self.is_readable
-        return 1_700_000_000 + self.ns / NS_PER_SECOND
+        return 1_700_000_000 + self.set_by_seconds + self.ns / NS_PER_SECOND
 
     def pass_seconds(self, seconds: int) -> None:
         self.ns += seconds * NS_PER_SECOND
@@ -54,6 +54,7 @@ class ListSink:
 
     def __init__(self) -> None:
         self.written: list[TransitionRecord] = []
+        self.writes = 0
         self.catch_up: Callable[[], None] = lambda: None
 
     @property
@@ -61,8 +62,9 @@ class ListSink:
         self.catch_up()
         return self.written
 
-    def write(self, record: TransitionRecord) -> None:
-        self.written.append(record)
+    def write(self, *records: TransitionRecord) -> None:
+        self.written.extend(records)
+        self.writes += 1
 
     def close(self) -> None:
         raise AssertionError("a core does not close the sink")
@@ -215,6 +217,29 @@ def test_records_of_one_process_are_numbered_without_gaps(recorder: Recorder, si
     assert len(sink.records) > 9
 
 
+def test_what_is_caught_up_with_together_is_written_together(
+    recorder: Recorder, sink: ListSink, clock: HandClock
+) -> None:
+    start(reading_core(recorder), clock)
+    lending_core = Lending(LIMITS, recorder.observer(None))
+    lending_core.handle(COMPUTING, clock.ns)
+    assert sink.writes == 0
+    recorder.catch_up()
+    assert (sink.writes, len(sink.written)) == (1, 4)
+    recorder.catch_up()
+    assert sink.writes == 1
+
+
+def test_a_time_of_day_that_was_set_is_in_the_records_soon_after(
+    recorder: Recorder, lend: Callable[..., None], sink: ListSink, clock: HandClock
+) -> None:
+    lend(COMPUTING)
+    assert sink.records[-1].wall == clock.wall()
+    clock.set_by_seconds = 3600
+    lend(GRANTED, 1)
+    assert sink.records[-1].wall == clock.wall()
+
+
 def test_time_in_a_state_counts_from_entering_it(lend: Callable[..., None], sink: ListSink) -> None:
     lend(COMPUTING)
     lend(GRANTED)
@@ -244,7 +269,7 @@ def test_an_impossible_event_is_not_recorded(lend: Callable[..., None], sink: Li
 def test_nothing_is_kept_of_an_instance_that_has_ended(recorder: Recorder, clock: HandClock) -> None:
     """But for what is in the flight recorder, which is bounded."""
     observe = recorder.observer(None)
-    core, kept = Lending(LIMITS, observe), inspect.getclosurevars(observe).nonlocals["core"].entered_ns
+    core, kept = Lending(LIMITS, observe), observe.whose[3]
     for event in (COMPUTING, GRANTED):
         core.handle(event, clock.ns)
     recorder.catch_up()
@@ -299,7 +324,7 @@ class BrokenFigures(Figures):
 class BrokenSink(ListSink):
     """A trace that raises with every record, which sinks do not do."""
 
-    def write(self, record: TransitionRecord) -> None:
+    def write(self, *records: TransitionRecord) -> None:
         raise OSError("no space left on device")
 
 

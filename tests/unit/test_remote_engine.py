@@ -73,7 +73,7 @@ from statemachine.remote_engine import (
     TornDown,
     Unwatched,
 )
-from statemachine.trace import StepSeen
+from statemachine.trace import StepSeen, observer_of
 from tests.rig.work import Counted
 
 S = 1_000_000_000
@@ -930,7 +930,7 @@ def test_a_mistake_of_the_machine_costs_one_request_and_everybody_sees_its_end(
             if machine == "request":
                 states.setdefault(str(subject), []).append(after.state)
 
-    drive = Driver(observe=observe)
+    drive = Driver(observe=observer_of(observe))
     for request_id in ("a", "b"):
         drive.start(request_id)
     drive.connect()
@@ -988,7 +988,7 @@ def test_an_observer_that_raises_costs_a_record_and_no_report() -> None:
                 breaks.clear()
                 raise RuntimeError("injected")
 
-    drive = Driver(observe=observe)
+    drive = Driver(observe=observer_of(observe))
     drive.start("a")
     drive.connect()
     drive.resolve("a")

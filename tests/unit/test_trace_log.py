@@ -351,6 +351,29 @@ def test_a_record_that_cannot_be_written_ends_the_trace_only(tmp_path: Path, err
     assert read_trace(tmp_path) == [FULL]
 
 
+def test_records_that_are_written_together_go_to_the_system_in_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves all of them or none, and so many cost little more than one."""
+    written: list[bytes] = []
+
+    class Watched(FileIO):
+        def write(self, data: Any) -> int | None:
+            written.append(bytes(data))
+            return super().write(data)
+
+    monkeypatch.setattr(trace_log, "_create", lambda path: Watched(path, "x"))
+    records = [record(seq=seq, subject=text) for seq, text in enumerate(("plain", "lone \ud800", "ü"))]
+    sink = opened(tmp_path)
+    sink.write(*records[:1], *records[2:])
+    sink.write(*records)
+    sink.close()
+    assert len(written) == 3  # the header first
+    assert [line.count(b"\n") for line in written] == [1, 2, 3]
+    found = [each.subject for each in read_trace_file(sink.path).records]
+    assert found == ["plain", "ü", "plain", "lone \\ud800", "ü"]
+
+
 def test_after_close_records_are_dropped(tmp_path: Path, errors: list[str]) -> None:
     sink = opened(tmp_path)
     sink.write(FULL)

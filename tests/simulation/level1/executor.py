@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from statemachine.kernel import Effect, Event
-from statemachine.trace import StepSeen
+from statemachine.trace import Observer, StepSeen, observer_of
 from tests.simulation.level1.clock import DriftingClock
 from tests.simulation.level1.heap import FOREVER, Call
 from tests.simulation.level1.world import World
@@ -62,7 +62,12 @@ class Executor:
     def names(self) -> tuple[str, int]:
         raise NotImplementedError
 
-    def observe(self, now_ns: int, steps: list[StepSeen]) -> None:
+    @property
+    def observer(self) -> Observer:
+        """For its core."""
+        return observer_of(self._observe)
+
+    def _observe(self, now_ns: int, steps: list[StepSeen]) -> None:
         at_ns = self._heap.now_ns
         for step in steps:
             self._log((at_ns, self, *step))

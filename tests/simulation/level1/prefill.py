@@ -438,7 +438,7 @@ class PrefillRank(Executor):
         self.number = number
         self.memory = [JUNK] * blocks
         self.is_watching = False
-        self.core = self._core = world.cores.lending(world.cluster.lending, observe=self.observe)
+        self.core = self._core = world.cores.lending(world.cluster.lending, observe=self.observer)
 
     def names(self) -> tuple[str, int]:
         return self.life.engine_id, self.number

@@ -84,7 +84,7 @@ class Reader(Executor):
         self.key = key
         self.engine_id = key.engine_id
         self.core = self._core = world.cores.remote_engine(
-            key.engine_id, engine.name, world.cluster.engine, identity=rank.name, observe=self.observe
+            key.engine_id, engine.name, world.cluster.engine, identity=rank.name, observe=self.observer
         )
         self._connections: dict[int, Connection] = {}
         self._question: Question | None = None

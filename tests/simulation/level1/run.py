@@ -157,8 +157,8 @@ class _ListSink:
     def __init__(self, records: list[TransitionRecord]) -> None:
         self._records = records
 
-    def write(self, record: TransitionRecord) -> None:
-        self._records.append(record)
+    def write(self, *records: TransitionRecord) -> None:
+        self._records.extend(records)
 
     def close(self) -> None:
         """There is nothing to close."""
