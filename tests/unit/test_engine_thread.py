@@ -7,6 +7,7 @@ actors does is counted in `tests/simulation/test_counts.py`.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,16 @@ import numpy as np
 import pytest
 import torch
 import trio
+from prometheus_client import CollectorRegistry
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
 
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, Landed, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.connector_worker import LATE_SECONDS
 from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import LandedBlocks
 from connector.worker.packing import PackedBlocks
@@ -29,6 +33,7 @@ from statemachine.failures import Failure, PackingFailed
 from tests.rig.pulls import pull
 from tests.rig.work import Counted
 from tests.unit.hybrid_engine import HybridEngine, full
+from tests.unit.test_stats import across_processes, our_prometheus, value
 
 FEW, MANY = 10, 1000
 """Blocks of a request."""
@@ -228,6 +233,41 @@ def test_actors_that_are_late_are_shown_and_then_no_more(engine: Engine, monkeyp
         monkeypatch.setattr(type(worker._thread), "is_called", lateness[0] > 0)
         monkeypatch.setattr(worker._thread, "lateness", lambda found=lateness: found)
         assert shown() == expected, lateness
+
+
+def test_the_page_shows_commands_that_wait_for_actors_who_are_held_up(engine: Engine) -> None:
+    """The thread of the actors stands still, as in a system call that does not come back, while the engine steps: all
+    the way from the thread's mailbox to what Prometheus reads."""
+    registry = CollectorRegistry()
+    page, gate = our_prometheus(registry), threading.Event()
+
+    def shown() -> tuple[float | None, float | None]:
+        """After one more step."""
+        report = engine.worker.build_connector_worker_meta()
+        engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+        of_engine = engine.scheduler.get_kv_connector_stats()
+        if of_engine is not None:
+            page.observe(across_processes(of_engine))
+        names = ("vllm:nixl_actor_mailbox_messages", "vllm:nixl_actor_loop_lag_seconds")
+        return value(registry, names[0]), value(registry, names[1])
+
+    def wait_until(is_so: Callable[[tuple[float, float]], bool]) -> None:
+        deadline = time.monotonic() + HEARD_SECONDS_MAX
+        while not is_so(shown()):
+            assert time.monotonic() < deadline, shown()
+            time.sleep(0.01)
+
+    engine.token.token.run_sync_soon(gate.wait, HEARD_SECONDS_MAX)
+    engine.worker.bind_connector_metadata(StepMetadata([pull("late-1", [1]), pull("late-2", [2])]))
+    engine.worker.start_load_kv(None)
+    engine.worker.clear_connector_metadata()
+    wait_until(lambda late: late[0] == 2 and late[1] >= LATE_SECONDS)
+    wait_until(lambda late: late[0] == 2 and late[1] >= 2 * LATE_SECONDS)
+    gate.set()
+    wait_until(lambda late: late == (0, 0))
+    for _ in range(2):
+        assert engine.heard.acquire(timeout=HEARD_SECONDS_MAX)
+    engine.finish(["late-1", "late-2"])
 
 
 def test_each_further_request_of_a_step_costs_the_same(engine: Engine) -> None:
