@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from tests.actors.engines import engine, lend_by_all, until
+from connector.observe.catalogue import FAILED_NOTIFICATIONS
+from connector.observe.stats import ConnectorStats
+from connector.ports.nixl import NixlCallFailed
+from tests.actors.engines import Engine, engine, lend_by_all, until
 from tests.actors.test_peers import nobody, reads
 from tests.actors.test_pull import run
 from tests.rig.network import free_port
@@ -69,3 +73,47 @@ def test_a_peer_that_ended_while_it_was_connected_fails_its_requests_at_once() -
                 assert seconds < AT_ONCE_SECONDS, f"{ended.failure.kind} after {seconds:.1f} s"
 
     run(test)
+
+
+def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P answers as the built-in connector does, without facts, so D keeps its lease alive by notifications. NIXL has
+    forgotten P's agent when the next one is due."""
+    payload = Engine.payload
+
+    def without_facts(rank: Engine) -> bytes:
+        found = msgspec.msgpack.decode(payload(rank))
+        del found["actor"]
+        return msgspec.msgpack.encode(found)
+
+    monkeypatch.setattr(Engine, "payload", without_facts)
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=3.0)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            await reads(d, p, "before")
+            d.wait_for("a", lend_by_all([p], "remote-a"), p.address)
+            await until(lambda: "wanted" in d.trace.path("hold", "remote-a/0"))
+            assert failed_notifications(d) == 0
+            forgotten, send, refused = p.port.agent_name, d.port.send_notification, []
+
+            async def watched(name: str, message: bytes) -> None:
+                try:
+                    await send(name, message)
+                except NixlCallFailed as error:
+                    refused.append(error)
+                    raise
+
+            d.port.send_notification = watched  # type: ignore[method-assign]
+            await d.port._call("forget_agent", lambda core: core._agent.remove_remote_agent(forgotten))
+            await until(lambda: refused and "draining" in d.trace.path("peer", "p"))
+            assert failed_notifications(d) == len(refused) > 0
+
+    run(test)
+
+
+def failed_notifications(rank: Engine) -> int:
+    """As vLLM is told."""
+    stats = ConnectorStats()
+    for outcome in rank.outcomes:
+        stats.add(outcome)
+    return int(stats.data[FAILED_NOTIFICATIONS])
