@@ -1,8 +1,9 @@
 """Damaged messages for the listener and the control socket of a real prefill engine, over real TCP.
 
-They come at a pace at which all are looked at, from many addresses of this machine, over libzmq and by hand. After each
-batch the engine has to answer a handshake and a hold as ever. What it could not take is in its log, or it is dead; then
-the batch is written down.
+They come at a pace at which all are looked at, from many addresses of this machine, over libzmq and by hand. Some are
+undamaged by chance; of these, what the engine would obey is not sent (to drain, to leave, to meet engines elsewhere):
+it is to serve until the end, and to call nobody. After each batch the engine has to answer a handshake and a hold as
+ever. What it could not take is in its log, or it is dead; then the batch is written down.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import zmq
 
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire import control
+from connector.wire.administration import Leave, Meet, is_drain
+from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine.lease import LeaseName
 from tests.attack.zmtp import HELLO, MORE, await_hello, frame
 from tests.fuzz.mutations import mutate, with_other_values
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import MEET, TARGETS
 from tests.rig import OURS, EngineOptions, EngineRig, RigError, free_port
 
 HOST = "127.0.0.1"
@@ -33,7 +36,10 @@ MESSAGES_PER_CONNECTION = 20
 ANSWER_SECONDS = 30.0
 CRASHES = ("Traceback (most recent call last)", "internal error in")
 
-_SEEDS = tuple(seed for name in ("handshake-request", "control-request") for seed in TARGETS[name].seeds)
+SENT = ("handshake-request", "drain-request", "control-request")
+"""Targets whose seeds are what these sockets take."""
+
+SEEDS = tuple(seed for name in SENT for seed in TARGETS[name].seeds)
 
 
 @dataclass
@@ -58,12 +64,12 @@ def fuzz_sockets(seconds: float, seed: int, corpus: list[bytes], directory: Path
         side_channel = (HOST, options.side_channel_port)
         control_socket = _check(engine, side_channel)
         deadline = time.monotonic() + seconds
-        seeds = (*_SEEDS, *corpus)
+        seeds = (*SEEDS, *corpus)
         try:
             for number in itertools.count():
                 if time.monotonic() >= deadline:
                     return tried
-                batch = [_damaged(seeds, choose) for _ in range(MESSAGES_PER_BATCH)]
+                batch = [damaged(seeds, choose) for _ in range(MESSAGES_PER_BATCH)]
                 address = (side_channel, control_socket)[number % 2]
                 for messages in _pieces(batch):
                     source = f"127.{choose.randint(1, 250)}.{choose.randint(0, 250)}.{choose.randint(2, 250)}"
@@ -76,10 +82,25 @@ def fuzz_sockets(seconds: float, seed: int, corpus: list[bytes], directory: Path
     return tried
 
 
-def _damaged(seeds: tuple[bytes, ...], choose: random.Random) -> bytes:
-    if choose.random() < 0.3:
-        return with_other_values(choose.choice(seeds), choose)
-    return mutate(seeds, choose)
+def damaged(seeds: tuple[bytes, ...], choose: random.Random) -> bytes:
+    while True:
+        change_values = choose.random() < 0.3
+        message = with_other_values(choose.choice(seeds), choose) if change_values else mutate(seeds, choose)
+        if not is_obeyed(message):
+            return message
+
+
+def is_obeyed(message: bytes) -> bool:
+    """Whether the engine would leave, drain, or call engines at places that are not those of the seed."""
+    if is_drain((message,)):
+        return True
+    try:
+        understood = control.decode_request((message,))
+    except (BadFrame, DecodeFailed):
+        return False
+    return isinstance(understood, Leave) or (
+        isinstance(understood, Meet) and not set(understood.places) <= set(MEET.places)
+    )
 
 
 def _pieces(batch: list[bytes]) -> Iterator[list[bytes]]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from connector.wire import control, handshake, inspection, metadata, notifications, params
+from connector.wire import administration, control, handshake, inspection, metadata, notifications, params
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.handshake import ActorExtension, HandshakeError
 from connector.wire.inspection import Inspect
 from connector.wire.params import ParamsError
+from connector.wire.signatures import ParamsKey, ParamsKeys
 from statemachine import lending
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
@@ -93,11 +94,14 @@ _LEASES = (LeaseName("cmpl-1", 7), LeaseName("cmpl-2", 0), LeaseName("HB:x", 2**
 _HOLD = control.Hold(engine_id="decode", rank=1, ranks=2, sent_ns=5, leases=_LEASES)
 _RELEASE = control.Release(engine_id="decode", rank=1, ranks=2, leases=_LEASES)
 _INSPECT = Inspect(number=1, what="requests", match="cmpl", first=3, rows=10)
+_ASK_SUMS = control.AskSums(lease=_LEASES[0], part=1)
+_LEAVE = administration.Leave(grace_ns=30_000_000_000)
+MEET = administration.Meet(places=("127.0.0.1:1", "[::1]:1"))
 _ROW = inspection.LocalPrefillRow(request_id="cmpl-1", has_params=True, prompt_tokens=5, age_seconds=1.5)
 _LIMITS = LendingLimits(lease_ns=30_000_000_000, heartbeat_ns=20_000_000_000, total_ns=900_000_000_000)
 
 
-def _same_again(message: Any, encode: Callable[[Any], tuple[bytes]], decode: Callable[[tuple[bytes]], Any]) -> object:
+def _same_again(message: Any, encode: Callable[[Any], Sequence[bytes]], decode: Callable[[Any], Any]) -> object:
     """What was understood can be said, and is understood as the same."""
     assert decode(encode(message)) == message, "what was decoded is not what is encoded"
     return message
@@ -111,10 +115,22 @@ def _answer(data: bytes) -> object:
     return _same_again(control.decode_answer((data,)), control.encode_answer, control.decode_answer)
 
 
+def _sums(data: bytes) -> object:
+    """All parts, joined; what was understood is cut into parts again, and these join to the same."""
+    sums = control.decode_sums(data)
+    encoded = control.encode_sums(sums)
+    parts = [
+        control.sums_answer(control.AskSums(lease=_LEASES[0], part=part), encoded)
+        for part in range(control.parts_of_sums(encoded))
+    ]
+    assert control.decode_sums(b"".join(part.content for part in parts if part is not None)) == sums
+    return sums
+
+
 def _lend(data: bytes) -> object:
-    """A message, what the core makes of it, and the answer to it."""
+    """A message about leases, what the core makes of it, and the answer to it."""
     message = control.decode_request((data,))
-    if isinstance(message, Inspect):
+    if not isinstance(message, control.Hold | control.Release):
         return message
     core = Lending(_LIMITS)
     for lease in _LEASES[:2]:
@@ -137,6 +153,26 @@ def _inspected() -> bytes:
     builder = inspection.AnswerBuilder(10)
     builder.add(_ROW)
     return builder.frames(_INSPECT, wall=1.5, total=9, next_row=None)[0]
+
+
+# --- administration ---------------------------------------------------------------------------------------------------
+
+_REPORT = administration.DrainReport(state="draining", seconds=1.5, seconds_left=28.5, lent=2, not_lent=1)
+_MET = administration.MeetReport(
+    rows=(administration.PlaceRow(place="127.0.0.1:1", state="met", engine_id="prefill", problem=""),)
+)
+_OF_A_WORKER: tuple[control.ControlRequest, ...] = (_HOLD, _RELEASE, _INSPECT, _ASK_SUMS, _LEAVE, MEET)
+"""One message of each type."""
+
+
+def _leave_taken(data: bytes) -> object:
+    decode = administration.decode_leave_taken
+    return _same_again(decode((data,)), control.encode_answer, decode)
+
+
+def _meet_report(data: bytes) -> object:
+    decode = administration.decode_meet_report
+    return _same_again(decode((data,)), control.encode_answer, decode)
 
 
 # --- kv_transfer_params -----------------------------------------------------------------------------------------------
@@ -177,6 +213,29 @@ def _params(data: bytes) -> object:
     return params.parse_remote_prefill(raw)
 
 
+_KEYS = ParamsKeys((ParamsKey("new", b"x" * 32), ParamsKey("old", b"y" * 32)))
+
+
+_SIGNED = params.build_remote_prefill(
+    engine_id="prefill",
+    request_id="cmpl-1",
+    host="10.0.0.1",
+    port=5600,
+    block_ids=[[1, 2, 3]],
+    tp_size=1,
+    num_tokens=48,
+    lease_number=7,
+    keys=_KEYS,
+)
+
+
+def _genuine(data: bytes) -> object:
+    remote = _params(data)
+    if isinstance(remote, params.RemotePrefill):
+        params.require_genuine(remote, _KEYS, lends_back=False)
+    return remote
+
+
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -209,7 +268,7 @@ TARGETS: dict[str, Target] = {
             "control-request",
             _request,
             (BadFrame, DecodeFailed),
-            tuple(control.encode_request(each)[0] for each in (_HOLD, _RELEASE, _INSPECT)),
+            tuple(control.encode_request(each)[0] for each in _OF_A_WORKER),
         ),
         Target(
             "control-answer",
@@ -222,6 +281,8 @@ TARGETS: dict[str, Target] = {
                         sent_ns=5, held=(control.HeldLease("a", 1, 9),), gone=(control.GoneLease("b", 0, "expired"),)
                     ),
                     control.Released(leases=_LEASES),
+                    control.Sums(lease=_LEASES[0], part=0, parts=2, content=b"part"),
+                    control.Leaving(grace_ns=30_000_000_000),
                 )
             ),
         ),
@@ -229,8 +290,28 @@ TARGETS: dict[str, Target] = {
             "lending",
             _lend,
             (BadFrame, DecodeFailed),
-            tuple(control.encode_request(each)[0] for each in (_HOLD, _RELEASE)),
+            tuple(control.encode_request(each)[0] for each in _OF_A_WORKER),
         ),
+        Target(
+            "sums",
+            _sums,
+            (DecodeFailed,),
+            (control.encode_sums(control.LeaseSums(blocks=(b"\1\0\0\0\2\0\0\0", b"\3\0\0\0"), sums=bytes(range(24)))),),
+        ),
+        Target("drain-request", lambda data: administration.is_drain((data,)), (), (administration.encode_drain(),)),
+        Target(
+            "drain-report",
+            lambda data: administration.decode_report((data, _CLOCK)),
+            (BadFrame, DecodeFailed),
+            (administration.encode_report(_REPORT), handshake.encode_error("it does not drain"), b"\x80"),
+        ),
+        Target(
+            "leave-taken",
+            _leave_taken,
+            (BadFrame, DecodeFailed),
+            control.encode_answer(administration.LeaveTaken(leases=3)),
+        ),
+        Target("meet-report", _meet_report, (BadFrame, DecodeFailed), control.encode_answer(_MET)),
         Target(
             "inspected",
             lambda data: inspection.decode_inspected((data,)),
@@ -253,5 +334,6 @@ TARGETS: dict[str, Target] = {
             (ParamsError,),
             (msgspec.json.encode(_PARAMS), msgspec.json.encode(_LENT_BACK)),
         ),
+        Target("params-signed", _genuine, (ParamsError,), (msgspec.json.encode(_SIGNED), msgspec.json.encode(_PARAMS))),
     )
 }

@@ -6,10 +6,14 @@ The longer form is `make fuzz` (`tests/fuzz/__init__.py`).
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import random
 import sys
 import tracemalloc
-from types import FrameType
+from collections.abc import Iterator
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import msgspec
@@ -17,8 +21,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector import wire
 from connector.wire.bounded import DecodeFailed
 from tests.fuzz.mutations import HUGE, mutate, with_other_values
+from tests.fuzz.sockets import SEEDS, damaged, is_obeyed
 from tests.fuzz.targets import TARGETS, Target, check
 from tests.unit.properties import on_any_machine
 
@@ -28,6 +34,41 @@ PEAK_BYTES, PEAK_BYTES_PER_BYTE = 256 << 10, 100
 """What a decoder may take, and for each byte that it is given: an element of a list may be a byte, and 90 in Python."""
 CALLS, CALLS_PER_BYTE = 3_000, 20
 """Calls of functions in Python and of built-in ones."""
+
+
+NOT_FROM_OUTSIDE = frozenset({"parse_keys"})
+"""A file of the operator."""
+
+
+def decoders() -> Iterator[tuple[str, CodeType]]:
+    """Every public function and method of `connector.wire` that takes something from outside, as its name or the names
+    of its arguments say."""
+    for found in pkgutil.iter_modules(wire.__path__, "connector.wire."):
+        module = importlib.import_module(found.name)
+        own = [each for each in vars(module).values() if getattr(each, "__module__", None) == found.name]
+        holders = [module, *(each for each in own if inspect.isclass(each))]
+        for name, function in (pair for holder in holders for pair in vars(holder).items()):
+            if not isinstance(function, FunctionType) or function.__module__ != found.name or name.startswith("_"):
+                continue
+            takes_untrusted = any(each.endswith("_untrusted") for each in inspect.signature(function).parameters)
+            is_named_so = name.startswith(("decode_", "parse_")) and name not in NOT_FROM_OUTSIDE
+            if takes_untrusted or is_named_so:
+                yield f"{found.name}.{function.__qualname__}", function.__code__
+
+
+def test_every_decoder_of_bytes_from_outside_has_a_target() -> None:
+    """One that is given its seeds, at least."""
+    called: set[CodeType] = set()
+    sys.setprofile(lambda frame, event, argument: called.add(frame.f_code))
+    try:
+        for target in TARGETS.values():
+            for seed in target.seeds:
+                check(target, seed)
+    finally:
+        sys.setprofile(None)
+    found = dict(decoders())
+    assert len(found) > 15
+    assert [name for name, code in found.items() if code not in called] == []
 
 
 @each_target
@@ -154,3 +195,12 @@ def test_what_was_kept_because_it_is_odd_can_be_damaged_further(seed: bytes) -> 
     choose = random.Random(0)
     for _ in range(50):
         assert isinstance(with_other_values(seed, choose), bytes)
+
+
+def test_the_engine_whose_sockets_are_fuzzed_is_sent_nothing_that_would_make_it_leave() -> None:
+    """Undamaged, some of the seeds would."""
+    choose = random.Random(0)
+    obeyed = [seed for seed in SEEDS if is_obeyed(seed)]
+    assert len(obeyed) == 2
+    for _ in range(300):
+        assert not is_obeyed(damaged(tuple(obeyed), choose))
