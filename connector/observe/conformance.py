@@ -107,14 +107,14 @@ def _located(process: ProcessTrace) -> Iterator[Located]:
 
 
 def _lives(located: Iterable[Located], *, is_whole: bool) -> list[_Life]:
-    """A process has one engine and rank, and its numbers grow: where they begin anew another one does."""
+    """A process has one engine and rank, and its numbers grow from 0: whose number is 0 is the first of another one."""
     found: list[_Life] = []
     latest: dict[tuple[str, str, int], _Life] = {}
     for each in located:
         record = each[2]
         key = (record.engine_id, record.role, record.rank)
         life = latest.get(key)
-        if life is None or (record.seq == 0 and life.located[-1][2].seq > 0):
+        if life is None or record.seq == 0:
             life = latest[key] = _Life(is_whole)
             found.append(life)
         life.located.append(each)

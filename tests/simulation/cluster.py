@@ -429,7 +429,10 @@ class Cluster:
             case Kind.CRASH_NEW_ID | Kind.CRASH_SAME_ID | Kind.CRASH_DECODE:
                 await self._crash(self._engine(fault.target), fault)
             case Kind.STOP:
-                await self._stop(self._engine(fault.target), fault)
+                engine = self._engine(fault.target)
+                if not engine.process.has_died():
+                    self._strike(fault)
+                    await self._stop(engine, fault)
             case Kind.DRAIN:
                 await self._drain(self._engine(fault.target), fault)
             case Kind.INCOMPATIBLE:
@@ -497,18 +500,15 @@ class Cluster:
             return
         if draining.value.state is not State.DRAINED:
             self._oracles.complain("draining", f"{engine.name} did not drain within {patience_seconds:g} s")
-        elif engine.lent_prefills and process.listener_clock.now_ns() < draining.value.ends_ns:
-            lent = engine.lent_prefills
+        elif (lent := engine.lent_prefills) and process.listener_clock.now_ns() < draining.value.ends_ns:
             self._oracles.complain("draining", f"{engine.name} said that it had drained with {lent} prefill(s) lent")
+        self._oracles.coverage["an engine drained"] += draining.value.state is State.DRAINED
         keeps_id = generator(self._plan.seed, f"drain at {fault.at_seconds}").random() < 0.5
         await self._stop(engine, fault, process.engine_id if keeps_id else None)
 
     async def _stop(self, engine: Engine, fault: Fault, engine_id: str | None = None) -> None:
         """An orderly shutdown in the middle of everything, and a restart."""
         stopping = engine.process
-        if stopping.has_died():
-            return
-        self._strike(fault)
         stopping.stop()
         with trio.move_on_after(SHUTDOWN_SECONDS):
             while not stopping.has_ended:

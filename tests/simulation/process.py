@@ -76,6 +76,8 @@ class Surroundings:
     """When each record of `trace` was written, in seconds of virtual time."""
     steps_kept: int = STEPS_KEPT
     """By each flight recorder."""
+    all_drain: bool = False
+    """Whether any engine may be told to end, at any time; otherwise those of which the plan says so."""
     small_quarantines: frozenset[str] = frozenset()
     """Engines whose quarantine few blocks fill."""
 
@@ -361,7 +363,7 @@ class Process:
         side_channel = FakeSideChannel(around.network, host)
         self.draining: EngineDraining | None = None
         """Of an engine that will be told to end."""
-        if around.faults.is_planned(Kind.DRAIN, engine.name):
+        if around.all_drain or around.faults.is_planned(Kind.DRAIN, engine.name):
             self.draining = EngineDraining(
                 side_channel=side_channel,
                 workers=[(rank.host, rank.control.port, None) for rank in self.ranks],

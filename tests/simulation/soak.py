@@ -7,10 +7,11 @@
 
 Eight prefill and eight decode engines: the production actors on fake ports, as on level 2, and the same oracles. A seed
 is a sequence of episodes of ten minutes. Each begins with some seconds of many requests and many faults; then requests
-are few and far between, while engines leave, restart with their old id or a new one, or are replaced by one of another
-model at their address. At its end everything has to come to rest: nothing is open, in flight, lent, held or missing,
-and a request of some pairs is served. Some seeds have fewer places for peers than there are prefill engines, and each
-has a short time to live for engines that are gone, so that both kinds of eviction happen all the time.
+are few and far between, while engines die, are stopped or drain, restart with their old id or a new one, or are
+replaced by one of another model at their address. At its end everything has to come to rest: nothing is open, in
+flight, lent, held or missing, and a request of some pairs is served. Some seeds have fewer places for peers than there
+are prefill engines, and each has a short time to live for engines that are gone, so that both kinds of eviction happen
+all the time.
 
 What a run of a day must not do is grow. After each hour, at rest, what the interpreter holds is counted: blocks of its
 allocator, and resident memory. The simulator forgets what it has judged (`Oracles.forget_the_past`), and the tables
@@ -75,7 +76,7 @@ FAULTS_MAX = 32
 """Of the busy time of an episode."""
 CHURN_MAX = 8
 """Engines that go in an episode, perhaps for the rest of it."""
-CHURN_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.CRASH_DECODE, Kind.STOP)
+CHURN_KINDS = (Kind.CRASH_NEW_ID, Kind.CRASH_SAME_ID, Kind.INCOMPATIBLE, Kind.CRASH_DECODE, Kind.STOP, Kind.DRAIN)
 CHURN_SECONDS = (0.0, 1.0, 30.0, EPISODE_SECONDS)
 PLACES = 1024
 """For peers."""
@@ -153,7 +154,8 @@ class SoakCluster(Cluster):
         return msgspec.structs.replace(super()._options(), engine_ttl=chance.choice(TIMES_TO_LIVE))
 
     def _surroundings(self, agenda: Agenda) -> Surroundings:
-        return dataclasses.replace(super()._surroundings(agenda), steps_kept=TABLE_MAX)
+        # The faults of an episode are drawn when engines are there already.
+        return dataclasses.replace(super()._surroundings(agenda), steps_kept=TABLE_MAX, all_drain=True)
 
     def _engine_ids(self) -> int:
         """All that come and go within a time to live, by all sizes by which they are described."""

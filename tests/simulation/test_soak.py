@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from statemachine.roster import Roster
 from tests.simulation import soak
+from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.cluster import Result
-from tests.simulation.faults import Plan
+from tests.simulation.faults import Fault, Kind, Plan
 from tests.simulation.soak import Campaign, Course, Done
 from tests.simulation.verdict import Violation
 
@@ -31,7 +33,16 @@ SHORT = Course(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_short_one_passes(seed: int) -> None:
+def test_a_short_one_passes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: Counter[Kind] = Counter()
+    expect = ActiveFaults.expect
+
+    def expect_and_count(self: ActiveFaults, faults: Iterable[Fault]) -> None:
+        faults = list(faults)
+        planned.update(fault.kind for fault in faults)
+        expect(self, faults)
+
+    monkeypatch.setattr(ActiveFaults, "expect", expect_and_count)
     result, hours = soak.soak(seed, SHORT)
     assert result.violations == []
     assert len(hours) >= SHORT.hours - 1
@@ -39,6 +50,9 @@ def test_a_short_one_passes(seed: int) -> None:
     assert result.requests > 1000
     assert result.outcomes["done"] > 0.5 * result.requests
     assert sum(result.faults_fired.values()) > 100
+    # Each once, but for engines that are dead, or end already; and some die while they drain.
+    assert 10 < planned[Kind.DRAIN] / 2 < result.faults_fired[Kind.DRAIN] <= planned[Kind.DRAIN]
+    assert result.coverage["an engine drained"] > result.faults_fired[Kind.DRAIN] / 2
 
 
 def test_what_is_kept_of_each_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

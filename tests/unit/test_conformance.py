@@ -239,3 +239,17 @@ def test_one_side_alone_is_checked() -> None:
     for machines in ({"lease"}, {"request", "hold", "peer"}):
         alone = [record for record in faulty_run() if record.machine in machines]
         assert check_records(alone).findings == ()
+
+
+def test_a_process_that_made_one_record_has_a_successor() -> None:
+    """Under the same engine id, on a clock that began later."""
+    first = next(record for record in calm_run() if record.machine == "lease" and record.seq == 0)
+    successor = [
+        msgspec.structs.replace(record, mono_ns=record.mono_ns - first.mono_ns)
+        for record in calm_run()
+        if (record.engine_id, record.rank) == (first.engine_id, first.rank)
+    ]
+    verdict = check_records([first, *successor])
+    assert verdict.processes == 2
+    problems = [finding.problem for finding in verdict.findings]
+    assert [each for each in problems if "its number is" in each or "the clock" in each] == []
