@@ -34,6 +34,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 ZAP_DOMAIN = b"engine"
+AGAIN_SECONDS = 0.1
+"""The pause after a mistake: one that is made again each time does not keep the thread busy."""
 ALLOWED, NOT_ALLOWED, FAILED = b"200", b"400", b"500"
 
 
@@ -97,13 +99,19 @@ class Gate:
 
     async def _answer(self) -> None:
         """Until it is closed. The descriptor tells of changes only, so it is waited for when nothing is left."""
-        with contextlib.suppress(trio.ClosedResourceError):
-            while True:
+        while not self.is_closed:
+            try:
                 frames = self._take()
                 if frames is None:
                     await trio.lowlevel.wait_readable(self._socket.FD)
                 else:
                     self._reply(frames, await self._judge(frames))
+            except trio.ClosedResourceError:
+                return
+            except Exception as error:
+                # A task of the run itself must not raise: everything would end.
+                log_crash("gate", error)
+                await trio.sleep(AGAIN_SECONDS)
 
     def _take(self) -> list[bytes] | None:
         """A question, if there is one. Raises trio.ClosedResourceError."""

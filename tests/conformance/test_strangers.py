@@ -478,6 +478,32 @@ def test_nobody_is_let_in_by_a_mistake(fleet: Fleet, monkeypatch: pytest.MonkeyP
     run(main)
 
 
+@pytest.mark.parametrize("step", ["_take", "_reply"])
+def test_a_gate_that_raises_goes_on(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    """It is a task of the trio run itself: what comes out of it ends the run, and all that the process transfers."""
+    serving_member, asking_member = fleet.friends("serving", "asking")
+
+    def broken(*_: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("injected")
+
+    async def main() -> None:
+        with closing(serving_member.channel()) as serving, closing(asking_member.channel()) as asking:
+            served = Served(serving)
+            monkeypatch.setattr(Gate, step, broken)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(served.run)
+                with trio.move_on_after(0.5):
+                    await asking.connect(HOST, served.port).ask([b"hello"])
+                await ask(asking, served.port)
+                nursery.cancel_scope.cancel()
+
+    run(main)
+    assert "injected" in caplog.text
+
+
 def test_nobody_is_let_in_when_there_is_no_gate(fleet: Fleet) -> None:
     serving_member, asking_member = fleet.friends("serving", "asking")
 
