@@ -270,7 +270,13 @@ class Inspector:
                 counts["lent blocks"] += each.blocks
             await trio.lowlevel.checkpoint()
         counts["leases"] = len(leases)
-        counts["reads in flight"] = self._context.reads.in_flight
+        reads = self._context.reads
+        held = reads.port.counts()
+        counts["reads in flight"] = reads.in_flight
+        counts["read handles"] = held.reads
+        counts["remote agents"] = held.remote_agents
+        counts["local descriptor lists"] = reads.local_lists
+        counts["remote descriptor lists"] = held.descriptor_lists - reads.local_lists
         counts["local prefills"] = self._local_prefills_count
         counts["late releases"] = self._lease_keeper.late_releases
         counts["notifications dropped"] = self._lease_keeper.notifications_dropped

@@ -123,6 +123,11 @@ class Reads:
         """READs that the port was given and whose end it has not reported."""
         return len(self._posted)
 
+    @property
+    def local_lists(self) -> int:
+        """Prepared lists of our own memory."""
+        return len(self._local_lists)
+
     def in_hand(self) -> list[tuple[ReadOrder, int, bool]]:
         """Those, with when the port was given them and whether it has come to them."""
         return [(order, self._posted_ns[handle], handle not in self._ahead) for handle, order in self._posted.items()]

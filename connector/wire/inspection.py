@@ -113,7 +113,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRow(Row, frozen=True, kw_only=True):
-    """This worker. `counts`: how many of what lives now, and what was counted since the start.
+    """This worker. `counts`: how many of what lives now, what it holds of NIXL's included, and what was counted since
+    the start. Names come and go with versions: who looks for one takes 0 for one that is missing.
 
     `recorded_seconds`: how far back every step is kept; None: nothing has happened yet.
     """

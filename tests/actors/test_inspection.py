@@ -73,6 +73,10 @@ def test_a_request_that_was_served_is_shown_on_both_sides() -> None:
             assert (peer.engine_id, peer.state, peer.requests, peer.holds) == ("p", "ready", 0, 0)
             assert not of_d.of(RequestRow)
             assert not of_p.of(LeaseRow)
+            held = "remote agents", "remote descriptor lists", "local descriptor lists", "read handles"
+            for side, counts in ((of_d, (1, 1, 1, 0)), (of_p, (0, 0, 0, 0))):
+                (row,) = side.of(EngineRow)
+                assert tuple(row.counts[name] for name in held) == counts, side.engine_id
             paths = {
                 machine: [row.record.to_state for row in reversed(side.of(RecordRow)) if row.record.machine == machine]
                 for side, machine in ((of_d, "request"), (of_d, "hold"), (of_p, "lease"))

@@ -20,6 +20,7 @@ from typing import Any
 import trio
 
 from connector.clock import BootClock
+from connector.ports.nixl import PortCounts
 from connector.runtime.inspector import Inspector
 from connector.runtime.recorder import Recorder
 from connector.wire.inspection import WHATS, EngineFacts, Inspect, decode_inspected
@@ -76,12 +77,19 @@ def worker() -> Inspector:
         amounts=lambda _: (16, None, None),
         quarantine=lambda _: None,
         quarantined_blocks=lambda: 0,
+        loading_blocks=lambda: 0,
     )
     context: Any = SimpleNamespace(
         local=SimpleNamespace(layout=SimpleNamespace(engine_id="d", tp_rank=0, pp_rank=0, tp_size=1)),
         clock=clock,
         recorder=recorder,
-        reads=SimpleNamespace(waiting=list, in_hand=list, in_flight=0),
+        reads=SimpleNamespace(
+            waiting=list,
+            in_hand=list,
+            in_flight=0,
+            local_lists=0,
+            port=SimpleNamespace(counts=lambda: PortCounts(0, 0, 0, 0)),
+        ),
     )
     known: Any = SimpleNamespace(view=lambda _: MemberView("10.0.0.1:5600", 0, False))
     leases: Any = SimpleNamespace(leases=keeper.leases, late_releases=0, notifications_dropped=0)
