@@ -22,7 +22,7 @@ Rules:
 * Members that know one engine by different sizes stand on the same agents, which can be loaded again only when all have
   let go. When one of them has taken back its connection, unused ones that are connected are retired.
 * A member that is unused and not connected is retired when it was not asked for in a long time. A live connection is
-  kept however idle it is: each removal of an agent that is used again leaks a file descriptor (docs/nixl.md fact 11).
+  kept however idle it is: each removal of an agent that is used again leaks sockets (docs/nixl.md fact 11).
 * A member is retired once. READs that hang may keep it for long, but it has made room already, and what is asked of
   it meanwhile is handed to it all the same: it ends in it, or in its successor.
 * An abort goes to the member that the request was handed to.

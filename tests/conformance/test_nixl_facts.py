@@ -381,14 +381,28 @@ def test_fact_9_a_list_does_not_survive_the_removal_of_its_agent(over_copies: Pa
         over_copies.agent.make_prepped_xfer("READ", over_copies.local, ids(1), old, ids(1), b"")
 
 
-def test_fact_11_each_removal_of_a_live_agent_leaks_a_descriptor(over_copies: Pair) -> None:
-    over_copies.read(ids(1))
-    before = len(os.listdir("/proc/self/fd"))
+@pytest.mark.parametrize(("transport", "sockets"), [("over_copies", 1), ("over_tcp", 2)])
+def test_fact_11_each_removal_of_a_live_agent_leaks_sockets(
+    request: pytest.FixtureRequest, transport: str, sockets: int
+) -> None:
+    """In the reader and in the source."""
+    pair: Pair = request.getfixturevalue(transport)
+    pair.read(ids(1))
+    pids = os.getpid(), pair.source.process.pid
+    before = [sockets_of(pid) for pid in pids]
     for _ in range(8):
-        over_copies.agent.remove_remote_agent(over_copies.name)
-        over_copies.connect()
-        over_copies.read(ids(1))
-    assert len(os.listdir("/proc/self/fd")) == before + 8
+        pair.agent.remove_remote_agent(pair.name)
+        pair.connect()
+        pair.read(ids(1))
+    until(lambda: [sockets_of(pid) for pid in pids] == [count + 8 * sockets for count in before])
+
+
+def sockets_of(pid: int) -> int:
+    count = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:")
+    return count
 
 
 def test_fact_30_each_loading_of_a_dead_agent_over_tcp_leaks_a_socket(over_tcp: Pair) -> None:
