@@ -9,7 +9,8 @@
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
 # make soak    a day of virtual time: eight engines of each role that come and go; three to ten minutes. Goes on with
 #              the next seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
-# make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them
+# make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them, and
+#              fails if that is anything; TCP=1: over TCP
 # make crashes a fault at every await and every call of a port, one after the other; up to 40 (OF_A_SITE_MAX) of each
 #              place in the code of each process, spread over the run; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
@@ -86,7 +87,7 @@ soak: setup
 	@$(BIN)/python -m tests.simulation.soak --seeds $(SOAK_SEEDS)
 
 churn: setup
-	@$(BIN)/python -m tests.actors.churn --peers 1000
+	@$(BIN)/python -m tests.actors.churn --peers 1000 $(if $(TCP),--tcp)
 
 crashes: setup
 	$(BIN)/python -m tests.simulation.crashes
