@@ -1,9 +1,11 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
-#                check, test-parts (tests that need no whole engine, two at a time), simulate-fresh,
+#                check, test-parts (tests that need no whole engine, two at a time), upstream, simulate-fresh,
 #                test-pairs (engines of all kinds, two files at a time), test-alone (tests of how soon something is
 #                noticed, and of engines that take long to start, which want the machine for themselves), programs
 #                (which of those that tests need are missing; an error where CI=true and apt could have brought them)
+# make upstream   vLLM's own scheduler-level tests of its connector, with this one in its place; fetches vLLM's source
+#              distribution (44 MB) the first time, and says SKIPPED where it cannot, unless CI is set to true
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
@@ -35,8 +37,8 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone programs explore simulate simulate-fresh soak churn \
-        crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
+.PHONY: setup demo check test parts test-parts test-pairs test-alone upstream programs explore simulate simulate-fresh \
+        soak churn crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -54,7 +56,7 @@ check: setup
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
-parts: check test-parts simulate-fresh test-pairs test-alone programs
+parts: check test-parts upstream simulate-fresh test-pairs test-alone programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
@@ -72,6 +74,9 @@ test-alone: setup
 
 programs: setup
 	@$(BIN)/python -m tests.programs
+
+upstream: setup
+	$(BIN)/python -m tests.upstream --or-skip
 
 explore: setup
 	$(BIN)/python -m tests.explore

@@ -18,6 +18,7 @@ case "$(basename "$0") $*" in *"$FAILING"*) exit 1;; esac
 PARTS = {
     "check": "ruff check .",
     "tests without engines": "tests/conformance",
+    "vLLM's own tests": "-m tests.upstream",
     "fresh seeds": "-m tests.simulation.fresh",
     "engines, two files at a time": "--no-loadscope-reorder tests/integration",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",

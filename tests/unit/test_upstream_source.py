@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.upstream import __main__ as upstream
 from tests.upstream import source
 from tests.upstream.source import DISTRIBUTION, NotFetched, source_distribution, unpack
 
@@ -19,6 +21,32 @@ def test_without_an_index_it_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setenv(name, value)
     with pytest.raises(NotFetched, match=rf"the source distribution of {DISTRIBUTION} .* cannot be fetched: ERROR"):
         source_distribution()
+
+
+@pytest.mark.parametrize(
+    ("given", "ci", "status"), [(["--or-skip"], None, 0), (["--or-skip"], "true", 1), ([], None, 1)]
+)
+def test_what_cannot_be_fetched_is_left_out_only_where_somebody_sees_it(
+    given: list[str],
+    ci: str | None,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def not_there() -> Path:
+        raise NotFetched("1.2", "no index")
+
+    monkeypatch.setattr(upstream, "source_distribution", not_there)
+    monkeypatch.setattr(sys, "argv", ["upstream", *given])
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    with pytest.raises(SystemExit) as ended:
+        upstream.main()
+    assert ended.value.code == status
+    said = capsys.readouterr().err
+    assert "no index" in said
+    assert said.startswith("SKIPPED: ") == (status == 0)
 
 
 def test_a_distribution_that_is_there_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""See the package's docstring: `python -m tests.upstream [--source vllm-*.tar.gz] [pytest options]`."""
+"""See the package's docstring: `python -m tests.upstream [--source vllm-*.tar.gz] [--or-skip] [pytest options]`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.upstream.source import NotFetched, source_distribution, unpack
+from tests.upstream.source import NotFetched, may_be_missing, source_distribution, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = tuple(
-    f"test_{name}.py"
+    f"test_{name}"
     for name in (
-        "remote_decode_lifecycle",
-        "remote_prefill_lifecycle",
-        "invalid_blocks_correctness",
-        "error_propagation",
-        "cache_pollution_prevention",
-        "kv_load_failure_recovery",
+        "remote_decode_lifecycle.py",
+        "remote_prefill_lifecycle.py",
+        "invalid_blocks_correctness.py",
+        "error_propagation.py",
+        "cache_pollution_prevention.py",
+        "kv_load_failure_recovery.py",
+        "bidirectional_kv_transfer.py",
+        # Of vLLM's side of any connector; these have no NIXL connector made.
+        "config.py",
+        "scheduler_kv_connector_override.py",
+        "kv_connector_lifecycle.py",
+        # Beside another connector.
+        "nixl_simple_cpu_offload.py",
+        # Of the tests of the built-in connector, those that go through the scheduler.
+        "nixl_connector.py::test_prompt_less_than_block_size",
+        "nixl_connector.py::test_abort_immediately_remote_prefill_enqueues_empty_recv",
+        "nixl_connector.py::test_prefill_exports_cached_tokens_in_kv_transfer_params",
     )
 )
 MODEL = "facebook/opt-125m"
@@ -44,12 +55,16 @@ CONFIGURATION = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--source", type=Path, help="vLLM's source distribution, if it is there already")
+    parser.add_argument(
+        "--or-skip", action="store_true", help="end well where it cannot be fetched; not where CI is set to true"
+    )
     arguments, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="upstream-") as directory:
         try:
             source = arguments.source or source_distribution()
         except NotFetched as error:
-            parser.exit(1, f"{error}\n")
+            is_skipped = arguments.or_skip and may_be_missing()
+            parser.exit(0 if is_skipped else 1, f"{'SKIPPED: ' if is_skipped else ''}{error}\n")
         root = unpack(source, Path(directory) / "source", "tests")
         (root / "tests" / "conftest.py").unlink()  # it imports what models need
         work = Path(directory) / "work"
@@ -58,7 +73,7 @@ def main() -> int:
         (work / "pytest.ini").write_text("[pytest]\nmarkers = cpu_test: on CPUs\n")
         # Its `tests` must be found before ours, so the plug-in is named by itself.
         paths = [str(root), str(ROOT), str(Path(__file__).parent)]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "in_its_place", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-rx", "-p", "in_its_place", "-p", "no:cacheprovider"]
         command += ["-c", str(work / "pytest.ini"), "--rootdir", str(root), *options]
         command += [str(root / "tests" / "v1" / "kv_connector" / "unit" / name) for name in TESTS]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
