@@ -1,0 +1,195 @@
+"""docs/first-gpu-run.md: its commands are such that vLLM, its router and this connector take them.
+
+All blocks are put together, and each check is run by bash, with stand-ins for the programs that it starts. They note
+how they were called; what they were given goes to the parsers of the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm import envs
+from vllm.benchmarks.serve import add_cli_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm_router.launch_router import parse_router_args
+
+from connector.config import TRACE_DIRECTORY_VARIABLE, parse_options
+from tests.unit.serve_arguments import serve_arguments, transfer_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "first-gpu-run.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+FUNCTIONS = "\n".join(BLOCKS[1:])
+"""The first block installs things."""
+CHECKS = re.findall(r"^(check_\w+)\(\)", FUNCTIONS, re.MULTILINE)
+CHECKS_NUMBERED = 10
+
+ENGINE, ROUTER, LOAD = "vllm serve", "vllm-router", "vllm bench serve"
+NOTE = """#!/bin/sh
+{ env | grep -E '^(VLLM_|CUDA_VISIBLE_DEVICES)'; printf '\\036'; printf '%s\\037' "${0##*/}" "$@"; } > "$CALLS/$$"
+"""
+ANSWERS = """#!/bin/sh
+case "$*" in
+  *metrics*) echo 'vllm:kv_cache_usage_perc 0'; echo 'vllm:spec_decode_num_accepted_tokens_total 7' ;;
+  *) echo '{"kv_transfer_params": {"tp_size": 1}, "choices": [{"text": "an answer"}]}' ;;
+esac
+"""
+PROFILES = """#!/bin/sh
+[ "$1" = profile ] || exit 0
+while [ "$1" != vllm ]; do shift; done
+exec "$@"
+"""
+STAND_INS = {"vllm": NOTE, "vllm-router": NOTE, "curl": ANSWERS, "nsys": PROFILES, "nixl-actor": "#!/bin/sh\n"}
+# Of what is done to engines and to time nothing is done; and one prompt is enough.
+BEFORE_A_CHECK = """
+kill() { [ "$1" != -0 ]; }
+sleep() { :; }
+seq() { echo 1; }
+"""
+
+
+needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="the commands of the page need jq")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A program that was started."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Call]]:
+    """What each check starts."""
+    return {check: run(check, tmp_path_factory.mktemp(check)) for check in CHECKS}
+
+
+def run(check: str, directory: Path) -> list[Call]:
+    tools, noted = directory / "bin", directory / "calls"
+    tools.mkdir()
+    noted.mkdir()
+    for name, text in STAND_INS.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = FUNCTIONS.replace("/tmp/kv-", f"{directory}/kv-") + BEFORE_A_CHECK + f"{check}\nwait\n"
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "CALLS": str(noted), "LC_ALL": "C"}
+    ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert "not found" not in ended.stderr, ended.stderr
+    found = []
+    for path in sorted(noted.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        variables, _, words = path.read_text().partition("\036")
+        name, *arguments = words.split("\037")[:-1]
+        while arguments and name in ("vllm", "vllm bench"):
+            name = f"{name} {arguments.pop(0)}"
+        found.append(Call(name, arguments, dict(line.split("=", 1) for line in variables.splitlines())))
+    return found
+
+
+def started(calls: dict[str, list[Call]], program: str) -> list[Call]:
+    return [call for each in calls.values() for call in each if call.program == program]
+
+
+def extras(call: Call) -> dict[str, Any]:
+    """The JSON of an engine's connector."""
+    found: dict[str, Any] = json.loads(call.arguments[call.arguments.index("--kv-transfer-config") + 1])
+    return found
+
+
+def test_every_block_is_one_that_bash_can_read() -> None:
+    for block in BLOCKS:
+        read = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert (read.returncode, read.stderr) == (0, ""), block
+    assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS)
+
+
+def test_there_are_ten_checks_each_with_what_to_look_for() -> None:
+    for number in range(1, CHECKS_NUMBERED + 1):
+        assert f"check_{number}" in CHECKS
+        (section,) = re.findall(rf"^## {number}\. (.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+        words = re.sub(r"^```.*?^```$", "", section, flags=re.MULTILINE | re.DOTALL).partition("\n")[2]
+        assert words.strip() or f"check_{number}() {{ pair" in section, "what is right is said with `many`"
+
+
+@needs_jq
+def test_engines_are_given_what_vllm_and_the_connector_take(calls: dict[str, list[Call]]) -> None:
+    engines = started(calls, ENGINE)
+    assert len(engines) > 2 * CHECKS_NUMBERED
+    for call in engines:
+        arguments = serve_arguments(call.arguments)
+        config = transfer_config(call.arguments)
+        parse_options(config.kv_connector_extra_config)
+        is_ours = config.kv_connector_module_path == "connector"
+        assert is_ours or config.kv_connector_module_path is None
+        assert config.kv_connector == "NixlConnector"
+        assert config.kv_role == {8100: "kv_producer", 8200: "kv_consumer"}[arguments.port]
+        variables = {name for name in call.environment if name.startswith("VLLM_")}
+        assert variables <= set(envs.environment_variables)
+        devices = call.environment["CUDA_VISIBLE_DEVICES"].split(",")
+        assert len(devices) == arguments.tensor_parallel_size * arguments.data_parallel_size
+
+
+@needs_jq
+def test_each_check_starts_the_pairs_that_it_is_about(calls: dict[str, list[Call]]) -> None:
+    def pairs(check: str) -> list[tuple[Call, Call]]:
+        engines = [call for call in calls[check] if call.program == ENGINE]
+        of_p = [call for call in engines if "8100" in call.arguments]
+        of_d = [call for call in engines if "8200" in call.arguments]
+        return list(zip(of_p, of_d, strict=True))
+
+    def sizes(check: str, name: str) -> set[tuple[Any, ...]]:
+        return {tuple(getattr(serve_arguments(each.arguments), name) for each in pair) for pair in pairs(check)}
+
+    assert sizes("check_5", "tensor_parallel_size") == {(1, 1), (2, 1), (1, 2)}
+    assert (16, 64) in sizes("check_5", "block_size")
+    layouts = [tuple(each.environment.get("VLLM_KV_CACHE_LAYOUT") for each in pair) for pair in pairs("check_5")]
+    assert {("LBNHC", None), (None, "LBNHC")} <= set(layouts)
+    permuting = [extras(decode).get("enable_permute_local_kv", False) for _, decode in pairs("check_5")]
+    assert permuting == [any(layout) for layout in layouts]
+    assert sizes("check_5_experts", "enable_expert_parallel") == {(True, True)}
+    assert len(sizes("check_6", "model_tag")) == 3
+    assert sizes("check_6", "enable_prefix_caching") >= {(True, True), (False, False)}
+    staged = [tuple(extras(each).get("kv_buffer_device") for each in pair) for pair in pairs("check_7")]
+    assert staged == [("cpu", "cpu"), ("cpu", None), (None, "cpu")]
+    assert (True, True) in sizes("check_9", "async_scheduling")
+    drafts = [serve_arguments(each.arguments).speculative_config for each, _ in pairs("check_9")]
+    assert [draft and draft.get("method", draft.get("model")) for draft in drafts][:2] == [None, "ngram"]
+    modules = [tuple(extras(each).get("kv_connector_module_path") for each in pair) for pair in pairs("check_10")]
+    assert modules == [("connector", "connector"), (None, None)] * 3
+
+
+@needs_jq
+def test_engines_of_a_pair_have_side_channels_of_their_own(calls: dict[str, list[Call]]) -> None:
+    taken: dict[int, set[int]] = {}
+    for call in started(calls, ENGINE):
+        arguments, base = serve_arguments(call.arguments), int(call.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+        taken.setdefault(arguments.port, set()).update(base + index for index in range(arguments.data_parallel_size))
+    of_p, of_d = taken.values()
+    assert not of_p & of_d
+
+
+@needs_jq
+def test_the_router_and_the_load_fit_the_engines(calls: dict[str, list[Call]]) -> None:
+    routers, loads = started(calls, ROUTER), started(calls, LOAD)
+    assert len(routers) == len(loads) > 2
+    for call in routers:
+        router = parse_router_args(call.arguments)
+        assert router.vllm_pd_disaggregation
+        assert router.prefill_urls == [("http://localhost:8100", None)]
+        assert router.decode_urls == ["http://localhost:8200"]
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    for call in loads:
+        load = parser.parse_args(call.arguments)
+        assert load.base_url == f"http://localhost:{router.port}"
+        assert load.max_concurrency == 64
+
+
+def test_the_variable_of_the_traces_is_that_of_the_connector() -> None:
+    assert set(re.findall(r"NIXL_ACTOR_\w+", PAGE)) == {TRACE_DIRECTORY_VARIABLE}
