@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -202,3 +204,57 @@ def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPat
 def test_every_option_has_a_default_that_is_valid() -> None:
     defaults = msgspec.to_builtins(ConnectorOptions())
     assert parse_options(defaults | {"trace_directory": None}, {}) == ConnectorOptions()
+
+
+# --- README.md ------------------------------------------------------------------------------------------------------
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+NOTHING = "none"
+WITH_A_ROW_AMONG_THE_BUILTIN_ONES = ("bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl")
+
+
+def documented_defaults() -> dict[str, str]:
+    """By option, as the table has it."""
+    table = README.partition("### Options\n")[2].partition("\n### ")[0]
+    found: dict[str, str] = {}
+    for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \| .* \|$", table, re.MULTILINE):
+        for name, default in zip(names.split(", "), defaults.split(", "), strict=True):
+            assert name.strip("`") not in found, f"{name} is there twice"
+            found[name.strip("`")] = default.strip("`")
+    return found
+
+
+def test_the_table_of_the_readme_has_every_option() -> None:
+    options = set(msgspec.to_builtins(ConnectorOptions()))
+    assert documented_defaults().keys() == options - set(WITH_A_ROW_AMONG_THE_BUILTIN_ONES)
+
+
+@pytest.mark.parametrize("name", [*WITH_A_ROW_AMONG_THE_BUILTIN_ONES, "kv_lease_duration", "engine_ttl"])
+def test_the_table_of_builtin_options_says_the_default_too(name: str) -> None:
+    table = README.partition("### Options of the built-in connector\n")[2].partition("\n### ")[0]
+    (row,) = re.findall(rf"^\| [^|]*`{name}`[^|]* \| (.*) \|$", table, re.MULTILINE)
+    default = getattr(ConnectorOptions(), name)
+    assert re.search(rf"\b{json_of(default)}\b", row)
+
+
+def json_of(value: object) -> str:
+    """Without a fraction that is zero."""
+    return re.sub(r"\.0$", "", msgspec.json.encode(value).decode())
+
+
+@pytest.mark.parametrize("name", documented_defaults())
+def test_the_table_of_the_readme_has_the_default(name: str) -> None:
+    default, documented = getattr(ConnectorOptions(), name), documented_defaults()[name]
+    if documented == NOTHING:
+        assert default in (None, ())
+    elif isinstance(default, str):
+        assert documented == default
+    else:
+        assert msgspec.json.decode(documented) == msgspec.json.decode(msgspec.json.encode(default))
+
+
+def test_what_the_readme_says_of_options_that_contradict_each_other_is_so() -> None:
+    with pytest.raises(OptionError, match="request_timeout_seconds"):
+        parse_options({"request_timeout_seconds": 4, "handshake_timeout_seconds": 5}, {})
+    with pytest.raises(OptionError, match="lease_margin_seconds"):
+        parse_options({"lease_margin_seconds": 16}, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FACTS_TEST = ROOT / "tests" / "conformance" / "test_nixl_facts.py"
 SUITE = ROOT / "tests" / "conformance" / "nixl_suite.py"
 FACTS = (ROOT / "docs" / "nixl.md").read_text()
@@ -42,7 +42,7 @@ def test_every_module_that_is_run_exists(document: Path) -> None:
 
 def test_every_target_of_make_exists(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:`|^)make (\w+)", document.read_text(), re.MULTILINE):
+    for target in re.findall(r"(?:`|^)make ([\w-]+)", document.read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
