@@ -94,6 +94,10 @@ def _has_layouts(decode: str, prefill: str) -> Condition:
     )
 
 
+def _has_slots(of_rank: int) -> Condition:
+    return lambda case: case.shapes[0].components[0].units == of_rank * case.decode.tp_size
+
+
 def _groups_apart(case: Case) -> bool:
     return "groups share tensors" not in case.features
 
@@ -216,6 +220,30 @@ ROWS: dict[str, tuple[str, Condition]] = {
         _has("P with 2 pipeline stages", "attention", "groups share tensors"),
     ),
     "pipeline stages, states and attention": ("states", _has("P with 2 pipeline stages", "attention", "states")),
+    "K and V in slots of their own": ("slots", _all(_has("slots", "window"), _has_slots(4))),
+    "K and V in planes, blocks outermost on one side": (
+        "slots",
+        _all(_has("slots"), _has_slots(2), _blocks_outermost_on_one_side),
+    ),
+    "ring buffers, equal TP": ("whole", _all(_has("ring buffers", "attention"), _groups_apart, _has_ratio(1, 1))),
+    "ring buffers, D_TP twice P_TP": ("whole", _all(_has("ring buffers", "MLA"), _groups_apart, _has_ratio(2, 1))),
+    "ring buffers in the pages of attention, P_TP twice D_TP": (
+        "whole",
+        _all(_has("ring buffers", "attention", "groups share tensors"), _has_ratio(1, 2)),
+    ),
+    "states that all ranks hold alike, D_TP twice P_TP": (
+        "whole",
+        _all(_has("states that all ranks hold alike", "attention"), _has_ratio(2, 1)),
+    ),
+    "states that all ranks hold alike, P_TP twice D_TP": (
+        "whole",
+        _all(_has("states that all ranks hold alike", "attention"), _has_ratio(1, 2)),
+    ),
+    "undivided states, equal TP": ("whole", _all(_has("undivided states", "attention"), _groups_apart)),
+    "undivided states in the pages of attention": (
+        "whole",
+        _has("undivided states", "attention", "groups share tensors"),
+    ),
     "tokens split on P": ("context", _all(_has("tokens split on P, tokens whole on D"), _has_ratio(1, 4))),
     "tokens split on D": ("context", _all(_has("tokens whole on P, tokens split on D"), _has_ratio(4, 1))),
     "tokens split on both": ("context", _all(_has("tokens split on P, tokens split on D"), _has_ratio(1, 1))),

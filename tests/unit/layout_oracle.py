@@ -1,10 +1,10 @@
 """The byte oracle of read plans: random models and engines, judged by what lies in memory afterwards.
 
-A case is a model (layers of heads, latents or states in cache groups) and two engines that run it, each with a tensor
-parallel size, block sizes, an order of axes and padding of its own, and a request with its block tables. The oracle
-makes up the request's KV, lays it into the memory of the prefill ranks that one decode rank deals with, carries out
-that rank's plan as plain copies, and compares all of the decode rank's memory with what should be there: the same KV as
-the decode rank would hold it, zeros where its blocks got nothing, and everything else as it was.
+A case is a model (layers of heads, slots, latents, states or ring buffers in cache groups) and two engines that run it,
+each with a tensor parallel size, block sizes, an order of axes and padding of its own, and a request with its block
+tables. The oracle makes up the request's KV, lays it into the memory of the prefill ranks that one decode rank deals
+with, carries out that rank's plan as plain copies, and compares all of the decode rank's memory with what should be
+there: the same KV as the decode rank would hold it, zeros where its blocks got nothing, and everything else as it was.
 
 The oracle has its own idea of who holds what and where: numpy views of memory made by reshaping and transposing, and a
 loop over single tokens. Of the product it uses what it judges: the shapes, strides and pieces of
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import math
 import random
 import sys
@@ -39,7 +40,18 @@ from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankId, RankLayout, Region
 from connector.layout.landing import LandingOrder, Permute, landing_layout
 from connector.layout.plan import EnginePlan, plan_engine
-from connector.layout.shapes import LayerShape, attention, latent, mamba, page_strides, paged_pieces, state_pieces
+from connector.layout.shapes import (
+    REPLICATED,
+    RING,
+    Component,
+    LayerShape,
+    attention,
+    latent,
+    mamba,
+    page_strides,
+    paged_pieces,
+    state_pieces,
+)
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.ports.nixl import MemoryKind, MemoryRun
@@ -48,9 +60,24 @@ from connector.worker.landing import LandedBlocks, landing_caches
 
 Bytes = npt.NDArray[np.uint8]
 
-FAMILIES = ("attention", "groups", "states", "context", "chunks")
+FAMILIES = ("attention", "groups", "states", "context", "chunks", "slots", "whole")
 """One cache group of attention; several groups with windows; attention with states; ranks with tokens of their own;
-attention in one or two groups, with smaller blocks on P, and heads before tokens in them."""
+attention in one or two groups, with smaller blocks on P, and heads before tokens in them; attention whose heads share
+slots in a way that only its back end knows; attention with ring buffers and states that are not divided."""
+
+MAMBA, PART = "mamba", "state"
+"""Kinds of states, beside RING and REPLICATED: divided by channels and heads; a rank's part that cannot be divided."""
+
+KINDS = {
+    "k": "attention",
+    "latent": "MLA",
+    "kv_slots": "slots",
+    RING: "ring buffers",
+    REPLICATED: "states that all ranks hold alike",
+    PART: "undivided states",
+    "conv_x": "states",
+}
+"""What a layer is called in the table of coverage, by its first component."""
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -135,12 +162,16 @@ def draw_case(chance: random.Random, family: str) -> Case:
         decode_dcp, prefill_dcp = (chance.choice((1, tp, tp)) for tp in (decode_tp, prefill_tp))
         if max(decode_dcp, prefill_dcp) % min(decode_dcp, prefill_dcp):
             prefill_dcp = 1
-    states = family == "states"
-    fewest, most = {"groups": (2, 3), "states": (1, 3), "chunks": (1, 2)}.get(family, (1, 1))
+    states = (MAMBA,) if family == "states" else ()
+    if family == "whole":
+        states = tuple(chance.choice((RING, RING, REPLICATED, PART)) for _ in range(chance.choice((1, 1, 2))))
+    if family == "slots" or PART in states:
+        prefill_tp = decode_tp  # no other engine is served
+    fewest, most = {"groups": (2, 3), "states": (1, 3), "chunks": (1, 2), "slots": (1, 2)}.get(family, (1, 1))
     token_groups = chance.randint(fewest, most) if most > 1 else 1
-    num_groups = token_groups + states
+    num_groups = token_groups + len(states)
     shared = num_groups > 1 and chance.random() < 0.6
-    in_lanes = family != "chunks" and chance.random() < 0.3
+    in_lanes = family not in ("chunks", "slots") and chance.random() < 0.3
     tensors = _draw_tensors(
         chance,
         (prefill_tp, decode_tp),
@@ -148,7 +179,8 @@ def draw_case(chance: random.Random, family: str) -> Case:
         states=states,
         shared=shared,
         in_lanes=in_lanes and family != "context",
-        is_latent=family == "context" or (family != "chunks" and not in_lanes and chance.random() < 0.3),
+        is_latent=family == "context" or (family not in ("chunks", "slots") and not in_lanes and chance.random() < 0.3),
+        slots_of_rank=chance.choice((1, 2, 2, 4, 6)) if family == "slots" else 0,
     )
     unit = math.lcm(*(shape.tokens_per_entry for shape in shapes_in(tensors)))
     sizes = _draw_group_sizes(
@@ -159,14 +191,16 @@ def draw_case(chance: random.Random, family: str) -> Case:
         unit=unit,
         dcp_sizes=(decode_dcp, prefill_dcp),
         is_smaller_on_prefill=family == "chunks",
+        is_equal=family == "slots",
     )
     counts, tables = [], []
     num_tokens = chance.randint(1, 24 * unit)
-    for decode_group, prefill_group in sizes:
-        is_state = not decode_group.tokens_per_kernel_block
+    for (decode_group, prefill_group), state in zip(sizes, (None,) * token_groups + states, strict=True):
         count, table = (
-            _draw_state_table(chance)
-            if is_state
+            ((1, 1), GroupBlocks(local=range(1), remote=range(1)))
+            if state == RING
+            else _draw_state_table(chance)
+            if state is not None
             else _draw_token_table(chance, num_tokens, decode_group, prefill_group, windows=num_groups > 1)
         )
         counts.append(count)
@@ -185,7 +219,8 @@ def draw_case(chance: random.Random, family: str) -> Case:
         Engine(
             engine_id=name,
             tp_size=tp_size,
-            layout_name=layout_name if chance.random() < 0.5 else chance.choice(layouts),
+            # A ring buffer is served between engines of one layout.
+            layout_name=layout_name if RING in states or chance.random() < 0.5 else chance.choice(layouts),
             padding_bytes=chance.choice((0, 0, 3)),
             groups=tuple(pair[side] for pair in sizes),
             num_ids=total + chance.randint(1, 3),
@@ -217,12 +252,16 @@ def _draw_tensors(
     tp_sizes: tuple[int, int],
     token_groups: int,
     *,
-    states: bool,
+    states: Sequence[str],
     shared: bool,
     in_lanes: bool,
     is_latent: bool,
+    slots_of_rank: int,
 ) -> tuple[Tensor, ...]:
-    """The model. Shared: layer i of every group lies in slice i of one tensor; in lanes: K and V of attention do."""
+    """The model. Shared: layer i of every group lies in slice i of one tensor; in lanes: K and V of attention do.
+
+    `slots_of_rank`: what attention has instead of heads. Two are K and V of all heads (planes), or of one head.
+    """
     units = [n for n in (1, 2, 3, 4, 6, 8, 12) if all(n % t == 0 or t % n == 0 for t in tp_sizes)]
     channels = [n for n in (4, 8, 16, 6, 12) if all(n % t == 0 for t in tp_sizes)] or [24]
     depth = chance.randint(1, 3)
@@ -235,6 +274,9 @@ def _draw_tensors(
 
     def tokens(group: int) -> LayerShape:
         name = f"layers.{next(names)}"
+        if slots_of_rank:
+            slots = Component(name="kv_slots", units=slots_of_rank * tp_sizes[0], bytes_per_unit=k_bytes)
+            return LayerShape(name=name, components=(slots,), group=group, whole_blocks=True, whole_ranks=True)
         if is_latent:
             shape = latent(name, bytes_per_token=k_bytes + v_bytes, group=group)
             return msgspec.structs.replace(shape, tokens_per_entry=tokens_per_entry)
@@ -254,11 +296,18 @@ def _draw_tensors(
         "head_bytes": chance.randint(1, 3),
     }
 
-    def state(group: int) -> LayerShape:
-        return mamba(f"layers.{next(names)}", group=group, **state_sizes)
+    whole_bytes = {kind: chance.randint(1, 40) for kind in states if kind != MAMBA}
 
-    num_groups = token_groups + states
-    makers = [tokens] * token_groups + [state] * states
+    def state(kind: str, group: int) -> LayerShape:
+        name = f"layers.{next(names)}"
+        if kind == MAMBA:
+            return mamba(name, group=group, **state_sizes)
+        units = tp_sizes[0] if kind == PART else 1
+        whole = Component(name=kind, units=units, bytes_per_unit=whole_bytes[kind])
+        return LayerShape(name=name, components=(whole,), group=group, is_state=True, whole_ranks=kind == PART)
+
+    num_groups = token_groups + len(states)
+    makers = [tokens] * token_groups + [functools.partial(state, kind) for kind in states]
     if shared:
         # Not every group has a layer in every slice, but every slice has tokens.
         rows = [
@@ -290,11 +339,12 @@ def _draw_group_sizes(
     chance: random.Random,
     token_groups: int,
     *,
-    states: bool,
+    states: Sequence[str],
     shared: bool,
     unit: int,
     dcp_sizes: tuple[int, int],
     is_smaller_on_prefill: bool,
+    is_equal: bool,
 ) -> list[tuple[CacheGroup, CacheGroup]]:
     """Block sizes of each group on (decode, prefill), multiples of `unit`. Groups that share memory have pages of one
     size.
@@ -306,6 +356,8 @@ def _draw_group_sizes(
         prefill_tokens = decode_tokens if chance.random() < 0.4 else unit * chance.choice((1, 2, 3, 4, 6, 8))
         ratio = chance.choice((1, 1, 2, 3))
         prefill_ratio = ratio if chance.random() < 0.5 else chance.choice((1, 2, 3))
+        if is_equal:
+            prefill_tokens = decode_tokens
         if min(dcp_sizes) > 1:
             prefill_tokens, prefill_ratio = decode_tokens, ratio
         if is_smaller_on_prefill:
@@ -320,9 +372,8 @@ def _draw_group_sizes(
 
     first = sizes()
     groups = [first if shared else sizes() for _ in range(token_groups)]
-    if states:
-        groups.append((CacheGroup(tokens_per_kernel_block=0), CacheGroup(tokens_per_kernel_block=0)))
-    return groups
+    one_each = CacheGroup(tokens_per_kernel_block=0)
+    return [*groups, *[(one_each, one_each)] * len(states)]
 
 
 _Count = tuple[int, int]
@@ -412,8 +463,7 @@ def features_of(case: Case) -> tuple[str, ...]:
     if len({shape.tokens_per_entry for shape in shapes if shape.group == 0}) > 1:
         found.append("entries of several kinds in a group")
     for shape in shapes:
-        kind = "states" if shape.is_state else shape.components[0].name
-        found.append({"k": "attention", "latent": "MLA"}.get(kind, kind))
+        found.append(KINDS[shape.components[0].name])
         for name, engine in (("D", decode), ("P", prefill)):
             if shape.components[0].name == "k" and shape.components[0].units < engine.tp_size:
                 found.append(f"GQA with fewer heads than ranks of {name}")

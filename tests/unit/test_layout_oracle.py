@@ -70,6 +70,18 @@ def test_context(chance: random.Random) -> None:
     check(draw_case(chance, "context"))
 
 
+@settings(on_any_machine, max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_slots(chance: random.Random) -> None:
+    check(draw_case(chance, "slots"))
+
+
+@settings(on_any_machine, max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_whole(chance: random.Random) -> None:
+    check(draw_case(chance, "whole"))
+
+
 def test_every_feature_occurs() -> None:
     """Guards the tests above: cases of a kind that is never drawn prove nothing."""
     counts = collections.Counter(
@@ -104,6 +116,10 @@ def test_every_feature_occurs() -> None:
         "tokens whole on P, tokens split on D",
         "entries of several tokens",
         "entries of several kinds in a group",
+        "slots",
+        "ring buffers",
+        "states that all ranks hold alike",
+        "undivided states",
     ):
         assert counts[feature] >= 10, feature
 
