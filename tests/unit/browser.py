@@ -23,6 +23,7 @@ ANSWER_SECONDS = 60.0
 KEYS = {
     "Escape": (27, "Escape", ""),
     "Enter": (13, "Enter", "\r"),
+    "Tab": (9, "Tab", ""),
     "ArrowLeft": (37, "ArrowLeft", ""),
     "ArrowUp": (38, "ArrowUp", ""),
     "ArrowRight": (39, "ArrowRight", ""),
@@ -128,6 +129,10 @@ class Browser:
     def frame(self) -> None:
         """Until the page has drawn what is due."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
+    def allow(self, *permissions: str) -> None:
+        """What a reader would be asked for, such as `clipboardReadWrite`, in the words of the protocol."""
+        self._call("Browser.grantPermissions", permissions=list(permissions))
 
     def screenshot(self, path: Path) -> None:
         self.frame()

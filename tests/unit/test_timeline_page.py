@@ -1,135 +1,26 @@
-"""The timeline page in a browser: it opens, draws, filters, and answers clicks and keys. Skipped without a Chromium."""
+"""The timeline page in a browser: it filters, explains a request, and answers clicks and keys."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from connector.observe.history import Story, histories, stories
-from connector.observe.timeline.export import MACHINES, Complaint, Fault, SimulatedRun, export_html
-from tests.unit.browser import NAMES, Browser, find_browser
+from connector.observe.history import histories, stories
+from connector.observe.timeline.export import MACHINES, Complaint, Fault, SimulatedRun
+from tests.unit.browser import Browser
 from tests.unit.timeline_load import LEASE_SECONDS, MARGIN_SECONDS, trace
+from tests.unit.timeline_page import chosen, count, fill, middle_of, told, written
 
-BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)} is on the path")
-
-REQUESTS = 10_000
 SMALL = 60
-OPEN_MS_MAX = 20_000
-"""Generous, as is the next: the page takes a tenth of it where the machine is not shared."""
-FILTER_MS_MAX = 2_000
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert BROWSER is not None
-    with Browser(BROWSER, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Browser]:
-    """A window of the usual size; whatever a page complains of fails the test."""
-    browser.complaints.clear()
-    browser.size(1280, 800)
-    yield browser
-    assert browser.complaints == []
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return written(told(REQUESTS), tmp_path_factory.mktemp("large"))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written(told(SMALL), tmp_path_factory.mktemp("small"))
-
-
-def told(requests: int) -> list[Story]:
-    return stories(histories(trace(requests)))
-
-
-def written(shown: list[Story], directory: Path, **options: Any) -> str:
-    """Address of the page."""
-    path = directory / "page.html"
-    export_html(shown, path, title="Made up", **options)
-    return path.as_uri()
-
-
-def count(page: Browser) -> str:
-    said: str = page.evaluate("byId('count').textContent")
-    return said
-
-
-def measured_ms(page: Browser, name: str) -> float:
-    (duration,) = page.evaluate(f"performance.getEntriesByName('{name}').map((each) => each.duration)")
-    return float(duration)
-
-
-def fill(page: Browser, field: str, text: str) -> None:
-    page.evaluate(f"byId('{field}').focus()")
-    page.evaluate(f"byId('{field}').select()")
-    page.type(text)
-
-
-def middle_of(page: Browser, name: str) -> tuple[float, float]:
-    """Where the bar of this request is drawn, on D."""
-    x, y = page.evaluate(
-        "(() => { const box = byId('lanes').getBoundingClientRect();"
-        f" const bar = doc.byKey.get('{name}').worst;"
-        " return [box.x + (lanes.x(bar.start) + lanes.x(bar.end)) / 2,"
-        " box.y + lanes.rowTop(bar) + lanes.rowHeight / 2]; })()"
-    )
-    return x, y
-
-
-def chosen(page: Browser) -> str | None:
-    name: str | None = page.evaluate("app.selected && app.selected.name")
-    return name
-
-
-# --- many requests --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-def test_ten_thousand_requests_open_and_are_filtered_at_once(page: Browser, large: str) -> None:
-    page.open(large)
-    assert count(page) == "10,000 requests"
-    opened_ms = measured_ms(page, "open")
-    filtered_ms = []
-    for text, most in (("cmpl-0123", 10), ("TransferError", 1000), ("nobody", 0)):
-        fill(page, "query", text)
-        found = int(count(page).split(" of ")[0].replace(",", ""))
-        assert found <= most
-        assert (found == 0) == (most == 0)
-        filtered_ms.append(measured_ms(page, "filter"))
-    page.press("Escape")
-    page.press("Escape")
-    assert count(page) == "10,000 requests"
-    filtered_ms.append(measured_ms(page, "filter"))
-    said = ", ".join(f"{each:.0f}" for each in filtered_ms)
-    sys.stdout.write(f"open after {opened_ms:.0f} ms; filters answered in {said} ms\n")
-    assert opened_ms < OPEN_MS_MAX
-    assert max(filtered_ms) < FILTER_MS_MAX
-
-
-@pytest.mark.timeout(300)
-def test_what_is_drawn_is_bounded_by_the_pixels_and_not_by_the_requests(page: Browser, large: str) -> None:
-    page.open(large)
-    bars = page.evaluate("doc.bars.filter((bar) => bar.lane).length")
-    everywhere = page.evaluate("lanes.draw(app), lanes.drawn")
-    assert bars == 2 * REQUESTS
-    assert 0 < everywhere < bars / 2
-    page.evaluate("setView(doc.start + 100e6, doc.start + 101e6)")
-    page.frame()
-    assert 0 < page.evaluate("lanes.drawn") < 500
 
 
 # --- filters --------------------------------------------------------------------------------------------------------
@@ -310,6 +201,74 @@ def test_keys_move_zoom_choose_and_close(page: Browser, small: str) -> None:
     assert not page.evaluate("byId('keys').open")
 
 
+def test_shift_and_an_arrow_move_the_cursor(page: Browser, small: str) -> None:
+    page.open(small)
+    start, end = page.evaluate("lanes.view")
+    assert page.evaluate("app.cursor") is None
+    page.press("ArrowRight", shift=True)
+    assert page.evaluate("app.cursor") == pytest.approx(start + (end - start) / 100)
+    page.press("ArrowRight", shift=True)
+    page.press("ArrowRight", shift=True)
+    page.press("ArrowLeft", shift=True)
+    assert page.evaluate("app.cursor") == pytest.approx(start + (end - start) / 50)
+    assert page.evaluate("lanes.view") == [start, end]  # the arrows alone move that
+    page.evaluate("app.goTo(doc.start + 1e6), setView(doc.start + 1e6, doc.start + 2e6)")
+    page.press("ArrowLeft", shift=True)
+    assert page.evaluate("app.cursor") == pytest.approx(page.evaluate("doc.start + 0.99e6"))
+    assert page.evaluate("lanes.view[0] < app.cursor && app.cursor < lanes.view[1]")
+
+
+def test_c_copies_a_link_to_what_is_seen(page: Browser, small: str) -> None:
+    page.allow("clipboardReadWrite", "clipboardSanitizedWrite")
+    page.open(small)
+    page.evaluate("app.choose(doc.stories[11], true), app.goTo(doc.stories[11].start)")
+    name, cursor = chosen(page), page.evaluate("app.cursor")
+    page.press("c")
+    page.wait_for("byId('link').textContent === 'Copied'")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.evaluate("location.href") != small
+    page.open(copied)
+    assert chosen(page) == name
+    assert page.evaluate("app.cursor") == pytest.approx(cursor, abs=1)
+
+
+def test_the_steps_of_a_request_are_reached_and_used_by_the_keyboard(page: Browser, small: str) -> None:
+    page.open(small)
+    page.evaluate("app.choose(doc.stories.find((story) => doc.outcomes[story.outcome] === 'failed'), true)")
+    focused = "document.activeElement.closest('.steps tbody tr')"
+    page.evaluate("document.querySelector('.tabs button:last-child').focus()")
+    at = page.evaluate("app.bar.steps.map((step) => step.at)")
+    assert len(at) > 2
+    for number, moment in enumerate(at):
+        page.press("Tab")
+        assert page.evaluate(f"{focused} && {focused}.sectionRowIndex") == number
+        page.press("Enter")
+        assert page.evaluate("app.cursor") == moment
+        assert page.evaluate(f"{focused}.sectionRowIndex") == number  # and the next Tab leads to the next step
+    # Where the cursor is, it is in the figure of both sides too.
+    page.wait_for("document.querySelectorAll('.sides line.cursor').length === 1")
+    page.press("Tab")
+    assert not page.evaluate(f"Boolean({focused})")
+
+
+def test_who_uses_the_keyboard_keeps_his_place_in_the_panel(page: Browser, small: str) -> None:
+    """What is shown there is made anew, and the focus would fall back to the beginning of the page."""
+    page.open(small)
+    page.evaluate("document.querySelector('.slowest button').focus()")
+    page.press("Enter")
+    assert chosen(page) == page.evaluate("slowestOf(doc.stories, 1)[0].name")
+    assert page.evaluate("document.activeElement.id") == "panel"
+    page.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "link"
+    page.evaluate("document.querySelectorAll('.tabs button')[1].focus()")
+    page.press("Enter")
+    assert page.evaluate("app.bar.machine") == "hold"
+    assert page.evaluate("document.activeElement.textContent") == "hold"
+    page.press("Escape")
+    assert chosen(page) is None
+    assert page.evaluate("document.activeElement.id") == "panel"
+
+
 def test_wheel_zooms_at_the_pointer_and_a_drag_moves(page: Browser, small: str) -> None:
     page.open(small)
     at = "lanes.time(600 - byId('lanes').getBoundingClientRect().x)"
@@ -371,6 +330,28 @@ def test_nothing_is_loaded_from_anywhere(page: Browser, small: str) -> None:
     assert page.evaluate(refused) == "refused"
     assert "Content Security Policy" in page.complaints.pop(0)
     page.complaints.clear()  # Chromium says it once more
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_said_as_people_say_them(page: Browser, small: str) -> None:
+    page.open(small)
+    said = page.evaluate("[250, 1500, 59.94e6, 59.996e6, 119.7e6, 3599.4e6, 3600e6, 135000e6, -7260e6].map(duration)")
+    assert said == [
+        "250 µs",
+        "1.5 ms",
+        "59.9 s",
+        "1 min 0 s",
+        "2 min 0 s",
+        "59 min 59 s",
+        "1 h 0 min",
+        "37 h 30 min",
+        "−2 h 1 min",
+    ]
+    page.evaluate("app.choose(doc.stories[5], true)")
+    wall = datetime.fromtimestamp(page.evaluate("doc.zeroWall + app.selected.start / 1e6"), UTC)
+    assert f"{wall:%H:%M:%S}." in page.evaluate("document.querySelector('.facts').innerText")
 
 
 # --- what is missing ------------------------------------------------------------------------------------------------

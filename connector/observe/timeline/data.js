@@ -10,15 +10,18 @@ function readDocument(text) {
   const raw = JSON.parse(text);
   const strings = raw.strings;
   const machineNames = Object.keys(raw.machines);
-  const terminal = {};
-  for (const name of machineNames) terminal[name] = new Set(raw.machines[name].terminal);
+  const terminal = {}, numberOf = {};
+  for (const name of machineNames) {
+    terminal[name] = new Set(raw.machines[name].terminal);
+    numberOf[name] = Object.fromEntries(raw.machines[name].states.map((state, number) => [state, number]));
+  }
 
   const bars = raw.histories.map(function (row, number) {
     const [machine, process, subject, peer, remote, blocks, lengthBytes, descriptors, flat] = row;
     const bar = {
       number, machine: machineNames[machine], process: raw.processes[process], subject: strings[subject],
       peer: strings[peer], remote: strings[remote], blocks, lengthBytes, descriptors,
-      steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false,
+      steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false, counting: 0,
     };
     let at = 0;
     for (let i = 0; i < flat.length; i += STEP) {
@@ -33,7 +36,7 @@ function readDocument(text) {
       const last = bar.visits[bar.visits.length - 1];
       if (last && last.state === step.state) continue;
       if (last) last.end = step.at;
-      bar.visits.push({ state: step.state, start: step.at, end: null, event: step.event });
+      bar.visits.push({ state: step.state, number: numberOf[bar.machine][step.state], start: step.at, end: 0, event: step.event });
     }
     const last = bar.visits[bar.visits.length - 1];
     bar.state = last.state;
@@ -62,7 +65,7 @@ function readDocument(text) {
     const [outcome, requests, holds, leases, held] = row;
     const story = {
       number, outcome, requests: requests.map((n) => bars[n]), holds: holds.map((n) => bars[n]),
-      leases: leases.map((n) => bars[n]),
+      leases: leases.map((n) => bars[n]), isShown: true,
     };
     const own = story.requests.length ? story.requests : story.leases;
     for (const bar of [...story.requests, ...story.holds, ...story.leases]) bar.stories.push(story);
@@ -206,19 +209,23 @@ function percentile(sorted, share) {
   return sorted[Math.min(sorted.length - 1, Math.max(0, Math.ceil(sorted.length * share) - 1))];
 }
 
+let countings = 0;
+
 /* Of the states of one machine in these stories: how often, percentiles and sum of the time in them. */
 function stateTimes(doc, stories, machine) {
-  const times = new Map(doc.machines[machine].states.map((state) => [state, []]));
-  const seen = new Set();
+  const { states } = doc.machines[machine], times = states.map(() => []);
+  countings++; // a lease that several requests have read is counted once
   for (const story of stories) {
     for (const bar of machine === "lease" ? story.leases : story.requests) {
-      if (seen.has(bar.number)) continue;
-      seen.add(bar.number);
-      for (let i = 0; i < bar.visits.length - 1; i++) times.get(bar.visits[i].state).push(bar.visits[i].end - bar.visits[i].start);
+      if (bar.counting === countings) continue;
+      bar.counting = countings;
+      const { visits } = bar;
+      for (let i = 0; i < visits.length - 1; i++) times[visits[i].number].push(visits[i].end - visits[i].start);
     }
   }
   const found = [];
-  for (const [state, all] of times) {
+  for (const [number, state] of states.entries()) {
+    const all = times[number];
     if (!all.length) continue;
     const sorted = Float64Array.from(all).sort();
     found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
@@ -260,15 +267,16 @@ function pairsOf(story, request) {
   return pairs.length ? pairs : story.leases.map((lease) => [null, lease]);
 }
 
-/* grant -> READ -> release: [from bar, time, to bar, time, what]. */
+/* grant -> READ -> release: [from bar, time, to bar, time, what]. A request that was tried again has several READs. */
 function arrowsOf(story) {
   const arrows = [];
   for (const request of story.requests) {
-    const began = request.steps.find((step) => step.event === "PeerReady");
+    // Where nothing is to be read of this peer, PeerReady leads to the end at once.
+    const begun = request.steps.filter((step) => step.event === "PeerReady" && step.state === "reading");
     for (const [hold, lease] of pairsOf(story, request)) {
       if (!lease) continue;
       const granted = lease.steps.find((step) => step.event === "Granted");
-      if (granted && began) arrows.push([lease, granted.at, request, began.at, "grant"]);
+      if (granted) for (const read of begun) arrows.push([lease, granted.at, request, read.at, "grant"]);
       const letGo = hold && hold.steps.find((step) => step.event === "LetGo");
       const from = letGo ? letGo.at : request.isOver ? request.end : null;
       const heard = lease.steps.find((step) => step.event === "ReaderDone" && from !== null && step.at >= from - 1000);
@@ -290,8 +298,14 @@ function duration(us) {
   if (size < 1e3) return trimmed(us, 3) + " µs";
   if (size < 1e6) return trimmed(us / 1e3, 3) + " ms";
   if (size < 6e7) return trimmed(us / 1e6, 3) + " s";
-  const minutes = Math.floor(size / 6e7);
-  return (us < 0 ? "−" : "") + minutes + " min " + Math.round((size - minutes * 6e7) / 1e6) + " s";
+  const seconds = Math.round(Math.abs(us) / 1e6), minutes = Math.floor(seconds / 60), sign = us < 0 ? "−" : "";
+  if (minutes < 60) return sign + minutes + " min " + (seconds % 60) + " s";
+  return sign + Math.floor(minutes / 60).toLocaleString("en") + " h " + (minutes % 60) + " min";
+}
+
+/* What clocks on the wall said at a moment of a trace, as in logs. A simulator has no wall: "". */
+function wallClock(doc, us) {
+  return doc.command === null ? new Date(doc.zeroWall * 1000 + us / 1e3).toISOString().slice(11, 23) + " UTC" : "";
 }
 
 /* A moment, in seconds with as many digits as `step` (microseconds) needs. */

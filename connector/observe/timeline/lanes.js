@@ -3,6 +3,7 @@
    colour of the worst of them. */
 
 const RULER = 28, PAD = 8, AROUND = 0.5, NARROWER = 4, FAULT_ROW = 17, LANE_PAD = 7, LANE_MIN = 44, LANE_EMPTY = 26, EMPTY_SHOWN = 4, ROW_MIN = 5, ROW_MAX = 24, TINY = 2.5, PLAIN = 6;
+const BADGE = { left: 3, right: 21 };
 const ARROWS_MAX = 60, DRAWN_MAX = 300, FONT = "12px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Lanes {
@@ -21,9 +22,12 @@ class Lanes {
 
   /* Show these stories. */
   arrange(stories, isAll) {
-    const shown = isAll ? null : new Set(stories);
+    if (!isAll) {
+      for (const story of this.doc.stories) story.isShown = false;
+      for (const story of stories) story.isShown = true;
+    }
     for (const lane of this.lanes) {
-      lane.shown = shown ? lane.bars.filter((bar) => bar.stories.some((story) => shown.has(story))) : lane.bars;
+      lane.shown = isAll ? lane.bars : lane.bars.filter((bar) => bar.stories.some((story) => story.isShown));
     }
     this.histogram = null;
     this.stories = stories;
@@ -306,8 +310,10 @@ class Lanes {
     this.unseen(bar, y, high);
     this.finish(bar, x0, x1, y, high);
     if (widest && most > 64 && high >= 12) {
-      const [visit, from, to] = widest;
-      this.write(bar.subject, from + (visit === bar.visits[0] ? 5 : 5), to - 18, y + high / 2,
+      const [visit, from, to] = widest, badge = bar.retries ? this.badgeX(bar) : -Infinity;
+      const isBefore = badge - BADGE.left > from + 24;
+      this.write(bar.subject, isBefore ? from + 5 : Math.max(from, badge + BADGE.right) + 5,
+        isBefore ? Math.min(to - 18, badge - BADGE.left - 3) : to - 18, y + high / 2,
         visit.state === "pending_handshake" || visit.state === "draining" ? this.ink.fg : "#0c1418");
     }
     if (bar.retries) this.badge(bar, y, high);
@@ -407,7 +413,8 @@ class Lanes {
     if (room < 24) return;
     c.font = FONT.replace("12px", "11px");
     const width = c.measureText(text).width;
-    if (width > room) text = text.slice(0, Math.max(1, Math.floor((text.length * room) / width) - 1)) + "…";
+    // Ids begin alike, and differ at their ends.
+    if (width > room) text = "…" + text.slice(-Math.max(1, Math.floor((text.length * room) / width) - 1));
     if (halo) {
       c.strokeStyle = this.ink.bg;
       c.lineWidth = 3;
@@ -419,10 +426,14 @@ class Lanes {
     c.font = FONT;
   }
 
-  badge(bar, y, high) {
-    const c = this.context;
+  /* Where the first retry began. */
+  badgeX(bar) {
     const again = bar.visits.filter((visit) => visit.state === "pending_handshake")[1];
-    const x = Math.max(this.x(again.start), this.gutter + 10);
+    return Math.max(this.x(again.start), this.gutter + 10);
+  }
+
+  badge(bar, y, high) {
+    const c = this.context, x = this.badgeX(bar);
     if (high < 12) {
       c.fillStyle = this.ink.strong;
       c.beginPath();
@@ -434,7 +445,7 @@ class Lanes {
     }
     c.fillStyle = this.ink.strong;
     c.beginPath();
-    c.roundRect(x - 3, y + high / 2 - 7, 24, 14, 7);
+    c.roundRect(x - BADGE.left, y + high / 2 - 7, BADGE.left + BADGE.right, 14, 7);
     c.fill();
     c.fillStyle = this.ink.bg;
     c.font = "bold " + FONT.replace("12px", "10px");

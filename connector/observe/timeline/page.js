@@ -62,9 +62,12 @@ function dress() {
   draw();
 }
 
+/* All of it is made anew. Who was in it with the keyboard stays in it, at the same tab or at its beginning. */
 function showPanel() {
+  const held = panel.contains(document.activeElement) ? document.activeElement : null, isTab = held && held.role === "tab";
   if (app.selected) showStory(app, panel);
   else showSummary(app, panel);
+  if (held) ((isTab && panel.querySelector("[aria-selected=true]")) || panel).focus({ preventScroll: true });
 }
 
 function say(text) {
@@ -119,7 +122,8 @@ function showAliveSoon() {
   aliveTimer = setTimeout(function () {
     aliveTimer = 0;
     aliveAt = performance.now();
-    if (!app.selected) showAlive(app);
+    if (app.selected) showMoment(app, panel);
+    else showAlive(app);
   }, Math.max(0, aliveAt + ALIVE_EVERY_MS - performance.now()));
 }
 
@@ -520,8 +524,8 @@ function nextTheme() {
 /* --- the beginning --- */
 
 byId("title").textContent = doc.title;
-const engines = (side) => new Set(lanes.lanes.filter((lane) => lane.side === side).map((lane) => lane.engine)).size;
-const sides = [engines("P"), engines("D")];
+const engines = (side) => new Set(lanes.lanes.filter((lane) => lane.side === side).map((lane) => lane.engine));
+const sides = [engines("P").size, engines("D").size];
 const about = [];
 if (doc.stories.length) {
   about.push(sides[0] ? count(sides[0], "prefill engine") : "P's side is not in this trace", sides[1] ? count(sides[1], "decode engine") : "D's side is not in this trace",

@@ -125,7 +125,7 @@ function showAlive(app) {
   const faults = doc.faults.filter((fault) => fault.start <= cursor && fault.end >= cursor);
   const total = [...byState].map(([key, number]) => make("span", { class: "chip" }, key + " ", make("b", {}, number.toLocaleString("en"))));
   place.replaceChildren(...[
-    make("h2", {}, "At " + moment(cursor, 1e3)),
+    make("h2", {}, "At " + moment(cursor, 1e3), make("span", { class: "wall" }, wallClock(doc, cursor))),
     alive.length ? make("p", { class: "chips" }, ...total) : make("p", { class: "quiet" }, "Nothing that is shown lived then."),
     faults.length ? make("p", { class: "chips" }, ...faults.map((fault) => make("span", { class: "chip fault" }, words(fault.kind) + " " + fault.target))) : null,
     make("ul", { class: "alive" }, ...alive.slice(0, ALIVE_SHOWN).map(([bar, visit]) => make("li", {},
@@ -134,6 +134,12 @@ function showAlive(app) {
         make("span", { class: "quiet" }, words(visit.state)), make("span", { class: "figure" }, duration(cursor - visit.start)))))),
     alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " more") : null,
   ].filter(Boolean));
+}
+
+/* The cursor, in the figure of both sides. */
+function showMoment(app, panel) {
+  const figure = panel.querySelector(".sides");
+  if (figure) figure.replaceWith(bothSides(app.doc, app.selected, app.cursor));
 }
 
 /* --- one request --- */
@@ -167,8 +173,9 @@ function showStory(app, panel) {
   const to = [...new Set(story.requests.map((each) => each.process.engine))];
   facts.push(["P", from.length ? from.map(shortEngine).join(", ") : "not in this trace"]);
   facts.push(["D", to.length ? to.map(shortEngine).join(", ") : doc.knowsReaders ? "nobody asked for it" : "not in this trace"]);
-  facts.push(["began", moment(story.start, 1e3)]);
-  parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))));
+  facts.push(["began", moment(story.start, 1e3), wallClock(doc, story.start)]);
+  parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value, also]) => make("div", {}, make("dt", {}, name), make("dd", {}, value,
+    also ? make("span", { class: "wall" }, also) : null)))));
   if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's lease is not in this trace."));
   parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor));
   if (story.leases.length) parts.push(sidesLegend(story));
@@ -229,8 +236,10 @@ function stepsTable(app, bar) {
     const kept = step.keptUntil === null || (before && before.keptUntil === step.keptUntil) ? null
       : (bar.machine === "hold" ? "proven for " : "kept for ") + duration(step.keptUntil - step.at) + " more";
     const stays = before && before.state === step.state;
+    // The whole row can be clicked; its button is what the keyboard reaches, and its click is the row's.
     return make("tr", { class: stays ? "stays" : "", onclick: () => app.goTo(step.at) },
-      make("td", { class: "figure" }, index ? "+" + duration(step.at - bar.start) : moment(step.at, 1e3)),
+      make("td", { class: "figure" }, make("button", { type: "button", title: "Move the cursor here" },
+        index ? "+" + duration(step.at - bar.start) : moment(step.at, 1e3))),
       make("td", {}, make("b", {}, step.event), stays ? null : make("span", { class: "to" }, " → " + words(step.state)),
         step.reason && (!before || before.reason !== step.reason) ? make("div", { class: "why" }, step.reason) : null,
         kept ? make("div", { class: "quiet" }, kept) : null),
