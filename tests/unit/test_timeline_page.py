@@ -134,6 +134,25 @@ def test_a_retry_and_a_failure_are_told_with_their_reason(page: Browser, tmp_pat
     assert "HandshakeTimeout" in page.evaluate("document.querySelector('.reason').innerText")
 
 
+def test_a_request_is_in_sight_however_long_its_lease_goes_on(page: Browser, tmp_path: Path) -> None:
+    """P did not live to end it."""
+    records = [each for each in trace(400) if each.event != "ReaderDone"]
+    page.open(written(stories(histories(records)), tmp_path))
+    page.evaluate("app.choose(doc.stories.find((s) => s.isOver && s.leases[0].start > s.start - 1e5), true)")
+    page.frame()
+    assert page.evaluate("app.selected.leases[0].end === doc.end")
+    assert page.evaluate("lanes.x(app.selected.end) - lanes.x(app.selected.start)") > 50
+
+
+def test_what_lived_is_told_by_rank_where_several_have_it(page: Browser, tmp_path: Path) -> None:
+    records = [msgspec.structs.replace(each, rank=rank) for each in trace(SMALL) for rank in (0, 1)]
+    page.open(written(stories(histories(records)), tmp_path))
+    page.evaluate("app.goTo(doc.stories[9].requests[0].visits[1].start + 1)")
+    page.wait_for("document.querySelectorAll('.alive li').length > 0")
+    listed = page.evaluate("[...document.querySelectorAll('.alive li')].map((each) => each.innerText)")
+    assert {"rank 0", "rank 1"} == {rank for each in listed for rank in ("rank 0", "rank 1") if rank in each}
+
+
 def test_every_state_of_every_machine_has_its_place_in_the_chart(page: Browser, small: str) -> None:
     page.open(small)
     for machine in MACHINES:

@@ -311,10 +311,10 @@ class Lanes {
     this.finish(bar, x0, x1, y, high);
     if (widest && most > 64 && high >= 12) {
       const [visit, from, to] = widest, badge = bar.retries ? this.badgeX(bar) : -Infinity;
-      const isBefore = badge - BADGE.left > from + 24;
+      const isBefore = badge - BADGE.left > from + 24, isLined = visit.state === "draining" || visit.state === "proving";
       this.write(bar.subject, isBefore ? from + 5 : Math.max(from, badge + BADGE.right) + 5,
         isBefore ? Math.min(to - 18, badge - BADGE.left - 3) : to - 18, y + high / 2,
-        visit.state === "pending_handshake" || visit.state === "draining" ? this.ink.fg : "#0c1418");
+        visit.state === "pending_handshake" || isLined ? this.ink.fg : "#0c1418", isLined);
     }
     if (bar.retries) this.badge(bar, y, high);
   }

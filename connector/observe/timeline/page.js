@@ -134,9 +134,11 @@ app.choose = function (story, moves, bar) {
   app.selected = story || null;
   app.bar = story ? bar || story.worst : null;
   if (story && moves) {
-    const leases = story.leases.filter((each) => each.start > story.start - story.took * 4 - 1e5);
+    // A lease may be much longer, above all one that its P did not live to end: the request is what is to be seen.
+    const around = story.took * 4 + 1e5;
+    const leases = story.leases.filter((each) => each.start > story.start - around);
     const start = Math.min(story.start, ...leases.map((each) => each.start));
-    const end = Math.max(story.end, ...leases.map((each) => each.end));
+    const end = Math.max(story.end, ...leases.map((each) => Math.min(each.end, story.end + around)));
     setView(start - (end - start) * 0.15 - 20, end + (end - start) * 0.15 + 20);
   } else if (story) {
     const [start, end] = lanes.view;

@@ -131,9 +131,15 @@ function showAlive(app) {
     make("ul", { class: "alive" }, ...alive.slice(0, ALIVE_SHOWN).map(([bar, visit]) => make("li", {},
       make("button", { type: "button", onclick: () => app.choose(bar.stories[0], false, bar) },
         mark(doc, bar.outcome), make("span", { class: "id" }, bar.subject),
-        make("span", { class: "quiet" }, words(visit.state)), make("span", { class: "figure" }, duration(cursor - visit.start)))))),
+        make("span", { class: "quiet" }, words(visit.state) + ofRank(bar)), make("span", { class: "figure" }, duration(cursor - visit.start)))))),
     alive.length > ALIVE_SHOWN ? make("p", { class: "quiet" }, "and " + (alive.length - ALIVE_SHOWN).toLocaleString("en") + " more") : null,
   ].filter(Boolean));
+}
+
+/* Which of several ranks with the same request. */
+function ofRank(bar) {
+  const [story] = bar.stories, all = bar.machine === "lease" ? story.leases : story.requests;
+  return all.length > 1 ? " · rank " + bar.process.rank : "";
 }
 
 /* The cursor, in the figure of both sides. */
@@ -275,7 +281,8 @@ function showKeys(app, dialog) {
         make("ul", { class: "key" },
           row(sampleOf("pending"), "pending handshake: D waits for P"), row(sampleOf("solid"), "reading"),
           row(sampleOf("proving"), "proving: was the lease still held?"), row(sampleOf("draining"), "draining: READs may still write"),
-          row(sampleOf("computing"), "P computes the prompt"), row(sampleOf("lease"), "P's lease drains; solid is what D can prove of it"))),
+          row(sampleOf("computing"), "P computes the prompt"), row(sampleOf("lease"), "P's lease drains; solid is what D can prove of it"),
+          row(make("b", { class: "sign" }, "↻ 1"), "tried again, once"), row(make("b", { class: "sign" }, "→"), "grant → READ → release"))),
       make("div", {}, make("h3", {}, "Keys"),
         make("ul", { class: "key keys" }, ...KEYS.map(([key, text]) => row(make("kbd", {}, key), text))),
         make("h3", {}, "Pointer"),
