@@ -20,42 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from statemachine.trace import TransitionRecord
-from tests.simulation.cluster import simulate
-from tests.simulation.faults import LEVEL2_KINDS, draw_plan
 from tests.unit.browser import Browser, find_browser
-from tests.unit.traced_run import write_run
+from tests.unit.traced_run import write_runs
 
 REQUESTS = 10_000
 ROUNDS = 5
-SECONDS_BETWEEN_RUNS = 60.0
 FILTERS = ("cmpl", "TransferError", "s3-", "nobody")
-
-
-def write_trace(directory: Path) -> tuple[int, int]:
-    """How many requests, how many records."""
-    requests = records = seed = 0
-    while requests < REQUESTS:
-        run = simulate(draw_plan(seed, LEVEL2_KINDS))
-        write_run(directory, _apart(seed, run.trace))
-        requests, records, seed = requests + run.requests, records + len(run.trace), seed + 1
-    return requests, records
-
-
-def _apart(seed: int, trace: list[TransitionRecord]) -> Iterator[TransitionRecord]:
-    """The engines of each run have names of their own, and live at another time."""
-    for record in trace:
-        named = {"engine_id": f"s{seed}-{record.engine_id}", "wall": record.wall + seed * SECONDS_BETWEEN_RUNS}
-        if record.peer is not None:
-            named["peer"] = f"s{seed}-{record.peer}"
-        if record.machine == "peer":
-            named["subject"] = f"s{seed}-{record.subject}"
-        yield msgspec.structs.replace(record, **named)
 
 
 def measure_command(name: str, *arguments: str) -> None:
@@ -103,7 +75,7 @@ def measure_page(path: str, page: Path, profile: Path) -> tuple[list[float], lis
 def main() -> None:
     with tempfile.TemporaryDirectory() as kept:
         traces, page = Path(kept) / "traces", Path(kept) / "page.html"
-        requests, records = write_trace(traces)
+        requests, records = write_runs(traces, REQUESTS)
         print(f"{requests:,} requests, {records:,} records in {len(list(traces.iterdir()))} files; {ROUNDS} rounds")
         print(f"{'':16}{'best':>10}{'median':>10}")
         for name in ("summary", "slow", "failures", "check"):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+import msgspec
 
 from connector.observe.trace_log import JsonLinesSink, open_trace_log
 from statemachine.trace import TransitionRecord
 from tests.simulation.cluster import simulate
 from tests.simulation.faults import LEVEL2_KINDS, Plan, draw_plan
+
+SECONDS_BETWEEN_RUNS = 60.0
 
 
 @cache
@@ -36,3 +40,24 @@ def write_run(directory: Path, records: Iterable[TransitionRecord]) -> None:
         sinks[key].write(record)
     for sink in sinks.values():
         sink.close()
+
+
+def write_runs(directory: Path, requests: int) -> tuple[int, int]:
+    """One plan of faults after the other, until they have so many requests. How many requests and records it became."""
+    written = records = seed = 0
+    while written < requests:
+        run = simulate(draw_plan(seed, LEVEL2_KINDS))
+        write_run(directory, _apart(seed, run.trace))
+        written, records, seed = written + run.requests, records + len(run.trace), seed + 1
+    return written, records
+
+
+def _apart(seed: int, trace: list[TransitionRecord]) -> Iterator[TransitionRecord]:
+    """The engines of each run have names of their own, and live at another time."""
+    for record in trace:
+        named = {"engine_id": f"s{seed}-{record.engine_id}", "wall": record.wall + seed * SECONDS_BETWEEN_RUNS}
+        if record.peer is not None:
+            named["peer"] = f"s{seed}-{record.peer}"
+        if record.machine == "peer":
+            named["subject"] = f"s{seed}-{record.subject}"
+        yield msgspec.structs.replace(record, **named)
