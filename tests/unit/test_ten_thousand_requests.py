@@ -116,6 +116,26 @@ def test_the_page_opens_in_three_seconds_at_most(page: Browser, large: str) -> N
     assert statistics.median(opened) < OPEN_MS_MAX
 
 
+def test_the_page_and_the_summary_say_the_same(page: Browser, traces: Path, large: str) -> None:
+    said, _ = command("summary", str(traces), "--json")
+    summed = {
+        (each["machine"], each["state"]): each["times"]
+        for each in json.loads(said)["states"]
+        if each["machine"] in ("request", "lease") and not each["state"].startswith("(")
+    }
+    page.open(large)
+    seen = {
+        (machine, each["state"]): each
+        for machine in ("request", "lease")
+        for each in page.evaluate(f"stateTimes(doc, doc.stories, '{machine}')")
+    }
+    assert set(seen) == {key for key, times in summed.items() if times["count"]}
+    for key, shown_us in seen.items():
+        assert shown_us["count"] == summed[key]["count"], key
+        for each in ("p50", "p95", "p99"):
+            assert shown_us[each] == pytest.approx(1e6 * summed[key][each], abs=2), (key, each)
+
+
 def test_every_filter_answers_at_once(page: Browser, large: str) -> None:
     page.open(large)
     everything = shown(page)
