@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,19 @@ TOKENS = 100
 _log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = "10"
 """For each engine: the machine is busy, and a slow answer must not be taken for none."""
+ANSWER_SECONDS = 1.0
+"""Within which an operator has the answer."""
+BYTECODE = ROOT / ".state" / "bytecode"
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the command printed and how it ended."""
+    """What the command printed, how it ended, and what it took: time, and of that time of a processor."""
 
     status: int
     text: str
     seconds: float
+    processor_seconds: float
 
     @property
     def first_line(self) -> str:
@@ -61,16 +68,42 @@ class Said:
 
 
 def run(*arguments: str) -> Said:
-    started = time.monotonic()
-    finished = subprocess.run(
+    compile_command()
+    started, used = time.monotonic(), processor_seconds()
+    finished = ended(*arguments)
+    return Said(
+        finished.returncode,
+        finished.stdout + finished.stderr,
+        time.monotonic() - started,
+        processor_seconds() - used,
+    )
+
+
+def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, after its end. Its modules are compiled, as they are where an operator has installed it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run(
         [sys.executable, "-m", "connector", *arguments],
         cwd=ROOT,
+        env=environment | {"PYTHONPYCACHEPREFIX": str(BYTECODE)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    return Said(finished.returncode, finished.stdout + finished.stderr, time.monotonic() - started)
+
+
+@cache
+def compile_command() -> None:
+    """By its first use: one for each of the places where it looks."""
+    ended("why", "nobody", "--engine", f"{LOOPBACK}:{free_port()}")
+    ended("why", "nobody", "--trace", str(ROOT / "nowhere"))
+
+
+def processor_seconds() -> float:
+    """Of all commands that have ended: engines are children of others, or run."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def engine_option(engine: Engine) -> tuple[str, str]:
@@ -78,8 +111,14 @@ def engine_option(engine: Engine) -> tuple[str, str]:
 
 
 def why(key: str, engine: Engine, *others: str) -> Said:
-    said = run("why", key, *engine_option(engine), "--timeout", TIMEOUT_SECONDS, *others)
-    _log.info("%s: %s  [%.2f s]", key, said.first_line, said.seconds)
+    return timed(key, run("why", key, *engine_option(engine), "--timeout", TIMEOUT_SECONDS, *others))
+
+
+def timed(key: str, said: Said) -> Said:
+    """An answer that takes a second has to wait for it: for other programs, which these tests do not count, or for an
+    engine that does not answer. Its own work is less."""
+    _log.info("%s: %s  [%.2f s, %.2f s of them work]", key, said.first_line, said.seconds, said.processor_seconds)
+    assert said.processor_seconds < ANSWER_SECONDS, said.text
     return said
 
 
@@ -110,7 +149,7 @@ def test_one_that_was_served(cluster: OnePrefillTwoDecode) -> None:
     found = json.loads(why(key, cluster.failing, "--json").text)
     (match,) = found["matches"]
     assert (match["outcome"], match["state"], match["peer"]) == ("served", "done", "the-prefill-engine")
-    from_trace = run("why", key, "--trace", str(cluster.traces.directory))
+    from_trace = timed(key, run("why", key, "--trace", str(cluster.traces.directory)))
     assert_names(from_trace, "Done", status=0)
 
 
@@ -159,10 +198,8 @@ def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
         prompt(TOKENS, f"{key}-first"), request_id=f"{key}-again", kv_transfer_params=params, cache_salt="again"
     )
     assert answer.status == 500
-    said = why(f"{key}-again", cluster.failing)
-    assert said.status == 1
-    assert said.first_line.startswith(("BlocksConsumed", "LeaseOver")), said.text
-    assert "released" in said.first_line, said.text
+    # D knows it by itself: it has let go of the blocks before it reported the first request.
+    assert_names(why(f"{key}-again", cluster.failing), "BlocksConsumed", "released")
 
 
 def test_a_lease_that_has_expired(cluster: OnePrefillTwoDecode) -> None:
@@ -188,8 +225,7 @@ def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
             cluster.traces.request_in(key, "reading", "proving")
-            said = run("why", key, *engine_option(engine), "--timeout", "1.5")
-            _log.info("%s: %s  [%.2f s]", key, said.first_line, said.seconds)
+            said = timed(key, run("why", key, *engine_option(engine), "--timeout", "1.5"))
             assert_names(said, "HandshakeTimeout", "does not answer", "the-prefill-engine", status=4)
             ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
             assert ps.status == 0
