@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -23,7 +24,7 @@ from connector.wire.administration import DrainReport, Leave, decode_leave_taken
 from connector.wire.bounded import BadFrame, DecodeFailed
 from statemachine import draining as machine
 from statemachine.draining import Draining, State
-from statemachine.kernel import Event
+from statemachine.kernel import Effect, Event
 
 COUNT_SECONDS = 0.02
 TELL_SECONDS = 2.0
@@ -52,6 +53,7 @@ class EngineDraining:
         count: what is lent now. Called in this thread.
         on_change: called when the state has changed.
         say: writes a line for people.
+        log_crash: writes a line with a traceback: which task, what it raised.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EngineDraining:
         count: Callable[[], Lent],
         on_change: Callable[[Draining], None],
         say: Callable[[str], None],
+        log_crash: Callable[[str, BaseException], None],
     ) -> None:
         self._side_channel = side_channel
         self._workers = list(workers)
@@ -73,6 +76,7 @@ class EngineDraining:
         self._count = count
         self._on_change = on_change
         self._say = say
+        self._log_crash = log_crash
         self.value = Draining(lease_ns=lease_ns)
         self._begun = trio.Event()
 
@@ -121,18 +125,28 @@ class EngineDraining:
             self._step(machine.WorkerTold(worker=number))
 
     def _step(self, event: Event) -> None:
+        """What raises is logged, and only that is lost: the machine has taken the step, and nobody takes it again."""
         before = self.value
         self.value, effects = machine.MACHINE.step(before, event)
         if self.value.state is not before.state:
-            self._on_change(self.value)
+            self._attempt(partial(self._on_change, self.value))
         for effect in effects:
-            match effect:
-                case machine.TellWorkers():
-                    self._begun.set()
-                case machine.SayDraining():
-                    self._say_draining()
-                case machine.SayDrained(lent=lent):
-                    self._say_drained(lent)
+            self._attempt(partial(self._execute, effect))
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._log_crash("draining", error)
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case machine.TellWorkers():
+                self._begun.set()
+            case machine.SayDraining():
+                self._say_draining()
+            case machine.SayDrained(lent=lent):
+                self._say_drained(lent)
 
     def _say_draining(self) -> None:
         value = self.value

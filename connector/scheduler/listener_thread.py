@@ -124,6 +124,7 @@ class ListenerThread:
                 count=self._count,
                 on_change=self._show_draining,
                 say=lambda line: _log.warning("%s", line),
+                log_crash=log_actor_crash,
             ),
         )
         return self._listener

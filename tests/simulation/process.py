@@ -373,6 +373,7 @@ class Process:
                 count=lambda: Lent(engine.lent_prefills, 0),
                 on_change=lambda value: None,
                 say=lambda line: None,
+                log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
             )
         self.listener = HandshakeListener(
             side_channel=side_channel,

@@ -307,6 +307,27 @@ def test_an_engine_that_is_asked_to_drain_tells_its_worker_once_and_waits_for_wh
     assert ended.endswith("nothing is lent any more; this engine may be ended")
 
 
+def test_an_engine_that_makes_a_mistake_when_it_begins_to_drain_drains_all_the_same(
+    port: int, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked once: by SIGTERM. What waits for it would wait to the end of the grace period."""
+
+    def broken(listener: ListenerThread, draining: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(ListenerThread, "_show_draining", broken)
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(0, 0))
+    listener.start()
+    try:
+        listener.drain("SIGTERM", 60_000_000_000)
+        drain_until(port, "drained")
+    finally:
+        listener.stop()
+    assert len(worker.heard) == 1
+    assert "draining crashed" in caplog.text
+
+
 def test_the_grace_period_ends_a_drain(port: int, worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(1, 0), grace_seconds=0.3)
     listener.start()
