@@ -13,7 +13,7 @@
 #              the next seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them, and
 #              fails if that is anything; TCP=1: over TCP
-# make crashes a fault at every await and every call of a port, one after the other; up to 40 (OF_A_SITE_MAX) of each
+# make crashes a fault at every await and every call of a port, one after the other; up to 32 (OF_A_SITE_MAX) of each
 #              place in the code of each process, spread over the run; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice

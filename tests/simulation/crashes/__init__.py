@@ -1,7 +1,7 @@
 """A fault at every point: what if this await, or this call of a port, raised?
 
-Handlers of errors are the code that runs least. So here they all run: a short plan with all that a request can go
-through (`run`) is played once to count its points, and then once more for each of them, with an exception there.
+Handlers of errors are the code that runs least. So here they all run: a short scene with all that a request can go
+through (`scenes`) is played once to count its points, and then once more for each of them, with an exception there.
 
 A point is an await of production code that was suspended and is about to go on, or a call of something that production
 code was given: NIXL's port, sockets, the file of the trace, what counts, what logs. It raises before anything is done.
@@ -12,10 +12,12 @@ for ever; every lease ends once; the log says what happened; requests that come 
 run has died of it: then they fail at once.
 
 Awaits that go on waiting to the end (for a stop, a deadline, a message that never comes) are points too: at some
-moments of the plan one of the tasks that wait is made to raise.
+moments of a scene one of the tasks that wait is made to raise.
 
 points      the points, and the exception at one of them
 engines     engines whose thread of actors is a task: the production `ActorThread`, `ConnectorWorker` and ledger
-run         the plan, and what must hold
+run         what every scene is played with, and what must hold
+scenes      the plans
+campaign    which points are tried
 __main__    the campaign: `python -m tests.simulation.crashes`
 """

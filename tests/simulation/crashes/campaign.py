@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.simulation.crashes.points import FILE_AND_SOCKETS, Injected, InjectedOs, Site
-from tests.simulation.crashes.run import MOMENTS, Verdict, play
+from tests.simulation.crashes.run import Verdict
+from tests.simulation.crashes.scenes import SCENES, play
 
-OF_A_SITE_MAX = 40
+OF_A_SITE_MAX = 32
 """Points of one site that are tried: an engine that steps asks for its figures a thousand times."""
+AGAIN_MAX = 1
+"""The same, where an earlier scene has been at the same place."""
 
 
 @dataclass(frozen=True)
 class Try:
     """One run: the point that raises, and what it raises."""
 
+    scene: str
     site: Site
     error: type[Exception] = Injected
     number: int | None = None
@@ -27,11 +31,11 @@ class Try:
     """When it does, and which of those that wait then."""
 
     def play(self) -> Verdict:
-        return play(self.number, self.error, moment=self.moment, struck=self.struck)
+        return play(self.scene, self.number, self.error, moment=self.moment, struck=self.struck)
 
     def __str__(self) -> str:
         which = f"--point {self.number}" if self.number is not None else f"--moment {self.moment} --task {self.struck}"
-        return f"{which}{' --os' * (self.error is InjectedOs)}   {' '.join(self.site)}"
+        return f"--scene {self.scene} {which}{' --os' * (self.error is InjectedOs)}   {' '.join(self.site)}"
 
 
 @dataclass
@@ -52,30 +56,48 @@ class Found:
             self.complaints[complaint].append(tried)
 
 
-def tries(sites: Sequence[Site]) -> list[Try]:
-    """All that there are to make, `sites` being the points of a run without faults: of each site its points, spread
-    where they are many, and the awaits that go on waiting at some moments."""
-    strikes = [
-        Try(site, moment=moment, struck=number)
-        for moment in MOMENTS
-        for number, site in enumerate(play(moment=moment).waiting)
-    ]
-    of_site: dict[Site, list[int]] = defaultdict(list)
-    for number, site in enumerate(sites):
-        of_site[site].append(number)
-    found = []
-    for site, numbers in of_site.items():
-        pace = max(1, -(-len(numbers) // OF_A_SITE_MAX))
-        errors = (Injected, InjectedOs) if site.kind in FILE_AND_SOCKETS else (Injected,)
-        found += [Try(site, error, number) for number in numbers[::pace] for error in errors]
-    return strikes + sorted(found, key=lambda each: (each.number or 0, each.error.__name__))
+def references() -> dict[str, Verdict]:
+    """Of all scenes, without a fault."""
+    return {scene: play(scene) for scene in SCENES}
+
+
+def tries(of_scenes: Mapping[str, Verdict]) -> list[Try]:
+    """All that there are to make: of each site its points, spread where they are many, and the awaits that go on
+    waiting at some moments. A later scene is there for what the earlier ones do not reach."""
+    strikes: list[Try] = []
+    found: list[Try] = []
+    seen: set[tuple[str, str]] = set()
+    """Kinds and places of earlier scenes."""
+    struck: set[str] = set()
+    """Places, too."""
+    for scene, reference in of_scenes.items():
+        of_moments = [
+            Try(scene, site, moment=moment, struck=number)
+            for moment in SCENES[scene].moments
+            for number, site in enumerate(play(scene, moment=moment).waiting)
+            if site.place not in struck
+        ]
+        strikes += of_moments
+        struck |= {each.site.place for each in of_moments}
+        of_site: dict[Site, list[int]] = defaultdict(list)
+        for number, site in enumerate(reference.sites):
+            of_site[site].append(number)
+        of_scene = []
+        for site, numbers in of_site.items():
+            most = AGAIN_MAX if (site.kind, site.place) in seen else OF_A_SITE_MAX
+            pace = max(1, -(-len(numbers) // most))
+            errors = (Injected, InjectedOs) if site.kind in FILE_AND_SOCKETS else (Injected,)
+            of_scene += [Try(scene, site, error, number) for number in numbers[::pace] for error in errors]
+        found += sorted(of_scene, key=lambda each: (each.number or 0, each.error.__name__))
+        seen |= {(site.kind, site.place) for site in of_site}
+    return strikes + found
 
 
 def one_of_each_site(everything: Sequence[Try], seed: int) -> list[Try]:
-    """One point of each site and error, another one with each seed."""
-    of_site: dict[tuple[Site, type[Exception], bool], list[Try]] = defaultdict(list)
+    """One point of each site of each scene, another one with each seed; with each error, and of those that wait."""
+    of_site: dict[tuple[object, ...], list[Try]] = defaultdict(list)
     for each in everything:
-        of_site[each.site, each.error, each.number is None].append(each)
+        of_site[each.scene, each.site, each.error, each.number is None].append(each)
     return [those[seed % len(those)] for those in of_site.values()]
 
 

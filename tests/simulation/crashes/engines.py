@@ -13,27 +13,36 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import trio
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
+from connector.layout.geometry import RankLayout
 from connector.layout.local import LocalRank
-from connector.observe.log import EventLog, FailureLog, log_crash
+from connector.observe.log import EventLog, FailureLog, get_logger, log_crash
 from connector.observe.trace_log import JsonLinesSink
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, PeerAddress
+from connector.runtime.draining import EngineDraining, Lent
 from connector.runtime.listener import HandshakeListener
+from connector.runtime.pace import PIECE_NS
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.runtime.thread import ActorMain, ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import LandedBlocks
 from connector.worker.ledger import TransferLedger
+from statemachine.draining import State
 from tests.rig.facts import payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
@@ -47,7 +56,10 @@ HEADS = 2
 HEAD_BYTES = 16
 SHAPES = attention_shapes(layers=1, heads=HEADS, head_bytes=HEAD_BYTES)
 BLOCK_BYTES = TOKENS * HEADS * HEAD_BYTES
+"""Of all ranks of an engine: first comes what the first rank has, which is the first head where there are two."""
 PORT = 5600
+GRACE_SECONDS = 6.0
+"""How long an engine that drains waits for what it has lent."""
 
 SIDE_CHANNEL_KINDS = {"connect": "requester", "open_link": "link", "listen": "listener"}
 
@@ -127,39 +139,151 @@ class NoFiles:
 class HostedWorker(ConnectorWorker):
     """The production worker side, without the doors that `register_kv_caches` would open."""
 
-    def __init__(self, options: ConnectorOptions, clock: ProcessClock, memory: Any, points: Points, owner: str) -> None:
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        clock: ProcessClock,
+        memory: npt.NDArray[np.uint8],
+        layout: RankLayout,
+        points: Points,
+        owner: str,
+    ) -> None:
         config: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )
         super().__init__(config, config, options)
+        caches = [torch.from_numpy(memory)]
         self._clock = clock  # type: ignore[assignment]
         self.ledger = TransferLedger(clock, options.kv_lease_duration)
         self.figures_of_actors = self._figures
-        self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory([torch.from_numpy(memory)]))
+        self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(caches))
         if points.armed:
             raise AssertionError("a start is no point")
         self._figures = Door(points, owner, "figures", self._figures)  # type: ignore[assignment]
         self.ledger._stats = Door(points, owner, "figures", self.ledger._stats)  # type: ignore[assignment]
+        if options.verify != "off":
+            self._block_sums = Door(points, owner, "device", BlockSums(caches))  # type: ignore[assignment]
+            self._layout = layout
 
 
 @dataclass
 class Heard:
-    """What an engine has been told of its requests, in order of telling."""
+    """What an engine has been told, and what has come out of it."""
 
-    received: list[tuple[str, bool]] = field(default_factory=list)
-    """Request id, and whether it failed."""
-    sent: list[str] = field(default_factory=list)
     stopped: str | None = None
     raised: list[BaseException] = field(default_factory=list)
     """Out of methods that vLLM calls."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What an engine is.
+
+    Attributes:
+        ranks: one, or two that have a head each.
+        is_builtin: its handshake says what a built-in engine's does; it still understands what is sent to one.
+        has_points: False: it meets no faults.
+        looks_at_files: its listener's thread looks at files of keys now and then.
+        is_busy: what it computes takes its time, so that it is computed in pieces.
+    """
+
+    ranks: int = 1
+    is_builtin: bool = False
+    has_points: bool = True
+    looks_at_files: bool = False
+    is_busy: bool = False
+
+
+SHAPE = Shape()
+
+
+class Rank:
+    """One worker process of an engine."""
+
+    def __init__(
+        self,
+        points: Points,
+        world: FakeNixlWorld,
+        network: FakeNetwork,
+        name: str,
+        number: int,
+        shape: Shape,
+        options: ConnectorOptions,
+        clock: ProcessClock,
+    ) -> None:
+        owner = f"{name}, rank {number}" if number else name
+        self.host = f"{name}.{number}"
+        self.memory = np.zeros((BLOCKS, BLOCK_BYTES // shape.ranks), np.uint8)
+        address, length = self.memory.ctypes.data, self.memory.nbytes
+        self.port = world.open(self.host, [MemoryRange(address, length)], clock.now_ns)
+        self.layout = layout = attention_rank(
+            name, SHAPES, address=address, blocks=BLOCKS, tokens=TOKENS, tp_rank=number, tp_size=shape.ranks
+        )
+        local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same")
+        channel = FakeSideChannel(network, self.host)
+        self.control = channel.listen(self.host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        self.worker = worker = HostedWorker(options, clock, self.memory, layout, points, owner)
+        worker._log_failure = log_failure = FailureLog(name, number)
+
+        async def make_supervisor() -> Supervisor:
+            supervisor = Supervisor(
+                options=options,
+                local=local,
+                nixl_port=_NixlDoor(points, owner, "nixl", self.port),  # type: ignore[arg-type]
+                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+                control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
+                clock=clock,
+                recorder=Recorder(
+                    engine_id=name,
+                    rank=number,
+                    role="kv_both",
+                    clock=clock,
+                    sink=JsonLinesSink(Door(points, owner, "trace file", NoFiles())),  # type: ignore[arg-type]
+                    figures=_Figures(points, owner, worker),  # type: ignore[arg-type]
+                ),
+                emit=worker._emit,
+                log_failure=log_failure,
+                log_crash=log_crash,
+                event_log=EventLog(name, number, clock=clock, log_failure=log_failure),
+                hear_engine=lambda: self.thread.hear(),
+            )
+            if shape.is_busy:
+                supervisor._context.pace._clock = _BusyClock(clock)
+            return supervisor
+
+        self.thread = HostedThread(
+            owner,
+            make_supervisor,
+            worker._note_death,
+            guarded(points, owner, "figures", "note_wake_up", worker.figures_of_actors.note_wake_up),
+        )
+        worker._thread = self.thread
+
+    def payload(self, name: str, shape: Shape, verify: str) -> bytes:
+        """What the listener says of it."""
+        payload = payload_of(
+            self.layout,
+            self.port.agent_metadata,
+            compatibility_hash="same",
+            life=name.encode().hex().zfill(32),
+            control_host=self.host,
+            control_port=self.control.port,
+            verify=verify,
+        )
+        if not shape.is_builtin:
+            return payload
+        said = msgspec.msgpack.decode(payload)
+        del said["actor"]
+        return msgspec.msgpack.encode(said)
+
+
 class Engine:
-    """One engine of one rank: a worker, and a listener for handshakes.
+    """One engine: its worker processes, and a listener for handshakes.
 
     Args:
-        hear: called with each step's results and report.
+        hear: called with the number of a rank, and its results and report of a step.
+        count_lent: how many prefills the scheduler lends.
     """
 
     def __init__(
@@ -169,119 +293,125 @@ class Engine:
         network: FakeNetwork,
         name: str,
         options: ConnectorOptions,
-        hear: Callable[[Any, WorkerReport | None], None],
+        hear: Callable[[int, KVConnectorTransferResults, WorkerReport | None], None],
+        shape: Shape = SHAPE,
+        count_lent: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = name
+        self.shape = shape
         self.heard = Heard()
         self.commands: list[Command] = []
         self._hear = hear
-        self.is_killed = False
-        self.memory = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        self.clock = ProcessClock(Machine(0), hash(name) % 7)
-        self.host = f"{name}.0"
-        self.port = world.open(self.host, [MemoryRange(self.memory.ctypes.data, self.memory.nbytes)], self.clock.now_ns)
         self._network = network
-        layout = attention_rank(name, SHAPES, address=self.memory.ctypes.data, blocks=BLOCKS, tokens=TOKENS)
-        local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same")
+        self.is_killed = False
+        self.clock = ProcessClock(Machine(0), hash(name) % 7)
+        self.ranks = [
+            Rank(points, world, network, name, number, shape, options, self.clock) for number in range(shape.ranks)
+        ]
+        self.host = f"{name}.host"
+        owner = f"{name} listener"
         channel = FakeSideChannel(network, self.host)
-        self.control = channel.listen(self.host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
-        self.worker = HostedWorker(options, self.clock, self.memory, points, name)
-        worker, log_failure = self.worker, FailureLog(name, 0)
-
-        async def make_supervisor() -> Supervisor:
-            return Supervisor(
-                options=options,
-                local=local,
-                nixl_port=_NixlDoor(points, name, "nixl", self.port),  # type: ignore[arg-type]
-                side_channel=Door(points, name, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
-                control=Door(points, name, "listener", self.control),  # type: ignore[arg-type]
-                clock=self.clock,
-                recorder=Recorder(
-                    engine_id=name,
-                    rank=0,
-                    role="kv_both",
-                    clock=self.clock,
-                    sink=JsonLinesSink(Door(points, name, "trace file", NoFiles())),  # type: ignore[arg-type]
-                    figures=_Figures(points, name, worker),  # type: ignore[arg-type]
-                ),
-                emit=worker._emit,
-                log_failure=log_failure,
-                log_crash=log_crash,
-                event_log=EventLog(name, 0, clock=self.clock, log_failure=log_failure),
-                hear_engine=lambda: self.thread.hear(),
-            )
-
-        self.thread = HostedThread(
-            name,
-            make_supervisor,
-            worker._note_death,
-            guarded(points, name, "figures", "note_wake_up", worker.figures_of_actors.note_wake_up),
+        self.draining = EngineDraining(
+            side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+            workers=[(rank.host, rank.control.port, None) for rank in self.ranks],
+            clock=self.clock,
+            grace_ns=to_ns(GRACE_SECONDS),
+            lease_ns=to_ns(options.kv_lease_duration),
+            count=guarded(points, owner, "scheduler", "count", lambda: Lent(count_lent(), 0)),
+            on_change=guarded(points, owner, "scheduler", "on_change", lambda value: None),
+            say=lambda line: get_logger().warning("%s", line),
+            log_crash=log_crash,
         )
-        worker._thread = self.thread
+        look_again = guarded(points, owner, "files of keys", "look_again", lambda: None)
 
         async def make_listener() -> HandshakeListener:
-            payload = payload_of(
-                layout,
-                self.port.agent_metadata,
-                compatibility_hash="same",
-                life=name.encode().hex().zfill(32),
-                control_host=self.host,
-                control_port=self.control.port,
-            )
-            side_channel = Door(
-                points, name, "side channel", FakeSideChannel(network, f"{name}.host"), SIDE_CHANNEL_KINDS
-            )
             return HandshakeListener(
-                side_channel=side_channel,  # type: ignore[arg-type]
-                host=f"{name}.host",
+                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+                host=self.host,
                 port=PORT,
-                payloads={(0, 0): payload},
-                perf_counter=lambda: self.clock.now_ns() / 1e9,
+                payloads={
+                    (0, number): rank.payload(name, shape, options.verify) for number, rank in enumerate(self.ranks)
+                },
+                perf_counter=lambda: self.clock.now_ns() / NS_PER_SECOND,
                 log_bad_frame=lambda detail: None,
                 log_cut_off=lambda address, why: None,
                 log_crash=log_crash,
+                look_again=look_again if shape.looks_at_files else None,
+                draining=self.draining,
             )
 
-        self.listener = HostedThread(f"{name} listener", make_listener, lambda error: log_crash("listener", error))
+        self.listener = HostedThread(owner, make_listener, lambda error: log_crash("listener", error))
 
     @property
     def address(self) -> PeerAddress:
-        return PeerAddress(engine_id=self.name, host=f"{self.name}.host", port=PORT, tp_size=1)
+        return PeerAddress(engine_id=self.name, host=self.host, port=PORT, tp_size=self.shape.ranks)
+
+    @property
+    def threads(self) -> list[HostedThread]:
+        return [*(rank.thread for rank in self.ranks), self.listener]
 
     @property
     def has_died(self) -> bool:
         """One of its threads has."""
-        return self.thread.is_dead or self.listener.is_dead
+        return any(thread.is_dead for thread in self.threads)
+
+    @property
+    def lends(self) -> bool:
+        """Whether a prefill that is finished now is lent."""
+        return self.heard.stopped is None and not self.listener.is_dead and self.draining.value.state is State.SERVING
+
+    @property
+    def content(self) -> npt.NDArray[np.uint8]:
+        """Of all blocks, shape [blocks, bytes]: that of all ranks, side by side."""
+        return np.concatenate([rank.memory for rank in self.ranks], axis=1)
 
     def step(self) -> None:
-        """What vLLM calls with each step."""
+        """What vLLM calls with each step, of each rank."""
         commands, self.commands = self.commands, []
-        worker = self.worker
-        try:
-            worker.start_load_kv(StepMetadata(commands))
-            results = worker.get_transfer_results()
-            worker.take_stats()
-            report = worker.take_report()
-        except Exception as error:
-            self.heard.raised.append(error)
-            return
-        if report is not None and report.stopped is not None:
-            self.heard.stopped = report.stopped
-        self._hear(results, report)
+        for number, rank in enumerate(self.ranks):
+            worker = rank.worker
+            try:
+                worker.start_load_kv(StepMetadata(list(commands)))
+                results = worker.get_transfer_results()
+                worker.take_stats()
+                report = worker.take_report()
+            except Exception as error:
+                self.heard.raised.append(error)
+                continue
+            if report is not None and report.stopped is not None:
+                self.heard.stopped = report.stopped
+            self._hear(number, results, report)
 
     def kill(self) -> None:
         """Its machine is gone."""
         self.is_killed = True
-        self.port.kill()
-        for host in (self.host, f"{self.name}.host"):
-            self._network.kill(host)
+        for rank in self.ranks:
+            rank.port.kill()
+            self._network.kill(rank.host)
+        self._network.kill(self.host)
 
     def shut_down(self) -> None:
-        try:
-            self.worker.shutdown()
-        except Exception as error:
-            self.heard.raised.append(error)
+        for rank in self.ranks:
+            try:
+                rank.worker.shutdown()
+            except Exception as error:
+                self.heard.raised.append(error)
         self.listener.stop(0.0)
+
+
+class _BusyClock:
+    """By which a computation takes its time: it has to be made in pieces."""
+
+    def __init__(self, clock: ProcessClock) -> None:
+        self._clock = clock
+        self._read = 0
+
+    def now_ns(self) -> int:
+        self._read += 1
+        return self._clock.now_ns() + self._read * PIECE_NS
+
+    def wall(self) -> float:
+        return self._clock.wall()
 
 
 class _NixlDoor(Door):

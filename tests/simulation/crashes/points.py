@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, cast
 
 import trio
@@ -29,6 +32,16 @@ class Site(NamedTuple):
     place: str
 
 
+class Span(NamedTuple):
+    """Where an expression or a statement of production code stands."""
+
+    path: str
+    first_line: int | None
+    last_line: int | None
+    first_column: int | None
+    last_column: int | None
+
+
 class Injected(RuntimeError):
     """Raised at a point."""
 
@@ -46,6 +59,8 @@ class Points:
         error: what it raises.
         struck: number of the task, among those that wait at the moment of `strike`, whose await raises then.
         hit: where that was, and when.
+        reached: what was executed of production code at each point: the await that waits or the call that is made, and
+            the awaits around it, through which the exception would have come; None: nobody wants to know.
     """
 
     target: int | None = None
@@ -53,6 +68,7 @@ class Points:
     struck: int | None = None
     armed: bool = False
     hit: tuple[Site, float] | None = None
+    reached: set[Span] | None = None
 
     def __post_init__(self) -> None:
         self.sites: list[Site] = []
@@ -76,11 +92,13 @@ class Points:
         assert hasattr(internals, "_attempt_abort"), "trio has changed; find its successor"
         internals._attempt_abort(fail)  # as a cancellation does, with another exception
 
-    def meet(self, site: Site) -> Exception | None:
-        """A point has been reached; returns what is to be raised there."""
+    def meet(self, site: Site, frames: Callable[[], Iterator[FrameType]]) -> Exception | None:
+        """A point has been reached, `frames` being those of who is there; returns what is to be raised there."""
         if not self.armed:
             return None
         self.sites.append(site)
+        if self.reached is not None:
+            self.reached.update(_span(frame) for frame in frames() if _is_production(frame))
         if self.target != len(self.sites) - 1:
             return None
         self.hit = (site, trio.current_time())
@@ -88,7 +106,7 @@ class Points:
 
     def call(self, owner: str, kind: str, name: str) -> None:
         """A call of something that production code was given. Raises."""
-        error = self.meet(Site(owner, kind, name))
+        error = self.meet(Site(owner, kind, name), _callers)
         if error is not None:
             raise error
 
@@ -105,28 +123,76 @@ class Awaits(trio.abc.Instrument):
         if internals._next_send_fn != task.coro.send:
             return  # an exception comes out of it already: a cancellation
         site = _site(task)
-        error = None if site is None else self._points.meet(site)
-        if error is not None:
+        error = None if site is None else self._points.meet(site, lambda: _frames(task.coro))
+        if error is None:
+            return
+        nursery = next((frame.f_locals["self"] for frame in _frames(task.coro) if frame.f_code is _IN_NURSERY), None)
+        if nursery is None:
             internals._next_send_fn, internals._next_send = task.coro.throw, error
+        else:
+            nursery._add_exc(error, None)  # as trio does itself: the end of a nursery tidies up before it raises
 
 
 def _site(task: trio.lowlevel.Task) -> Site | None:
     """The await of production code that a task waits in; None: it is nobody's, waits in none, has not begun, or waits
-    where trio promises that nothing is raised."""
-    owner, coroutine = task.context.get(OWNER), cast(Any, task.coro)
-    if owner is None or inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+    where trio promises that nothing is raised when it goes on: it has got a lock, or its cancellation would be raised
+    with the next checkpoint. (A plain checkpoint waits in such a place too, and raises afterwards.)"""
+    owner = task.context.get(OWNER)
+    if owner is None or inspect.getcoroutinestate(cast(Any, task.coro)) == inspect.CORO_CREATED:
         return None
-    found = None
+    found, outer = None, None
+    for frame in _frames(task.coro):
+        code = frame.f_code
+        if code is _LOCK or (code is _SHIELDED and outer is not _CHECKPOINT):
+            return None
+        if _is_production(frame):
+            found = f"{code.co_filename.removeprefix(ROOT + '/')}:{frame.f_lineno} {code.co_qualname}"
+        outer = code
+    return None if found is None else Site(owner, "await", found)
+
+
+_SHIELDED, _CHECKPOINT, _LOCK, _IN_NURSERY = (
+    cast(Any, inspect.unwrap(each)).__code__
+    for each in (
+        trio.lowlevel.cancel_shielded_checkpoint,
+        trio.lowlevel.checkpoint,
+        trio.Lock.acquire,
+        trio.Nursery._nested_child_finished,  # should trio change: find its successor
+    )
+)
+
+
+def _frames(coroutine: Any) -> Iterator[FrameType]:
+    """Of a task that waits, outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is not None:
-            code = frame.f_code
-            if code is trio.lowlevel.cancel_shielded_checkpoint.__code__:
-                return None
-            if code.co_filename.startswith(PRODUCTION):
-                found = f"{code.co_filename.removeprefix(ROOT + '/')}:{frame.f_lineno} {code.co_qualname}"
+            yield frame
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return None if found is None else Site(owner, "await", found)
+
+
+def _callers() -> Iterator[FrameType]:
+    """Of the call that is being made, innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_production(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(PRODUCTION)
+
+
+def _span(frame: FrameType) -> Span:
+    """What a frame executes."""
+    path = frame.f_code.co_filename.removeprefix(ROOT + "/")
+    first_line, last_line, first_column, last_column = _positions(frame.f_code)[frame.f_lasti // 2]
+    return Span(path, first_line, last_line, first_column, last_column)
+
+
+@functools.cache
+def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None, int | None]]:
+    return list(code.co_positions())
 
 
 def _all_tasks() -> list[trio.lowlevel.Task]:

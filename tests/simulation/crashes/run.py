@@ -1,41 +1,47 @@
-"""The plan that is played for each point, and what must hold; see the package's docstring.
+"""What every scene is played with, and what must hold in it; see the package's docstring.
 
-One decode engine and four prefill engines, a dozen requests in a few seconds of virtual time: served, tried again,
-aborted, refused for their parameters, quarantined, killed over; a lease that nobody takes, garbage on both sockets,
-a tool that asks. Then probes: requests long after the fault, one of them from an engine that has no points.
+One decode engine and a few prefill engines, and a plan of some requests in a few seconds of virtual time
+(`tests.simulation.crashes.scenes`). Then probes: requests long after the fault, one of them from an engine that has no
+points.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
 import trio
 from trio.testing import MockClock
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
 from connector.ports.side_channel import SideChannelError
 from connector.protocol import (
-    AbortPull,
     LeaseComputing,
     LeaseGranted,
     PeerAddress,
     StartPull,
     TrackLease,
 )
+from connector.runtime import handshake
 from connector.step_metadata import WorkerReport
+from connector.wire.administration import Meet, decode_meet_report, decode_report, encode_drain, encode_meet
 from connector.wire.inspection import Inspect, encode_question
+from statemachine.draining import State
 from statemachine.lease import LeaseName
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import make_trio_deterministic
-from tests.simulation.crashes.engines import BLOCKS, PORT, Engine
-from tests.simulation.crashes.points import Awaits, Injected, Points, Site
-from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
+from tests.simulation.crashes.engines import BLOCKS, GRACE_SECONDS, PORT, SHAPE, Engine, Shape
+from tests.simulation.crashes.points import Awaits, Injected, Points, Site, Span
+from tests.simulation.fake_network import FakeNetwork, FakeSideChannel, NetworkRules
 from tests.simulation.fake_nixl import FakeNixlWorld, NixlRules
 
 OPTIONS = ConnectorOptions(
@@ -50,11 +56,6 @@ OPTIONS = ConnectorOptions(
     incompatible_backoff_seconds=0.2,
 )
 STEP_SECONDS = 0.02
-MOMENTS = (0.4, 1.0, 2.0, 2.25, 9.0)
-"""When awaits are made to raise that go on waiting: idle and connected, one READ hangs, another one does, P dies over
-one, all is quiet."""
-PROBES_AT = 14.0
-"""Long after everything else."""
 PROBED_AFTER_SECONDS = 5.0
 """How long after a fault a request has to be served."""
 RESTART_SECONDS = 5.0
@@ -63,19 +64,34 @@ REPORTED_SECONDS_MAX = (
     OPTIONS.request_timeout_seconds + OPTIONS.quiesce_timeout_seconds + RESTART_SECONDS + 10 * STEP_SECONDS
 )
 AT_ONCE_SECONDS = 2.5 * STEP_SECONDS
-END_SECONDS = 26.0
+AT_REST_SECONDS = 8.0
+"""After the probes: for leases and back-offs to end."""
 REQUEST_BLOCKS = 3
+
+T = TypeVar("T")
 
 SILENT = frozenset({"log"})
 """Kinds of points of which the log cannot say anything."""
 
 
+class Lost(NetworkRules):
+    """What is sent to some hosts is lost."""
+
+    def __init__(self) -> None:
+        self.hosts: set[str] = set()
+
+    def delays(self, source: str, target: str) -> Sequence[float]:
+        return () if target in self.hosts else super().delays(source, target)
+
+
 class Rules(NixlRules):
-    """READs of some agents are held up for a while, or fail."""
+    """READs of some agents are held up for a while, fail or lie; some descriptors are refused."""
 
     def __init__(self) -> None:
         self.stalled_until: dict[str, float] = {}
         self.failing: Counter[str] = Counter()
+        self.lying: Counter[str] = Counter()
+        self.refusing: Counter[str] = Counter()
 
     def read_stalls_until(self, initiator: str, target: str) -> float:
         return self.stalled_until.get(target, 0.0)
@@ -84,6 +100,18 @@ class Rules(NixlRules):
         if not self.failing[target]:
             return False
         self.failing[target] -= 1
+        return True
+
+    def read_lies(self, initiator: str, target: str) -> bool:
+        if not self.lying[target]:
+            return False
+        self.lying[target] -= 1
+        return True
+
+    def prepare_refused(self, initiator: str, target: str) -> bool:
+        if not self.refusing[target]:
+            return False
+        self.refusing[target] -= 1
         return True
 
 
@@ -113,6 +141,8 @@ class Verdict:
     died: bool
     """A whole trio run ended of it."""
     lines: list[str]
+    reached: frozenset[Span]
+    """Of a run without a fault: see `Points.reached`."""
 
 
 class _Lines(logging.Handler):
@@ -136,7 +166,8 @@ class _Breaks(logging.Handler):
         self._points.call("log", "log", f"{record.filename}:{record.lineno}")
 
 
-def play(
+def play_scene(
+    make: Callable[[Points, Agenda, float | None], Scene],
     target: int | None = None,
     error: type[Exception] = Injected,
     *,
@@ -150,7 +181,8 @@ def play(
         moment, struck: when it is raised out of an await that goes on waiting, and out of which.
     """
     make_trio_deterministic(0)
-    points = Points(target, error, struck)
+    has_fault = target is not None or struck is not None
+    points = Points(target, error, struck, reached=None if has_fault else set())
     agenda, clock = Agenda(), MockClock(autojump_threshold=0)
     agenda.drive(clock)
     lines, breaks = _Lines(), _Breaks(points)
@@ -160,25 +192,61 @@ def play(
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     logger.addHandler(breaks)
-    play = _Play(points, agenda, moment)
+    scene = make(points, agenda, moment)
     try:
-        trio.run(play.run, clock=clock, instruments=[Awaits(points)])
+        with (
+            mock.patch.object(trio.to_thread, "run_sync", _run_at_once),
+            mock.patch.object(handshake, "ASKED_AT_ONCE", scene.asked_at_once),
+        ):
+            trio.run(scene.run, clock=clock, instruments=[Awaits(points)])
     finally:
         logger.removeHandler(lines)
         logger.removeHandler(breaks)
         logger.propagate = propagates
         logger.setLevel(level)
-    complaints = play.complaints
-    if not (target is None and struck is None) and points.hit is None:
+    complaints = scene.complaints
+    if has_fault and points.hit is None:
         complaints.append("the point was never reached")
     is_said = any("injected" in text for text in lines.texts)
     if points.hit is not None and points.hit[0].kind not in SILENT and not is_said:
         complaints.append("the log says nothing of it")
-    return Verdict(points.sites, points.waiting, points.hit and points.hit[0], complaints, play.died, lines.texts)
+    return Verdict(
+        points.sites,
+        points.waiting,
+        points.hit and points.hit[0],
+        complaints,
+        scene.died,
+        lines.texts,
+        frozenset(points.reached or ()),
+    )
 
 
-class _Play:
-    """The plan."""
+async def _run_at_once(function: Callable[..., T], *arguments: Any, abandon_on_cancel: bool = False) -> T:
+    """What a thread would do: virtual time does not wait for threads."""
+    await trio.lowlevel.checkpoint()
+    return function(*arguments)
+
+
+class Scene(abc.ABC):
+    """A plan, and what it is played with.
+
+    Attributes:
+        shapes: of the prefill engines, by name.
+        options: of all engines.
+        moments: when awaits are made to raise that go on waiting.
+        probes_at: when the probes begin, long after everything else.
+        probed: prefill engines that have to serve then.
+        decode_shape: of the decode engine.
+        asked_at_once: ranks of one engine that a handshake asks at a time.
+    """
+
+    shapes: ClassVar[dict[str, Shape]]
+    options: ClassVar[ConnectorOptions] = OPTIONS
+    moments: ClassVar[tuple[float, ...]]
+    probes_at: ClassVar[float]
+    probed: ClassVar[tuple[str, ...]]
+    decode_shape: ClassVar[Shape] = SHAPE
+    asked_at_once: ClassVar[int] = handshake.ASKED_AT_ONCE
 
     def __init__(self, points: Points, agenda: Agenda, moment: float | None) -> None:
         self.points = points
@@ -186,15 +254,27 @@ class _Play:
         self.complaints: list[str] = []
         self.died = False
         self._agenda = agenda
-        self._network = FakeNetwork(agenda)
+        self._lost = Lost()
+        self._network = FakeNetwork(agenda, self._lost)
         self._rules = Rules()
         self._world = FakeNixlWorld(agenda, self._rules, self._note_misuse)
         self._asked: dict[str, Asked] = {}
         self._free = list(range(BLOCKS))
         self._quarantined: list[list[int]] = []
-        self._lent: dict[str, tuple[str, float]] = {}
+        self._lent: dict[str, tuple[str, set[int]]] = {}
         self._leases: dict[str, LeaseName] = {}
-        self._remote_free = 0
+
+    @abc.abstractmethod
+    async def play(self) -> None:
+        """The plan."""
+
+    async def check_later(self) -> None:
+        """What else must hold with the probes."""
+        return
+
+    async def before_the_end(self) -> None:
+        """What goes on while the engines are shut down."""
+        return
 
     def _note_misuse(self, detail: str) -> None:
         self.complaints.append(f"misuse of NIXL: {detail}")
@@ -202,36 +282,52 @@ class _Play:
     def _complain(self, detail: str) -> None:
         self.complaints.append(f"{trio.current_time():.2f} s: {detail}")
 
-    # --- the plan ---------------------------------------------------------------------------------------------------
+    # --- its course -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        nobodys = Points()  # the last engine meets no faults
+        nobodys = Points()
         self.prefills = {
             name: Engine(
-                nobodys if name == "p3" else self.points,
+                self.points if shape.has_points else nobodys,
                 self._world,
                 self._network,
                 name,
-                OPTIONS,
-                lambda results, report, name=name: self._hear_of_lent(name, results),
+                self.options,
+                lambda rank, results, report, name=name: self._hear_of_lent(name, rank, results),
+                shape,
+                lambda name=name: sum(each == name for each, _ in self._lent.values()),
             )
-            for name in ("p0", "p1", "p2", "p3")
+            for name, shape in self.shapes.items()
         }
-        self.decode = Engine(self.points, self._world, self._network, "d", OPTIONS, self._hear_of_loaded)
+        self.decode = Engine(
+            self.points,
+            self._world,
+            self._network,
+            "d",
+            self.options,
+            lambda rank, results, report: self._hear_of_loaded(results, report),
+            self.decode_shape,
+        )
+        (self.reader,) = self.decode.ranks
         for engine in self.prefills.values():
-            engine.memory[:] = [[(ord(engine.name[1]) * 31 + block * 7 + 1) % 251] for block in range(BLOCKS)]
+            for rank in engine.ranks:
+                seed = ord(engine.name[1]) * 31 + rank.layout.tp_rank * 13 + 1
+                rank.memory[:] = [[(seed + block * 7) % 251] for block in range(BLOCKS)]
         async with trio.open_nursery() as nursery:
             for engine in self._engines:
-                await nursery.start(engine.thread.host)
-                await nursery.start(engine.listener.host)
+                for thread in engine.threads:
+                    await nursery.start(thread.host)
             nursery.start_soon(self._step)
             await trio.sleep(0.05)
             self.points.armed = True
             if self._moment is not None:
                 self._agenda.at(self._moment, self.points.strike)
-            await self._play()
+            await self.play()
+            await trio.sleep_until(self.probes_at)
             await self._probe()
+            await trio.sleep_until(self.probes_at + AT_REST_SECONDS)
             self._check_at_rest()
+            await self.before_the_end()
             await self._shut_down()
             self.points.armed = False
             nursery.cancel_scope.cancel()
@@ -248,98 +344,57 @@ class _Play:
                     engine.step()
             await trio.sleep(STEP_SECONDS)
 
-    async def _play(self) -> None:
-        rules, agenda = self._rules, self._agenda
-        sleep = trio.sleep_until
-        await self._ask("served", "p0")
-        await self._ask("meets p2", "p2")
-        await sleep(MOMENTS[0])
-        for number, prefill in enumerate(("p0", "p1", "p0")):
-            await self._ask(f"together {number}", prefill)
-        await sleep(0.6)
-        rules.failing["p0.0"] = 1
-        await self._ask("tried again", "p0")
-        await sleep(0.9)
-        rules.stalled_until["p0.0"] = 1.1
-        await self._ask("aborted", "p0")
-        await trio.sleep(2 * STEP_SECONDS)
-        self.decode.commands.append(AbortPull(request_id="aborted"))
-        await sleep(1.3)
-        await self._ask("of blocks that there are not", "p0", remote=[BLOCKS + 9])
-        self._announce("needs nothing", "p0")
-        self._settle("needs nothing", "p0")
-        await sleep(1.5)
-        await self._ask("used before", "p0", lease=self._leases["served"])
-        await self._ask("of wrong sizes", "p0", tp_size=2)
-        self._announce("left the queue", "p1")
-        self._lend("p1", "left the queue")
-        await trio.sleep(4 * STEP_SECONDS)
-        self._settle("left the queue", "p1")
-        await sleep(1.8)
-        rules.stalled_until["p1.0"] = 4.4
-        await self._ask("in quarantine", "p1")
-        self._lend("p0", "nobody's")
-        agenda.after(0.0, lambda: self._network.inject("p0.host", PORT, (b"garbage",)))
-        agenda.after(0.0, lambda: self._network.inject("p0.0", self.prefills["p0"].control.port, (b"garbage",)))
-        self._world.send("stranger", self.prefills["p0"].port, b"garbage")
-        await self._inspect("p0")
-        await self._inspect("d")
-        await sleep(2.2)
-        rules.stalled_until["p2.0"] = 9.0
-        await self._ask("killed over", "p2")
-        await trio.sleep(3 * STEP_SECONDS)
-        self.prefills["p2"].kill()
-        await sleep(2.6)
-        await self._ask("of the dead", "p2")
-        await sleep(6.0)
-        for name in ("p0", "p1"):
-            await self._ask(f"in the end {name}", name)
-        await sleep(PROBES_AT)
-
     async def _probe(self) -> None:
         """Requests that come later."""
-        for name in ("p0", "p1", "p3"):
+        for name in self.probed:
             await self._ask(f"probe {name}", name)
         await trio.sleep(2.0)
         hit = self.points.hit
-        if hit is not None and hit[1] > PROBES_AT - PROBED_AFTER_SECONDS:
+        if hit is not None and hit[1] > self.probes_at - PROBED_AFTER_SECONDS:
             return
-        for name in ("p0", "p1", "p3"):
+        for name in self.probed:
             asked = self._asked.get(f"probe {name}")
-            excused = self.decode.has_died or self.prefills[name].has_died
-            if asked is not None and (asked.failed or not asked.reported) and not excused:
+            if asked is not None and (asked.failed or not asked.reported) and not self._is_excused(name):
                 self._complain(f"a request from {name} that comes later is not served")
-        await trio.sleep_until(END_SECONDS - 4.0)
+        await self.check_later()
+
+    def _is_excused(self, name: str) -> bool:
+        """Whether a whole trio run has ended of those that a request from this engine needs."""
+        return self.decode.has_died or self.prefills[name].has_died
 
     async def _shut_down(self) -> None:
-        self._free_of_points()
-        for engine in self._engines:
-            if not engine.is_killed:
-                engine.shut_down()
-        with trio.move_on_after(8.0):
-            while not all(e.is_killed or (e.thread.has_ended and e.listener.has_ended) for e in self._engines):
-                await trio.sleep(0.05)
-        for engine in self._engines:
-            if not engine.is_killed and not (engine.thread.has_ended and engine.listener.has_ended):
-                self._complain(f"{engine.name} does not stop")
-
-    def _free_of_points(self) -> None:
         self.died = any(engine.has_died for engine in self._engines)
+        alive = [engine for engine in self._engines if not engine.is_killed]
+        for engine in alive:
+            engine.shut_down()
+        with trio.move_on_after(8.0):
+            while not all(thread.has_ended for engine in alive for thread in engine.threads):
+                await trio.sleep(0.05)
+        for engine in alive:
+            if not all(thread.has_ended for thread in engine.threads):
+                self._complain(f"{engine.name} does not stop")
 
     # --- what a scheduler does ----------------------------------------------------------------------------------------
 
-    def _lend(self, prefill: str, request_id: str) -> LeaseName | None:
+    def _lend(self, prefill: str, request_id: str, blocks: Sequence[int]) -> LeaseName | None:
         """P has computed the prompt of a request; None: it lends nothing any more."""
         engine = self.prefills[prefill]
         lease = LeaseName(f"{prefill}-{request_id}", len(self._leases) + 1)
         self._leases[request_id] = lease
         if engine.is_killed:
             return lease
-        if engine.heard.stopped is not None or engine.listener.is_dead:
+        if not engine.lends:
             return None
         engine.commands.append(LeaseComputing(lease=lease))
-        engine.commands.append(LeaseGranted(lease=lease, lease_seconds=OPTIONS.kv_lease_duration, blocks=3))
-        self._lent[lease.request_id] = (prefill, trio.current_time())
+        engine.commands.append(
+            LeaseGranted(
+                lease=lease,
+                lease_seconds=self.options.kv_lease_duration,
+                blocks=len(blocks),
+                block_ids=None if self.options.verify == "off" else (list(blocks),),
+            )
+        )
+        self._lent[lease.request_id] = (prefill, set())
         return lease
 
     def _announce(self, request_id: str, prefill: str, address: PeerAddress | None = None) -> None:
@@ -359,61 +414,92 @@ class _Play:
         *,
         remote: Sequence[int] | None = None,
         lease: LeaseName | None = None,
-        tp_size: int = 1,
+        tp_size: int | None = None,
+        waits_seconds: float = 0.0,
     ) -> None:
         """A prompt through P to D."""
+        if remote is None:
+            first = len(self._asked) * REQUEST_BLOCKS % (BLOCKS - REQUEST_BLOCKS)
+            remote = range(first, first + REQUEST_BLOCKS)
         if lease is None:
-            lease = self._lend(prefill, request_id)
+            lease = self._lend(prefill, request_id, remote)
             if lease is None:
                 return  # D computes it
         else:
             self._leases[request_id] = lease
         engine = self.prefills[prefill].address
-        address = PeerAddress(engine_id=engine.engine_id, host=engine.host, port=engine.port, tp_size=tp_size)
+        sizes = engine.tp_size if tp_size is None else tp_size
+        address = PeerAddress(engine_id=engine.engine_id, host=engine.host, port=engine.port, tp_size=sizes)
         await trio.sleep(1.5 * STEP_SECONDS)
         self._announce(request_id, prefill, address)
-        await trio.sleep(1.5 * STEP_SECONDS)
+        await trio.sleep(1.5 * STEP_SECONDS + waits_seconds)
         local = [self._free.pop(0) for _ in range(REQUEST_BLOCKS)]
-        if remote is None:
-            first = len(self._asked) * REQUEST_BLOCKS % (BLOCKS - REQUEST_BLOCKS)
-            remote = range(first, first + REQUEST_BLOCKS)
         self._check_unwritten(local, "hands out")
-        self.decode.memory[local] = 0
+        self.reader.memory[local] = 0
         self._asked[request_id] = Asked(
-            prefill, trio.current_time(), local, list(remote), was_dead=self.decode.thread.is_dead
+            prefill, trio.current_time(), local, list(remote), was_dead=self.reader.thread.is_dead
         )
         groups = one_group(local, list(remote) + list(range(REQUEST_BLOCKS - len(remote))))
         self.decode.commands.append(_pull(request_id, address, lease, groups))
 
-    async def _inspect(self, name: str) -> None:
-        """A tool asks an engine."""
-        engine = self.decode if name == "d" else self.prefills[name]
+    # --- what tools do ----------------------------------------------------------------------------------------------
+
+    async def _inspect(self, name: str, whats: Sequence[str], *, seconds: float = 0.1) -> None:
+        """A tool asks the first rank of an engine, several things at once."""
+        rank = self._named(name).ranks[0]
         channel = FakeSideChannel(self._network, "tool")
-        with trio.move_on_after(0.1), contextlib.suppress(SideChannelError):  # or it has died
-            link = await channel.open_link(engine.host, engine.control.port)
-            for number, what in enumerate(("engine", "peers", "requests", "leases", "records")):
+        with trio.move_on_after(seconds), contextlib.suppress(SideChannelError):  # or it has died
+            link = await channel.open_link(rank.host, rank.control.port)
+            for number, what in enumerate(whats):
                 link.send(encode_question(Inspect(number=number, what=what)))  # type: ignore[arg-type]
             while True:
                 await link.receive()
 
+    async def _meet(self, places: Sequence[str]) -> dict[str, str]:
+        """A tool names engines to D; how far each has come. Asked again until there is an answer, or for a while."""
+        channel = FakeSideChannel(self._network, "tool")
+        for _ in range(20):
+            with trio.move_on_after(0.1), contextlib.suppress(SideChannelError):
+                link = await channel.open_link(self.reader.host, self.reader.control.port)
+                link.send(encode_meet(Meet(places=tuple(places))))
+                return {row.place: row.state for row in decode_meet_report(await link.receive()).rows}
+        return {}
+
+    async def _drain(self, name: str) -> None:
+        """An operator lets an engine drain, and looks until it has."""
+        engine, channel = self.prefills[name], FakeSideChannel(self._network, "tool")
+        with trio.move_on_after(GRACE_SECONDS + RESTART_SECONDS):
+            while engine.draining.value.state is not State.DRAINED:
+                with trio.move_on_after(0.1), contextlib.suppress(SideChannelError):
+                    decode_report(await channel.connect(engine.host, PORT).ask([encode_drain()]))
+                await trio.sleep(0.1)
+
+    def _named(self, name: str) -> Engine:
+        return self.decode if name == "d" else self.prefills[name]
+
     # --- what it hears ------------------------------------------------------------------------------------------------
 
-    def _hear_of_lent(self, name: str, results: object) -> None:
-        for request_id in results.finished_sending:  # type: ignore[attr-defined]
-            if self._lent.pop(request_id, None) is None:
+    def _hear_of_lent(self, name: str, rank: int, results: KVConnectorTransferResults) -> None:
+        """vLLM frees what all ranks say is free."""
+        for request_id in results.finished_sending:
+            _, ranks = self._lent.get(request_id, (name, {rank}))
+            if rank in ranks:
                 self._complain(f"{name} freed {request_id}, which it does not lend")
+            ranks.add(rank)
+            if len(ranks) == len(self.prefills[name].ranks):
+                self._lent.pop(request_id, None)
 
-    def _hear_of_loaded(self, results: object, report: WorkerReport | None) -> None:
+    def _hear_of_loaded(self, results: KVConnectorTransferResults, report: WorkerReport | None) -> None:
         quarantined = report.quarantined if report is not None else []
         kept = {block for blocks in quarantined for block in blocks}
         self._quarantined += quarantined
-        for request_id in sorted(results.finished_recving):  # type: ignore[attr-defined]
+        for request_id in sorted(results.finished_recving):
             asked = self._asked.get(request_id)
             if asked is None:
                 self._complain(f"{request_id} was reported, and nobody waits for it")
                 continue
             asked.reported.append(trio.current_time())
-            asked.failed = request_id in results.failed_recving  # type: ignore[attr-defined]
+            asked.failed = request_id in results.failed_recving
             if len(asked.reported) > 1:
                 self._complain(f"{request_id} was reported {len(asked.reported)} times")
                 continue
@@ -437,21 +523,21 @@ class _Play:
         took = asked.reported[0] - asked.started
         if took > (AT_ONCE_SECONDS if asked.was_dead else REPORTED_SECONDS_MAX):
             self._complain(f"{request_id} was reported after {took:.2f} s")
-        expected = self.prefills[asked.prefill].memory[asked.remote] if not asked.failed else None
-        if expected is not None and (self.decode.memory[asked.local] != expected).any():
+        expected = self.prefills[asked.prefill].content[asked.remote] if not asked.failed else None
+        if expected is not None and (self.reader.memory[asked.local] != expected).any():
             self._complain(f"{request_id} is done, and has other bytes than its own")
 
     def _check_unwritten(self, blocks: list[int], action: str) -> None:
-        start, length = self.decode.memory.ctypes.data, self.decode.memory.strides[0]
+        start, length = self.reader.memory.ctypes.data, self.reader.memory.strides[0]
         for read in self._world.reads_in_flight():
-            if read.initiator is self.decode.port and any(read.writes_into(start + b * length, length) for b in blocks):
+            if read.initiator is self.reader.port and any(read.writes_into(start + b * length, length) for b in blocks):
                 self._complain(f"D {action} blocks {blocks} that a READ may write into")
 
     def _check_at_rest(self) -> None:
         for request_id, asked in self._asked.items():
             if not asked.reported:
                 self._complain(f"{request_id} was never reported")
-        if not self.decode.thread.is_dead and (self._quarantined or len(self._free) != BLOCKS):
+        if not self.reader.thread.is_dead and (self._quarantined or len(self._free) != BLOCKS):
             self._complain(f"{BLOCKS - len(self._free)} blocks of D are missing, in quarantine {self._quarantined}")
         for request_id, (prefill, _) in self._lent.items():
             if not self.prefills[prefill].is_killed:
