@@ -15,7 +15,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.thread import ActorThread
 from connector.worker.ledger import TransferLedger
 from tests.simulation.crashes.campaign import Found, Try, one_of_each_site, references, run, tries
-from tests.simulation.crashes.points import ROOT, InjectedOs, Span
+from tests.simulation.crashes.points import ROOT, Injected, InjectedOs, Span
 from tests.simulation.crashes.run import Verdict
 from tests.simulation.crashes.scenes import SCENES, play
 from tests.simulation.mutants.mutant import Edit, Patch
@@ -134,6 +134,14 @@ def test_only_what_ends_a_whole_run_ends_it_and_in_the_middle_too(everything: li
 
 def test_a_socket_that_raises_an_os_error_is_tried_too(everything: list[Try]) -> None:
     assert any(each.error is InjectedOs for each in everything)
+
+
+@pytest.mark.parametrize("owner", ["d", "p0"])
+def test_checksums_that_cannot_be_made_cost_a_request_and_no_step(everything: list[Try], owner: str) -> None:
+    chosen = [each for each in everything if each.site.kind == "device" and each.site.owner == owner][:4]
+    assert {each.error for each in chosen} == {Injected, InjectedOs}
+    for tried, verdict in run(chosen):
+        assert verdict.complaints == [], tried
 
 
 MISTAKES = {

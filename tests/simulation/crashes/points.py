@@ -20,8 +20,8 @@ PRODUCTION = (f"{ROOT}/connector/", f"{ROOT}/statemachine/")
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner")
 """The process that a task belongs to; nobody's have no points."""
 
-FILE_AND_SOCKETS = frozenset({"side channel", "requester", "link", "listener", "trace file"})
-"""Kinds of points that raise OSError as well."""
+FILE_AND_SOCKETS = frozenset({"side channel", "requester", "link", "listener", "trace file", "device"})
+"""Kinds of points that raise OSError as well; of a device, so that it is not a RuntimeError of torch's each time."""
 
 
 class Site(NamedTuple):
