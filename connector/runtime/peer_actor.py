@@ -359,7 +359,7 @@ class PeerActor:
         if any(source.match is not None for source in self._connections[effect.connection].sources):
             self._connections.spawn(self._resolve_when_sums_are_known, effect)
         else:
-            self._resolve(effect, None)
+            self._feed(self._resolve(effect, None))
 
     async def _resolve_when_sums_are_known(self, effect: core.ResolveBlocks) -> None:
         """Nothing is in flight yet: if P never answers, the deadline of the request ends it."""
@@ -383,9 +383,10 @@ class PeerActor:
                 self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
                 return
         if self._pulls.get(effect.request_id) is pull and effect.connection in self._connections:
-            self._resolve(effect, known)
+            self.tell(self._resolve(effect, known))
 
-    def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> None:
+    def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> Event:
+        """What the core is to hear of it."""
         connection, pull = self._connections[effect.connection], self._pulls[effect.request_id]
         try:
             resolved = resolve(connection.plan, pull.command)
@@ -395,11 +396,10 @@ class PeerActor:
                 resolved = msgspec.structs.replace(resolved, checks=found)
         except BlockIdError as error:
             failure = BadParams(field="remote_block_ids", expected="blocks that the engine has", found=str(error))
-            self._feed(core.BlocksRejected(request_id=effect.request_id, failure=failure))
-            return
+            return core.BlocksRejected(request_id=effect.request_id, failure=failure)
         pull.resolved, pull.bytes, pull.descriptors = resolved, None, None
-        self._feed(
-            core.BlocksResolved(request_id=effect.request_id, connection=effect.connection, reads=len(resolved.reads))
+        return core.BlocksResolved(
+            request_id=effect.request_id, connection=effect.connection, reads=len(resolved.reads)
         )
 
     def _post_reads(self, effect: core.PostReads) -> None:

@@ -14,6 +14,9 @@ from tests.simulation.cluster import simulate
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan
 from tests.simulation.mutants.mutant import Patch
 
+NOWHERE = Fault(kind=Kind.READ_LIES, target="d8>p8", at_seconds=0.0, duration_seconds=0.0)
+"""Between engines that there are not: all verify, and nothing is wrong."""
+
 
 def lies(probability: float, at_seconds: float = 0.0, seconds: float = 20.0) -> list[Fault]:
     """On every link."""
@@ -51,6 +54,14 @@ def test_where_no_read_lies_nothing_is_corrupt() -> None:
     assert result.violations == []
     assert result.outcomes["Corrupt"] == 0
     assert result.outcomes["done"] > 10
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_engines_that_verify_serve_and_let_go_as_soon_as_others(seed: int) -> None:
+    """In seed 7 the last request for a lease reads nothing, and its engine has nothing else to do."""
+    result = simulate(Plan(seed=seed, faults=[NOWHERE]))
+    assert result.violations == []
+    assert result.outcomes["done"] > 100
 
 
 def test_without_the_option_it_is_the_byte_oracle_that_notices() -> None:

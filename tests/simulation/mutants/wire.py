@@ -281,6 +281,18 @@ VERIFICATION = (
         place=Seeds(2, "bytes", LIES),
     ),
     Mutant(
+        name="checksums that have come wake nobody",
+        broken="what P's checksums allow, as a release where nothing is to be read, waits for the next timer",
+        changes=(
+            Edit(
+                peer_actor.PeerActor._resolve_when_sums_are_known,
+                "self.tell(self._resolve(effect, known))",
+                "self._feed(self._resolve(effect, known))",
+            ),
+        ),
+        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=7),
+    ),
+    Mutant(
         name="sums of samples alone",
         row=23,
         broken="only samples are compared although all blocks are to be",
