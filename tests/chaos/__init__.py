@@ -20,7 +20,9 @@ What is promised, and judged at the end (`report`)
     No wrong answer. Every call ends. No decode engine restarts. With `recompute` no client sees an error but those that
     it caused itself. An engine that is drained says in time that it has, and no plain request fails with it, whatever
     the policy, unless something else was done to it as well. When everything has settled, no block, lease, hold, READ,
-    thread, socket or peer is left but those of the live connections (`remains`).
+    agent, list, thread, socket, file or peer is left but those of the live connections (`remains`). A decode engine is
+    compared with what it was before the load; a life of a prefill engine that the load has left, with the one after it,
+    of which each decode engine has read once.
 
 Parts
     plan       what happens, when and to whom; a value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ BACKOFF_SECONDS_MAX = 2.0
 ENGINE_TTL_SECONDS = 5.0
 """Engines that are gone are forgotten within twice that."""
 LEASE_LIMIT_SECONDS = 30.0
+SOCKETS_OF_A_RECONNECTION = {"fail": 1, "recompute": 2}
+"""That NIXL keeps of each, by decode engine: over shared memory, and over TCP (docs/nixl.md fact 11)."""
 SURVEY_SECONDS = 5.0
 DRAIN_GRACE_SECONDS = 10.0
 SHUTDOWN_SECONDS = 20
@@ -60,6 +63,8 @@ class Prefill:
     engine: Engine
     proxy: Proxy
     lives: int = 1
+    since_wall: float = 0.0
+    """Unix time at which the processes of this life were started, at the latest."""
     _is_alive: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,6 +81,7 @@ class Prefill:
     def begin_life(self, *, new_id: bool) -> None:
         """Start again and wait until it serves."""
         self.lives += 1
+        self.since_wall = time.time()
         changes = {"engine_id": f"{self.engine.name}-{self.lives}"} if new_id else {}
         self.engine.restart(**changes).wait_healthy()
         with self._lock:
@@ -103,7 +109,10 @@ class ChaosCluster:
             engines = stack.enter_context(EngineSet())
             started = engines.start(
                 *(self._options(name, core, engine_id=f"{name}-1") for core, name in enumerate(PREFILL)),
-                *(self._options(name, core, kv_load_failure_policy=name) for core, name in enumerate(DECODE)),
+                *(
+                    self._options(name, core, engine_id=name, kv_load_failure_policy=name)
+                    for core, name in enumerate(DECODE)
+                ),
             )
             self.prefill = {
                 engine.name: Prefill(engine, proxies.proxy(engine.options.side_channel_port, names_control=True))

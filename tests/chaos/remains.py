@@ -5,20 +5,37 @@ Both are compared at moments at which no request is open. What is left then is w
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
 
 from connector.observe.live import EngineReport
 from connector.wire.inspection import EngineRow, PeerRow
+from statemachine.peer import HandshakeSucceeded
+from statemachine.trace import TransitionRecord
 from tests.e2e.client import Client
 from tests.e2e.engines import Engine
 
-OPEN = ("requests", "claims", "quarantined requests", "quarantined blocks", "reads in flight", "leases", "lent blocks")
+OPEN = (
+    *("requests", "claims", "quarantined requests", "quarantined blocks", "reads in flight", "read handles"),
+    *("leases", "lent blocks"),
+)
 """Counts of a worker that are 0 while nothing is open."""
+OF_A_RANK = ("remote agents", "remote descriptor lists")
+"""Counts of a worker of which each rank that it is connected to has one, where all engines are laid out alike."""
+OF_A_WORKER = ("local descriptor lists",)
+"""Counts of which it has one at most, where all engines are laid out alike."""
 OPEN_IN_VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+_NUMBER = re.compile(r":\[\d+\]$")
+"""Of a socket or a pipe."""
 
 SERVER, CORE, WORKER = "API server", "engine core", "worker"
 ROLES = (SERVER, CORE, WORKER)
@@ -26,14 +43,19 @@ ROLES = (SERVER, CORE, WORKER)
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of an engine, as Linux sees it."""
+    """One process of an engine, as Linux sees it.
+
+    Attributes:
+        files: descriptors that are no sockets.
+        names: of threads and of files, how often there is which: so it can be said what there is more of.
+    """
 
     pid: int
     threads: int
     sockets: int
     files: int
-    """Descriptors of all kinds."""
     resident_bytes: int
+    names: dict[str, dict[str, int]] = {}
 
 
 Processes = dict[str, Process]
@@ -58,35 +80,66 @@ def processes(engine: Engine) -> Processes:
 
 
 def _seen(process: psutil.Process) -> Process:
-    files = 0
-    sockets = 0
-    for name in os.listdir(f"/proc/{process.pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{process.pid}/fd/{name}")
-        except FileNotFoundError:
-            continue
-        files += 1
-        sockets += target.startswith("socket:")
+    place = f"/proc/{process.pid}"
+    targets = Counter(_NUMBER.sub("", each) for each in _read(os.readlink, f"{place}/fd"))
+    threads = Counter(_read(lambda path: Path(path, "comm").read_text().strip(), f"{place}/task"))
+    sockets = targets.pop("socket", 0)
     return Process(
         pid=process.pid,
-        threads=process.num_threads(),
+        threads=threads.total(),
         sockets=sockets,
-        files=files,
+        files=targets.total(),
         resident_bytes=process.memory_info().rss,
+        names={"threads": dict(threads), "files": dict(targets)},
     )
 
 
-def grown(before: Processes, after: Processes) -> list[str]:
-    """Threads and sockets that there are more of than before, by process.
+def _read(read: Callable[[str], str], directory: str) -> Iterator[str]:
+    """Of each entry that is still there when its turn comes."""
+    for name in os.listdir(directory):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield read(f"{directory}/{name}")
+
+
+def grown(before: Processes, after: Processes, *, worker_sockets: int = 0) -> list[str]:
+    """Threads, sockets and other files that there are more of than before, by process. `worker_sockets`: how many more
+    the worker may have.
 
     The API server, in which nothing of the connector runs, starts the threads of its pools as they are needed.
     """
     return [
-        f"{role}: {getattr(after[role], what) - count} more {what}"
+        f"{role}: {more} more {what}{_named(process, after[role], what)}"
         for role, process in before.items()
-        for what in (("sockets",) if role == SERVER else ("threads", "sockets"))
-        if role in after and getattr(after[role], what) > (count := getattr(process, what))
+        for what in (("sockets", "files") if role == SERVER else ("threads", "sockets", "files"))
+        if role in after
+        and (more := getattr(after[role], what) - getattr(process, what))
+        > (worker_sockets if (role, what) == (WORKER, "sockets") else 0)
     ]
+
+
+def _named(before: Process, after: Process, what: str) -> str:
+    more = Counter(after.names.get(what, {})) - Counter(before.names.get(what, {}))
+    return f" ({', '.join(f'{count} {name}' for name, count in more.items())})" if more else ""
+
+
+class Life(NamedTuple):
+    """One of a prefill engine that has ended: Unix times at which it was started, at the latest, and ended."""
+
+    engine_id: str
+    since_wall: float
+    until_wall: float
+
+
+def sockets_of_reconnections(records: Iterable[TransitionRecord], life: Life, sockets_each: Mapping[str, int]) -> int:
+    """Sockets that NIXL keeps in a prefill engine until the decode engines end, which removed it and connected to it
+    anew (docs/nixl.md fact 11). `sockets_each`: by engine id of a decode engine, how many a reconnection costs."""
+    connected = Counter(
+        record.engine_id
+        for record in records
+        if record.event == HandshakeSucceeded.__name__ and record.subject == life.engine_id
+        if life.since_wall <= record.wall <= life.until_wall
+    )
+    return sum((count - 1) * sockets_each[decode] for decode, count in connected.items())
 
 
 def left_in_connector(report: EngineReport, live_peers: Collection[str]) -> list[str]:
@@ -94,10 +147,14 @@ def left_in_connector(report: EngineReport, live_peers: Collection[str]) -> list
     rows = report.of(EngineRow)
     if not rows:
         return [f"it does not answer: {report.problem or [rank.problem for rank in report.ranks]}"]
-    counts = {name: sum(row.counts.get(name, 0) for row in rows) for name in OPEN}
+    counts = {name: sum(row.counts.get(name, 0) for row in rows) for name in OPEN}  # what is 0 may be left out
     left = [f"{count} {name}" for name, count in counts.items() if count]
     left += [f"stopped: {row.stopped}" for row in rows if row.stopped]
-    strange = [f"{row.engine_id} ({row.state})" for row in report.of(PeerRow) if row.engine_id not in live_peers]
+    peers = report.of(PeerRow)
+    allowed = dict.fromkeys(OF_A_RANK, sum(peer.ranks for peer in peers)) | dict.fromkeys(OF_A_WORKER, len(rows))
+    held = {name: sum(row.counts[name] for row in rows) for name in allowed}
+    left += [f"{count} {name}, not {allowed[name]}" for name, count in held.items() if count > allowed[name]]
+    strange = [f"{row.engine_id} ({row.state})" for row in peers if row.engine_id not in live_peers]
     return left + [f"peer {each}" for each in strange]
 
 

@@ -87,7 +87,11 @@ class Report(msgspec.Struct, kw_only=True):
     memory: list[Memory] = []
     settled_seconds: float = 0.0
     processes_before: dict[str, Processes] = {}
+    processes_ended: dict[str, Processes] = {}
+    """When all had settled, before prefill engines were replaced."""
     processes_after: dict[str, Processes] = {}
+    sockets_kept: dict[str, int] = {}
+    """By prefill engine: those of `processes_ended` that NIXL keeps because decode engines have connected anew."""
 
     def count(self, results: Results, disturbances: Sequence[Disturbance] = ()) -> None:
         """Take what the clients saw, when all drains are known."""

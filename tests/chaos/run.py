@@ -6,18 +6,28 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
 from connector.observe.conformance import check
-from connector.observe.trace_log import read_processes
-from tests.chaos.cluster import ChaosCluster, ConnectorName, Prefill
+from connector.observe.trace_log import merged, read_processes
+from tests.chaos.cluster import SOCKETS_OF_A_RECONNECTION, ChaosCluster, ConnectorName, Prefill
 from tests.chaos.drains import END_SECONDS_MAX, Disturbance, by_command, by_sigterm
 from tests.chaos.load import Load
 from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
-from tests.chaos.remains import WORKER, Processes, grown, left_in_connector, left_in_vllm, megabytes, processes
+from tests.chaos.remains import (
+    WORKER,
+    Life,
+    Processes,
+    grown,
+    left_in_connector,
+    left_in_vllm,
+    megabytes,
+    processes,
+    sockets_of_reconnections,
+)
 from tests.chaos.report import Memory, Report
 from tests.chaos.strangers import keep_half_open, send_garbage
 from tests.e2e.client import Client
@@ -89,19 +99,23 @@ class _Run:
             report.calls[engine].loaded = loads_after[engine][0] - loaded
             report.calls[engine].failures = dict(loads_after[engine][1] - failed)
         settling = time.monotonic()
-        self._settled("after the chaos")
+        report.processes_ended = self._settled("after the chaos")
         report.settled_seconds = time.monotonic() - settling
-        # NIXL keeps a descriptor of each connection that was made anew until the other process ends (docs/nixl.md
-        # fact 11): so both prefill engines are replaced before descriptors are compared.
+        # NIXL keeps sockets of each connection that was made anew until the other process ends (docs/nixl.md fact 11):
+        # so both prefill engines are replaced before descriptors of decode engines are compared.
+        ended = {
+            name: Life(str(each.engine.options.engine_id), each.since_wall, time.time())
+            for name, each in self._cluster.prefill.items()
+        }
         for prefill in self._cluster.prefill.values():
             prefill.end_life(prefill.engine.stop)
             prefill.begin_life(new_id=False)
         self._connect_all("after the chaos")
         report.processes_after = self._settled("with new prefill engines")
-        for engine, before in report.processes_before.items():
-            if engine in self._cluster.decode:
-                report.left += [f"{engine}, {each}" for each in grown(before, report.processes_after[engine])]
-        self._check_traces()
+        for engine in self._cluster.decode:
+            self._compare(engine, report.processes_before[engine], report.processes_after[engine])
+        if self._cluster.connector == "ours":
+            self._check_traces(ended)
         return report
 
     # --- faults -----------------------------------------------------------------------------------------------------
@@ -268,11 +282,21 @@ class _Run:
                 left += [f"{name}: {each}" for each in left_in_connector(report, live)]
         return left
 
-    def _check_traces(self) -> None:
-        if self._cluster.connector == "ours":
-            verdict = check(read_processes(self._cluster.directory / "traces"))
-            self._report.traced = verdict.records
-            self._report.traces_wrong = [str(each) for each in verdict.findings]
+    def _compare(self, engine: str, before: Processes, after: Processes, *, worker_sockets: int = 0) -> None:
+        self._report.left += [f"{engine}, {each}" for each in grown(before, after, worker_sockets=worker_sockets)]
+
+    def _check_traces(self, ended: Mapping[str, Life]) -> None:
+        """And compare the lives of prefill engines that the chaos has left, `ended`, with the ones after them, of which
+        each decode engine has read once."""
+        report = self._report
+        written = read_processes(self._cluster.directory / "traces")
+        verdict = check(written)
+        report.traced = verdict.records
+        report.traces_wrong = [str(each) for each in verdict.findings]
+        records = merged(written)
+        for name, life in ended.items():
+            kept = report.sockets_kept[name] = sockets_of_reconnections(records, life, SOCKETS_OF_A_RECONNECTION)
+            self._compare(name, report.processes_after[name], report.processes_ended[name], worker_sockets=kept)
 
 
 def _pids(engine: Engine) -> set[int]:

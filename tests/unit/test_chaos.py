@@ -14,11 +14,22 @@ import msgspec
 import pytest
 import zmq
 
+from connector.observe.live import Address, EngineReport, RankReport
+from connector.wire.inspection import EngineFacts, EngineRow, PeerRow
+from statemachine.trace import TransitionRecord
 from tests.chaos.drains import COMMAND, SIGTERM, Disturbance, Drain
 from tests.chaos.load import Call, Results, Usage
 from tests.chaos.plan import LIFE_KINDS, PREFILL, Kind, draw_plan, load_plan, save_plan
 from tests.chaos.proxy import Proxy, ProxyThread
-from tests.chaos.remains import SERVER, WORKER, Process, grown
+from tests.chaos.remains import (
+    SERVER,
+    WORKER,
+    Life,
+    Process,
+    grown,
+    left_in_connector,
+    sockets_of_reconnections,
+)
 from tests.chaos.report import Report, render
 
 PATIENCE_SECONDS = 10.0
@@ -291,15 +302,100 @@ def test_what_was_lent_at_the_end_and_how_the_processes_ended_is_told() -> None:
     assert "SIGTERM: processes ended, killed in their teardown" in render([report])
 
 
-def test_threads_and_sockets_that_are_left() -> None:
+def test_threads_sockets_and_files_that_are_left() -> None:
     few = Process(pid=1, threads=10, sockets=10, files=20, resident_bytes=1)
-    many = msgspec.structs.replace(few, threads=12, sockets=11)
+    many = msgspec.structs.replace(few, threads=12, sockets=13, files=21)
     assert grown({SERVER: few, WORKER: few}, {SERVER: few, WORKER: few}) == []
-    assert grown({SERVER: few, WORKER: few}, {SERVER: many, WORKER: many}) == [
-        "API server: 1 more sockets",
-        "worker: 2 more threads",
-        "worker: 1 more sockets",
-    ]
+    assert grown({SERVER: many, WORKER: many}, {SERVER: few, WORKER: few}) == []
+    of_server = ["API server: 3 more sockets", "API server: 1 more files"]
+    of_worker = ["worker: 2 more threads", "worker: 3 more sockets", "worker: 1 more files"]
+    left = of_server + of_worker
+    assert grown({SERVER: few, WORKER: few}, {SERVER: many, WORKER: many}) == left
+    assert grown({SERVER: few, WORKER: few}, {SERVER: many, WORKER: many}, worker_sockets=2) == left
+    named = msgspec.structs.replace(many, names={"threads": {"a": 1, "b": 2}, "files": {"/dev/null": 1}})
+    assert grown({WORKER: few}, {WORKER: named})[0] == "worker: 2 more threads (1 a, 2 b)"
+    left.remove("worker: 3 more sockets")
+    assert grown({SERVER: few, WORKER: few}, {SERVER: many, WORKER: many}, worker_sockets=3) == left
+
+
+def met(decode: str, at: float, **others: Any) -> TransitionRecord:
+    """A decode engine has connected to the prefill engine."""
+    values = {"machine": "peer", "subject": "p0", "from_state": "handshaking", "to_state": "ready"} | others
+    event = values.pop("event", "HandshakeSucceeded")
+    return TransitionRecord(
+        seq=0, wall=at, mono_ns=0, engine_id=decode, rank=0, role="kv_consumer", event=event, **values
+    )
+
+
+def test_sockets_of_connections_that_were_made_anew_are_not_the_connectors() -> None:
+    life = Life("p0", 100.0, 200.0)
+    each = {"fail": 1, "recompute": 2}
+    once = [met("fail", 110.0), met("recompute", 111.0)]
+    assert sockets_of_reconnections(once, life, each) == 0
+    before_and_after = [met("fail", 99.0), met("recompute", 201.0)]
+    others = [met("fail", 120.0, subject="p1"), met("fail", 120.0, event="HandshakeFailed", to_state="backoff")]
+    assert sockets_of_reconnections([*once, *before_and_after, *others], life, each) == 0
+    again = [met("fail", 120.0), met("fail", 130.0), met("recompute", 140.0)]
+    assert sockets_of_reconnections([*once, *again], life, each) == 2 * 1 + 1 * 2
+
+
+def peer(engine_id: str) -> PeerRow:
+    return PeerRow(
+        engine_id=engine_id,
+        address="10.0.0.1:5600",
+        state="ready",
+        since_seconds=1.0,
+        failure=None,
+        detail=None,
+        failures=0,
+        backoff_seconds=None,
+        is_builtin=False,
+        is_retiring=False,
+        ranks=1,
+        requests=0,
+        queued=0,
+        holds=0,
+        reads=0,
+        quarantined_requests=0,
+        quarantined_blocks=0,
+        unasked_seconds=1.0,
+    )
+
+
+def worker(counts: dict[str, int], *peers: PeerRow) -> EngineReport:
+    """What it says of itself and of those it knows."""
+    row = EngineRow(
+        engine_id="fail",
+        rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        tp_size=1,
+        uptime_seconds=5.0,
+        recorded_seconds=5.0,
+        stopped=None,
+        facts=EngineFacts(),
+        counts=counts,
+    )
+    return EngineReport(address=Address("10.0.0.1", 5600), ranks=(RankReport(rank=(0, 0), rows=(row, *peers)),))
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({}, []),
+        ({"leases": 1, "read handles": 2}, ["2 read handles", "1 leases"]),
+        ({"remote agents": 3}, ["3 remote agents, not 2"]),
+        ({"remote descriptor lists": 4}, ["4 remote descriptor lists, not 2"]),
+        ({"local descriptor lists": 2}, ["2 local descriptor lists, not 1"]),
+    ],
+    ids=str,
+)
+def test_what_a_worker_must_not_hold_at_rest(counts: dict[str, int], said: list[str]) -> None:
+    """It is connected to two ranks, of engines that live."""
+    at_rest = {"remote agents": 2, "remote descriptor lists": 2, "local descriptor lists": 1, "local prefills": 9}
+    peers = [peer(name) for name in ("p0", "p1")]
+    assert left_in_connector(worker(at_rest | counts, *peers), {"p0", "p1"}) == said
+    assert left_in_connector(worker(at_rest | counts, *peers), {"p0"}) == [*said, "peer p1 (ready)"]
 
 
 def test_memory_that_grows_breaks_a_promise() -> None:
