@@ -8,7 +8,7 @@
 #              distribution (44 MB) the first time, and says SKIPPED where it cannot, unless CI is set to true
 # make explore every state that the two cores can reach together, with faults; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
-# make simulate-fresh   seeds that nobody has run before, on both levels, for 40 seconds
+# make simulate-fresh   seeds that nobody has run before, on all levels, for 40 seconds
 # make soak    a day of virtual time: eight engines of each role that come and go; three to ten minutes. Goes on with
 #              the next seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them, and

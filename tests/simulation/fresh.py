@@ -1,4 +1,4 @@
-"""Seeds that nobody has run before, on both levels at once: `python -m tests.simulation.fresh --seconds 40`.
+"""Seeds that nobody has run before, on all levels at once: `python -m tests.simulation.fresh --seconds 40`.
 
 The first seed is the time in milliseconds, so no two runs share one; it is printed before anything runs. A level runs
 in a process of its own, one seed after another until the time is up. What it says is printed when it has ended, without
@@ -19,7 +19,7 @@ from typing import IO
 
 from tests.simulation.__main__ import say
 
-LEVELS = ("1", "2")
+LEVELS = ("1", "2", "vllm")
 HANG_SECONDS = 300.0
 """A level may take so much longer than it was told to: the last seed, and shrinking plans that failed."""
 SEED_LINE = "seed "
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="begin there instead")
     arguments = parser.parse_args()
     first = int(time.time() * 1000) if arguments.seed is None else arguments.seed
-    say(f"levels {' and '.join(LEVELS)}: seeds from {first} on, for {arguments.seconds:g} s")
+    say(f"levels {', '.join(LEVELS)}: seeds from {first} on, for {arguments.seconds:g} s")
     levels = {level: _command(level, first, arguments.seconds) for level in LEVELS}
     return 0 if run(levels, arguments.seconds + HANG_SECONDS) else 1
 

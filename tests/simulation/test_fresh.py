@@ -16,15 +16,21 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_both_levels_run_until_the_time_is_up(
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # a process that imports vLLM
+def test_all_levels_run_until_the_time_is_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["fresh", "--seconds", "0.5", "--seed", "3"])
+    monkeypatch.setattr(sys, "argv", ["fresh", "--seconds", "0.5", "--seed", "131"])
     assert fresh.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "levels 1 and 2: seeds from 3 on, for 0.5 s"
-    assert [line for line in lines if line.startswith("---")] == ["--- level 1", "--- level 2"]
-    assert lines.count("verdict      all passed") == 2
+    assert lines[0] == "levels 1, 2, vllm: seeds from 131 on, for 0.5 s"
+    assert [line for line in lines if line.startswith("---")] == [
+        "--- level 1",
+        "--- level 2",
+        "--- level vllm",
+    ]
+    assert lines.count("verdict      all passed") == 3
     assert all(int(line.split()[1]) > 0 for line in lines if line.startswith("seeds  "))
 
 

@@ -45,13 +45,16 @@ LOAD_FACTOR = 0.6
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
 ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
+WITH_WINDOWS = "with windows"
+WITH_STATES = "with states"
+WITH_STATES_AND_OVERLAP = "with states in overlapping steps"
 
 
 def simulate(plan: Plan) -> Result:
     """Run a plan on engines with vLLM's scheduler; see `tests.simulation.cluster.simulate`."""
     vllm_log = logging.getLogger("vllm")
     level = vllm_log.level
-    vllm_log.setLevel(logging.CRITICAL)  # failed loads are the rule here
+    vllm_log.setLevel(logging.CRITICAL + 1)  # failed loads and workers that stop are the rule here
     try:
         return run_cluster(plan, VllmCluster)
     finally:
@@ -88,11 +91,19 @@ class VllmCluster(Cluster):
         self._shape = msgspec.structs.replace(self._shape, requests_per_second=requests_per_second, engines=engines)
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._has_states = self._shape.model.second is SecondGroup.STATE
-        self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes, has_states=self._has_states)
+        self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes, circumstances=self._circumstances())
         # With draws of their own.
         self._forgeries = generator(plan.seed, "forgeries")
         self._mistakes = generator(plan.seed, "prompts of others")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
+
+    def _circumstances(self) -> list[str]:
+        """Of this run, which make what happens another matter."""
+        if self._shape.model.second is SecondGroup.WINDOW:
+            return [WITH_WINDOWS]
+        if not self._has_states:
+            return []
+        return [WITH_STATES, WITH_STATES_AND_OVERLAP] if self._knobs.overlaps else [WITH_STATES]
 
     def _engine_ids(self) -> int:
         """Parameters that were damaged on their way describe an engine with other sizes, once more for each engine; and

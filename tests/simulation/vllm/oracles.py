@@ -69,17 +69,17 @@ class Requests:
 
     Args:
         recomputes: the policy for failed loads.
-        has_states: what happens is counted once more then, as having happened to requests with states.
+        circumstances: what happens is counted once more under each of these.
     """
 
-    def __init__(self, oracles: Oracles, *, recomputes: bool, has_states: bool) -> None:
+    def __init__(self, oracles: Oracles, *, recomputes: bool, circumstances: Iterable[str] = ()) -> None:
         self._oracles = oracles
         self._recomputes = recomputes
         self.asks: dict[str, Ask] = {}
         self.owners: dict[str, str] = {}
         """Which life of P has computed a request."""
         self._coverage = oracles.coverage
-        self._has_states = has_states
+        self._circumstances = tuple(circumstances)
         self._wrong: set[str] = set()
 
     def begin(self, ask: Ask) -> None:
@@ -88,8 +88,8 @@ class Requests:
     def cover(self, what: str, times: int = 1) -> None:
         """Count what must occur somewhere in the seeds."""
         self._coverage[what] += times
-        if self._has_states:
-            self._coverage[f"{what}, with states"] += times
+        for circumstance in self._circumstances:
+            self._coverage[f"{what}, {circumstance}"] += times
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 
