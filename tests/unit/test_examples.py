@@ -1,8 +1,8 @@
-"""The manifests in docs/examples: their configuration is one that vLLM and the connector take, and its parts fit."""
+"""The manifests in docs/examples: their arguments are such that vLLM, the router and the connector take them, and their
+parts fit."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import yaml
 from vllm import envs
-from vllm.config import KVTransferConfig
+from vllm_router.launch_router import parse_router_args
+from vllm_router.router_args import RouterArgs
 
 from connector.config import parse_options
+from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 POD_ADDRESS = {"fieldRef": {"fieldPath": "status.podIP"}}
+NAMESPACE = {"fieldRef": {"fieldPath": "metadata.namespace"}}
+ENGINES = ("prefill", "decode")
 
 
 def compose() -> dict[str, Any]:
@@ -23,10 +27,16 @@ def compose() -> dict[str, Any]:
     return found
 
 
-def deployments() -> Iterator[dict[str, Any]]:
-    for each in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()):
-        if each["kind"] == "Deployment":
-            yield each
+def objects(kind: str, file: str = "kubernetes.yaml") -> dict[str, dict[str, Any]]:
+    """By name."""
+    found = yaml.safe_load_all((EXAMPLES / file).read_text())
+    return {each["metadata"]["name"]: each for each in found if each["kind"] == kind}
+
+
+def deployments(file: str = "kubernetes.yaml") -> Iterator[dict[str, Any]]:
+    """Of engines."""
+    found = objects("Deployment", file)
+    return (found[name] for name in ENGINES)
 
 
 def container_of(deployment: dict[str, Any]) -> dict[str, Any]:
@@ -35,19 +45,37 @@ def container_of(deployment: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def transfer_config(arguments: Sequence[str]) -> KVTransferConfig:
-    return KVTransferConfig(**json.loads(arguments[arguments.index("--kv-transfer-config") + 1]))
+def labels_of(deployment: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = deployment["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def ports_of(container: dict[str, Any]) -> dict[str, int]:
+    return {each["name"]: each["containerPort"] for each in container["ports"]}
+
+
+def variables_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
 
 
 def port_of(arguments: Sequence[str]) -> int:
-    (port,) = (each.removeprefix("--port=") for each in arguments if each.startswith("--port="))
-    return int(port)
+    port: int = serve_arguments(arguments).port
+    return port
 
 
 def commands() -> dict[str, list[str]]:
     services = compose()["services"]
-    found = {f"compose {name}": services[name]["command"] for name in ("prefill", "decode")}
-    return found | {f"kubernetes {each['metadata']['name']}": container_of(each)["args"] for each in deployments()}
+    found = {f"compose {name}": services[name]["command"] for name in ENGINES}
+    for file in ("kubernetes.yaml", "llm-d.yaml"):
+        found |= {f"{file} {each['metadata']['name']}": container_of(each)["args"] for each in deployments(file)}
+    return found
+
+
+def router_of_kubernetes() -> tuple[dict[str, Any], RouterArgs]:
+    deployment = objects("Deployment")["router"]
+    container = container_of(deployment)
+    assert container["command"] == ["vllm-router"]
+    return deployment, parse_router_args(container["args"])
 
 
 @pytest.mark.parametrize("name", commands())
@@ -56,36 +84,95 @@ def test_the_configuration_is_taken(name: str) -> None:
     assert (config.kv_connector, config.kv_connector_module_path) == ("NixlConnector", "connector")
     assert config.kv_role == ("kv_producer" if "prefill" in name else "kv_consumer")
     parse_options(config.kv_connector_extra_config)
+    assert serve_arguments(commands()[name]).model_tag, "the model is the first argument"
 
 
 def test_engines_on_one_host_have_ports_of_their_own_and_are_where_the_router_looks() -> None:
     services = compose()["services"]
-    engines = [services[name] for name in ("prefill", "decode")]
+    engines = [services[name] for name in ENGINES]
     assert len({each["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for each in engines}) == 2
     assert len({str(each["deploy"]["resources"]["reservations"]["devices"]) for each in engines}) == 2
-    for name in ("prefill", "decode"):
-        url = f"http://127.0.0.1:{port_of(services[name]['command'])}"
-        assert f"--{name}={url}" in services["router"]["command"]
-        assert f"{url}/health" in services[name]["healthcheck"]["test"]
+    urls = {name: f"http://127.0.0.1:{port_of(services[name]['command'])}" for name in ENGINES}
+    for name in ENGINES:
+        assert f"{urls[name]}/health" in services[name]["healthcheck"]["test"]
+    assert services["router"]["entrypoint"] == ["vllm-router"]
+    router = parse_router_args(services["router"]["command"])
+    assert router.vllm_pd_disaggregation
+    assert router.prefill_urls == [(urls["prefill"], None)]
+    assert router.decode_urls == [urls["decode"]]
+    assert router.port not in [port_of(services[name]["command"]) for name in ENGINES]
+
+
+def test_the_router_finds_the_pods_of_each_role() -> None:
+    deployment, router = router_of_kubernetes()
+    assert router.vllm_pd_disaggregation
+    assert router.service_discovery
+    for selector, engine in zip((router.prefill_selector, router.decode_selector), deployments(), strict=True):
+        assert selector.items() <= labels_of(engine).items()
+        others = [each for each in objects("Deployment").values() if each != engine]
+        assert not any(selector.items() <= labels_of(each).items() for each in others)
+        assert router.service_discovery_port == port_of(container_of(engine)["args"])
+    container = container_of(deployment)
+    variables = variables_of(container)
+    assert router.service_discovery_namespace == "$(NAMESPACE)"
+    assert variables["NAMESPACE"] == NAMESPACE
+    assert ports_of(container) == {"http": router.port}
+    assert router.host == "0.0.0.0"
+
+
+def test_the_router_may_look_for_pods() -> None:
+    deployment, _ = router_of_kubernetes()
+    account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+    assert account in objects("ServiceAccount")
+    (binding,) = objects("RoleBinding").values()
+    assert [(each["kind"], each["name"]) for each in binding["subjects"]] == [("ServiceAccount", account)]
+    (rule,) = objects("Role")[binding["roleRef"]["name"]]["rules"]
+    assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+
+
+def test_services_lead_to_what_they_are_called_after() -> None:
+    pods = objects("Deployment")
+    services = objects("Service")
+    assert services.keys() == {"llm", *ENGINES}
+    for name, service in services.items():
+        (target,) = (pod for pod in pods.values() if service["spec"]["selector"].items() <= labels_of(pod).items())
+        assert target["metadata"]["name"] == {"llm": "router"}.get(name, name)
+        ports = ports_of(container_of(target))
+        for each in service["spec"]["ports"]:
+            assert each["targetPort"] in ports
+            # Without an address of its own a Service translates no ports.
+            assert service["spec"].get("clusterIP") != "None" or each["port"] == ports[each["targetPort"]]
+
+
+def test_whoever_speaks_to_a_pod_is_let_in() -> None:
+    (policy,) = objects("NetworkPolicy").values()
+    among_themselves, from_outside = policy["spec"]["ingress"]
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    assert among_themselves == {"from": [{"podSelector": {"matchLabels": selected}}]}
+    for deployment in objects("Deployment").values():
+        assert selected.items() <= labels_of(deployment).items()
+        http = ports_of(container_of(deployment))["http"]
+        assert http in [each["port"] for each in from_outside["ports"]]
 
 
 def test_pods_are_found_under_addresses_of_their_own() -> None:
     for deployment in deployments():
         container = container_of(deployment)
-        variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+        variables = variables_of(container)
         assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == POD_ADDRESS
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        assert ports == {
+        assert ports_of(container) == {
             "http": port_of(container["args"]),
             "side-channel": int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
         }
-        spec = deployment["spec"]
-        assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    for deployment in objects("Deployment").values():
+        assert deployment["spec"]["selector"]["matchLabels"] == labels_of(deployment)
+    for deployment in deployments("llm-d.yaml"):
+        assert variables_of(container_of(deployment))["VLLM_NIXL_SIDE_CHANNEL_HOST"] == POD_ADDRESS
 
 
 def shutdown_seconds_of(arguments: Sequence[str]) -> int:
-    (seconds,) = (each.removeprefix("--shutdown-timeout=") for each in arguments if "shutdown" in each)
-    return int(seconds)
+    seconds: int = serve_arguments(arguments).shutdown_timeout
+    return seconds
 
 
 def test_a_prefill_container_has_the_time_to_drain() -> None:
@@ -97,14 +184,23 @@ def test_a_prefill_container_has_the_time_to_drain() -> None:
     assert options.kv_lease_duration < shutdown_seconds, "a lease that was granted last lasts for its time"
 
 
+def test_a_prefill_pod_of_llm_d_has_the_time_to_drain() -> None:
+    prefill, _ = deployments("llm-d.yaml")
+    arguments = container_of(prefill)["args"]
+    options = parse_options(transfer_config(arguments).kv_connector_extra_config)
+    shutdown_seconds = shutdown_seconds_of(arguments)
+    assert options.drain_grace_seconds <= shutdown_seconds
+    assert shutdown_seconds < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
 def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
     """It drains before SIGTERM, and what a late router still asks for is computed after it."""
-    (prefill,) = (each for each in deployments() if each["metadata"]["name"] == "prefill")
+    prefill, _ = deployments()
     container = container_of(prefill)
     command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
     drain, pause = command.split("; sleep ")
-    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    assert drain == f'nixl-actor drain "$VLLM_NIXL_SIDE_CHANNEL_HOST:{ports["side-channel"]}"'
+    side_channel = ports_of(container)["side-channel"]
+    assert drain == f'nixl-actor drain "$VLLM_NIXL_SIDE_CHANNEL_HOST:{side_channel}"'
     shutdown_seconds = shutdown_seconds_of(container["args"])
     options = parse_options(transfer_config(container["args"]).kv_connector_extra_config)
     needed_seconds = options.drain_grace_seconds + int(pause) + shutdown_seconds
@@ -114,5 +210,6 @@ def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
 
 def test_variables_are_known_to_vllm() -> None:
     named = set(compose()["services"]["prefill"]["environment"])
-    named |= {each["name"] for deployment in deployments() for each in container_of(deployment)["env"]}
+    for file in ("kubernetes.yaml", "llm-d.yaml"):
+        named |= {name for deployment in deployments(file) for name in variables_of(container_of(deployment))}
     assert named <= set(envs.environment_variables)
