@@ -94,6 +94,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
     where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
     drain is granted until kv_lease_duration before its end."""
+    control_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port of the control socket of the first rank of the first data-parallel engine; each further rank has the next
+    one. 0: any free port for each."""
     known_peers: Annotated[tuple[_Place, ...], Meta(max_length=PLACES_MAX)] = ()
     """Prefill engines that a decode engine connects before their first request, and again when they are back: host:port
     of their side channels. One that does not answer is tried again."""

@@ -32,6 +32,7 @@ from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.control_socket import require_control_ports
 from connector.worker.registration import require_supported
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = parse_options(extra_config)
         require_supported(vllm_config, kv_cache_config)
+        require_control_ports(vllm_config, options)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -135,6 +135,15 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                 what=f"{_name(one)} and {_name(other)} both have the side channel {here.side_channel}",
                 advice="give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its own",
             )
+        shared = {f.control for f in _facts(one)} & {f.control for f in _facts(other)} - {""}
+        if shared and here.host_name == there.host_name:
+            yield Finding(
+                level="problem",
+                check="address clash",
+                engines=(_name(one), _name(other)),
+                what=f"{_name(one)} and {_name(other)} both have the control socket {min(shared)}",
+                advice="give each engine on a host a control_port of its own, with a port for each rank",
+            )
         for local, remote in ((one, other), (other, one)):
             facts, theirs = _first_facts(local), _first_facts(remote)
             assert facts is not None

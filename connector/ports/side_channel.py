@@ -80,12 +80,12 @@ class SideChannelError(Exception):
         self.error = error
 
 
+class PortUnavailable(SideChannelError):
+    """Nobody can listen at this port: something listens there already, or this process may not."""
+
+
 class ConnectionRefused(SideChannelError):
     """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
-
-
-class PortInUse(SideChannelError):
-    """Somebody listens at this address already."""
 
 
 class NameNotResolved(SideChannelError):
@@ -196,7 +196,7 @@ class SideChannel(Protocol):
         frame_bytes_max: int = 64 * 1024,
         on_cut_off: Callable[[str, str], None] = lambda address, why: None,
     ) -> Listener:
-        """Raises PortInUse, and another SideChannelError when the address is not ours."""
+        """Raises PortUnavailable when the port is in use or forbidden, SideChannelError when the host is not ours."""
         ...
 
     def close(self) -> None:

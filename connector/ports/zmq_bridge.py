@@ -46,6 +46,7 @@ Design
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import itertools
 import math
@@ -71,7 +72,7 @@ from connector.ports.side_channel import (
     NameNotResolved,
     NotAllowed,
     NotASideChannel,
-    PortInUse,
+    PortUnavailable,
     Reached,
     ReplyAddress,
     Request,
@@ -750,7 +751,7 @@ class ZmqSideChannel:
         except zmq.ZMQError as error:
             doorman.close()
             router.close()
-            kind = PortInUse if error.errno == zmq.EADDRINUSE else SideChannelError
+            kind = PortUnavailable if error.errno in (errno.EADDRINUSE, errno.EACCES) else SideChannelError
             raise kind(host, port, str(error)) from error
         listener = ZmqListener(self, router, doorman, frames_max, frame_bytes_max)
         self._open.add(listener)

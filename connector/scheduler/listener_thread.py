@@ -14,7 +14,7 @@ from connector.clock import Clock
 from connector.observe.log import RefusalLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
-from connector.ports.side_channel import PortInUse, SideChannelError
+from connector.ports.side_channel import PortUnavailable, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.draining import EngineDraining, Lent
 from connector.runtime.listener import HandshakeListener
@@ -164,12 +164,9 @@ class ListenerThread:
 
 def _what_to_do(error: SideChannelError) -> str:
     """For whoever starts an engine that cannot listen there."""
-    if isinstance(error, PortInUse):
+    if isinstance(error, PortUnavailable):
         return (
-            "another engine or program listens there: give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its "
-            "own (data-parallel engines take the port plus their index)"
+            "another engine or program listens there, or this process may not: give each engine on a host a "
+            "VLLM_NIXL_SIDE_CHANNEL_PORT of its own (data-parallel engines take the port plus their index)"
         )
-    return (
-        "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT, with the "
-        "data-parallel index added, a port that this process may use"
-    )
+    return "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine"

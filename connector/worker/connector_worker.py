@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
-from vllm.utils.network_utils import get_ip
 
 from connector.actor_death import act_on
 from connector.clock import BootClock
@@ -44,7 +42,6 @@ from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_thread import PROBE_BYTES, Scratch
-from connector.ports.side_channel import Listener, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
@@ -54,10 +51,11 @@ from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.wire.control import MESSAGE_BYTES_MAX, encode_sums
+from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.control_socket import control_port, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -68,7 +66,7 @@ from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
-from statemachine.failures import ConnectionCutOff, Failure
+from statemachine.failures import Failure
 from statemachine.trace import TraceSink
 
 if TYPE_CHECKING:
@@ -247,7 +245,8 @@ class ConnectorWorker:
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
         side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
-        control_host, control = _open_control_socket(side_channel, log_failure)
+        port = control_port(self._vllm_config, self._options, rank_number)
+        control_host, control = open_control_socket(side_channel, log_failure, port)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
@@ -445,29 +444,6 @@ def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
     messages, seconds = thread.lateness()
     late_by = seconds // LATE_SECONDS * LATE_SECONDS
     return (messages, late_by) if late_by else _NOT_LATE
-
-
-def _open_control_socket(
-    side_channel: SideChannel, log_failure: Callable[[str, Failure], None]
-) -> tuple[str, Listener]:
-    """Where this worker's control socket listens, as peers are told, and the socket. Raises SideChannelError."""
-
-    def listen(host: str) -> Listener:
-        return side_channel.listen(
-            host,
-            0,
-            frames_max=2,
-            frame_bytes_max=MESSAGE_BYTES_MAX,
-            on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
-        )
-
-    host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-    try:
-        return host, listen(host)
-    except SideChannelError:
-        # The variable is the scheduler process's; a worker on another node has no such address.
-        host = get_ip()
-        return host, listen(host)
 
 
 def _scratch_beside(cache: torch.Tensor, layout: RankLayout) -> Scratch:

@@ -14,7 +14,7 @@ and serves nobody, because it takes every stage for the first one. Here the rank
 from __future__ import annotations
 
 import msgspec
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.parallel_state import (
     get_pcp_group,
     get_pp_group,
@@ -46,6 +46,20 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return self.rank.pp_rank * self.size + self.rank.tp_rank
 
 
+def ranks_of(parallel: ParallelConfig) -> int:
+    """Ranks of all stages of one engine that hold different parts: one more than the highest `Placement.number`."""
+    return int(parallel.pipeline_parallel_size * _ranks_of_stage(parallel))
+
+
+def _ranks_of_stage(parallel: ParallelConfig) -> int:
+    split = _prefills_split_tokens(parallel)
+    return int(parallel.prefill_context_parallel_size if split else parallel.tensor_parallel_size)
+
+
+def _prefills_split_tokens(parallel: ParallelConfig) -> bool:
+    return bool(parallel.prefill_context_parallel_size > 1 and parallel.decode_context_parallel_size > 1)
+
+
 def placement(vllm_config: VllmConfig) -> Placement:
     """Of this process, whose process groups exist."""
     parallel = vllm_config.parallel_config
@@ -53,10 +67,10 @@ def placement(vllm_config: VllmConfig) -> Placement:
     pp_rank = get_pp_group().rank_in_group
     pcp_rank = get_pcp_group().rank_in_group if pcp_size > 1 else 0
     tp_rank, tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    prefills_split_tokens = pcp_size > 1 and dcp_size > 1
+    prefills_split_tokens = _prefills_split_tokens(parallel)
     return Placement(
         rank=RankId(pp_rank, pcp_rank if prefills_split_tokens else tp_rank),
-        size=pcp_size if prefills_split_tokens else tp_size,
+        size=_ranks_of_stage(parallel),
         tp_rank=tp_rank,
         tp_size=tp_size,
         dcp_size=dcp_size,

@@ -22,7 +22,7 @@ from connector.ports.side_channel import (
     Listener,
     NameNotResolved,
     NotAllowed,
-    PortInUse,
+    PortUnavailable,
     Reached,
     Requester,
     SideChannel,
@@ -332,12 +332,12 @@ class SideChannelSuite(ABC):
     def test_addresses_that_cannot_be_used_say_so(self) -> None:
         async def scenario(channel: SideChannel) -> None:
             listener = channel.listen(HOST, 0)
-            with pytest.raises(PortInUse) as refused:
+            with pytest.raises(PortUnavailable) as refused:
                 channel.listen(HOST, listener.port)
             assert (refused.value.host, refused.value.port) == (HOST, listener.port)
             with pytest.raises(SideChannelError) as not_ours:
                 channel.listen("192.0.2.1", 0)  # reserved for documentation: nobody's address
-            assert not isinstance(not_ours.value, PortInUse)
+            assert not isinstance(not_ours.value, PortUnavailable)
             for host in ("", "no spaces", "semi;colon", "nul\0", "a" * 300):
                 with pytest.raises(SideChannelError):
                     channel.connect(host, 5600)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -455,6 +456,27 @@ def test_fact_14_a_sender_whose_name_is_not_utf8_makes_the_call_raise() -> None:
 
     with pytest.raises(UnicodeDecodeError):
         until(arrived)
+
+
+# --- ports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transports", [None, "tcp,self"])
+def test_fact_31_the_ports_of_ucx_can_be_bounded(transports: str | None) -> None:
+    ports = range(12_300, 12_400)
+    environment = {**os.environ, "UCX_TCP_PORT_RANGE": f"{ports.start}-{ports.stop - 1}"}
+    if transports is not None:
+        environment["UCX_TLS"] = transports
+    source = Source(environment)
+    try:
+        connections = psutil.Process(source.process.pid).net_connections("tcp")
+        listens = {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
+    finally:
+        source.process.kill()
+        source.process.wait()
+    assert listens
+    assert len({each.ip for each in listens}) == len(listens), "one for each interface"
+    assert {each.port for each in listens} <= set(ports)
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------

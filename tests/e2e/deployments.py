@@ -10,7 +10,9 @@ not implemented for CPUs, and among tensor-parallel ranks its kernel crashes). W
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.e2e.client import PrefillDecode
@@ -27,7 +29,14 @@ HANDSHAKE_TIMEOUT_SECONDS = 30.0
 """Several engines share two cores."""
 
 
-def options(directory: Path, name: str, arguments: tuple[str, ...] = (), **others: Any) -> EngineOptions:
+def options(
+    directory: Path,
+    name: str,
+    arguments: tuple[str, ...] = (),
+    *,
+    extra_config: Mapping[str, Any] = MappingProxyType({}),
+    **others: Any,
+) -> EngineOptions:
     return EngineOptions(
         name=name,
         model=tiny_llama(),
@@ -35,7 +44,11 @@ def options(directory: Path, name: str, arguments: tuple[str, ...] = (), **other
         trace_directory=directory / "traces",
         context_tokens=CONTEXT_TOKENS,
         arguments=("--num-gpu-blocks-override", str(CACHE_BLOCKS), *arguments),
-        extra_config={"kv_lease_duration": LEASE_SECONDS, "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
+        extra_config={
+            "kv_lease_duration": LEASE_SECONDS,
+            "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS,
+            **extra_config,
+        },
         **others,
     )
 

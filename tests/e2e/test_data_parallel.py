@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import Traces, prompt
 from tests.e2e.deployments import LENGTHS, assert_serves, options
-from tests.e2e.engines import Engine, EngineSet
+from tests.e2e.engines import Engine, EngineSet, free_port
 from tests.plain_paths import LEASE_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -21,7 +22,13 @@ def data_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[En
     directory = tmp_path_factory.mktemp("data-parallel")
     with EngineSet() as engines:
         prefill, decode = engines.start(
-            options(directory, "prefill", data_parallel_size=2, kv_role="kv_producer"),
+            options(
+                directory,
+                "prefill",
+                data_parallel_size=2,
+                kv_role="kv_producer",
+                extra_config={"control_port": free_port()},
+            ),
             options(
                 directory, "decode", data_parallel_size=2, kv_role="kv_consumer", kv_load_failure_policy="recompute"
             ),
@@ -55,6 +62,13 @@ def test_each_data_parallel_engine_serves_each(data_parallel: tuple[Engine, Engi
     (first_id, first_port), (second_id, second_port) = named[0], named[1]
     assert first_id != second_id
     assert (first_port, second_port) == (prefill.options.side_channel_port, prefill.options.side_channel_port + 1)
+
+
+def test_each_has_a_control_socket_of_its_own(data_parallel: tuple[Engine, Engine, Traces]) -> None:
+    """At the port that was chosen, and the next one."""
+    prefill, _, _ = data_parallel
+    first = prefill.options.extra_config["control_port"]
+    assert sorted(re.findall(r"control socket \S+:(\d+);", prefill.log())) == [str(first), str(first + 1)]
 
 
 def test_samples_of_one_prompt_on_several_engines_read_the_same_blocks(

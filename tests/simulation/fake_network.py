@@ -30,7 +30,7 @@ from connector.ports.side_channel import (
     ListenerCounts,
     NameNotResolved,
     NotAllowed,
-    PortInUse,
+    PortUnavailable,
     Reached,
     ReplyAddress,
     Request,
@@ -123,7 +123,7 @@ class FakeNetwork:
     def bind(self, listener: FakeListener) -> None:
         address = (listener.host, listener.port)
         if address in self._listeners:
-            raise PortInUse(*address, "Address already in use")
+            raise PortUnavailable(*address, "Address already in use")
         self._listeners[address] = listener
 
     def unbind(self, listener: FakeListener) -> None:

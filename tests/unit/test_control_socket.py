@@ -1,19 +1,25 @@
-"""Where a worker's control socket listens, and that peers are told an address at which it does."""
+"""Where a worker's control socket listens, that peers are told an address at which it does, and its port."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import trio
 
+from connector.config import ConnectorOptions, OptionError, parse_options
 from connector.ports.side_channel import Listener, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.control import HeldLease, Hold, HoldAnswer, decode_answer, decode_request, encode_answer
 from connector.wire.control import encode_request as encode_control
-from connector.worker import connector_worker
-from connector.worker.connector_worker import _open_control_socket
+from connector.worker import control_socket
+from connector.worker.control_socket import control_port, open_control_socket, require_control_ports
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
+from tests.rig.network import BlackHole, free_port
 
 ELSEWHERE = "203.0.113.7"  # reserved for documentation: nobody's
 
@@ -22,10 +28,10 @@ def _refuse_failure(subject: str, failure: Failure) -> None:
     raise AssertionError(f"{subject}: {failure}")
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "127.0.0.1") -> HoldAnswer:
+def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "127.0.0.1", port: int = 0) -> HoldAnswer:
     """Open it with VLLM_NIXL_SIDE_CHANNEL_HOST set; the answer to a question at the address that peers are told."""
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", variable)
-    monkeypatch.setattr(connector_worker, "get_ip", lambda: own_address)
+    monkeypatch.setattr(control_socket, "get_ip", lambda: own_address)
     # The largest message that there is: as many leases as fit in one, with long names.
     leases = tuple(LeaseName(f"{number:0512d}", 1) for number in range(512))
     asked = Hold(engine_id="d", rank=0, ranks=1, sent_ns=3, leases=leases)
@@ -40,7 +46,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "1
     async def main() -> HoldAnswer:
         channel = ZmqSideChannel()
         try:
-            host, listener = _open_control_socket(channel, _refuse_failure)
+            host, listener = open_control_socket(channel, _refuse_failure, port)
+            assert port in (0, listener.port)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener)
                 with trio.fail_after(5):
@@ -65,3 +72,91 @@ def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, variab
 def test_an_engine_without_an_address_of_its_own_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SideChannelError):
         opened(monkeypatch, ELSEWHERE, own_address=ELSEWHERE)
+
+
+@pytest.mark.parametrize("variable", ["127.0.0.1", ELSEWHERE])
+def test_it_listens_at_the_port_that_was_chosen(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    assert opened(monkeypatch, variable, port=free_port()).sent_ns == 3
+
+
+@pytest.mark.parametrize("variable", ["127.0.0.1", ELSEWHERE])
+def test_a_port_that_is_taken_is_an_error_of_the_option(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """And no reason to listen at another address, where nobody was told to look."""
+    own_address = "127.0.0.1" if variable == ELSEWHERE else "127.0.0.2"
+    with BlackHole() as other:
+        said = rf"port {other.port}, .* 127\.0\.0\.1 .*in use"
+        with pytest.raises(OptionError, match=said) as taken:
+            opened(monkeypatch, variable, own_address, other.port)
+    assert taken.value.option == "control_port"
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def of(**sizes: int) -> Any:
+    """What these functions look at of a configuration."""
+    every = {
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    return SimpleNamespace(parallel_config=SimpleNamespace(**(every | sizes)))
+
+
+def chosen(first: int) -> ConnectorOptions:
+    return parse_options({"control_port": first}, {})
+
+
+SIZES: list[tuple[dict[str, int], int]] = [
+    ({}, 1),
+    ({"tensor_parallel_size": 4}, 4),
+    ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+    ({"prefill_context_parallel_size": 4}, 1),
+    ({"prefill_context_parallel_size": 4, "decode_context_parallel_size": 4}, 4),
+    ({"tensor_parallel_size": 4, "decode_context_parallel_size": 4}, 4),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), SIZES, ids=str)
+def test_every_rank_of_every_engine_has_a_port_of_its_own(sizes: dict[str, int], ranks: int) -> None:
+    """One after another, as the documentation of the option says."""
+    ports = [
+        control_port(of(**sizes, data_parallel_size=3, data_parallel_index=engine), chosen(7000), rank)
+        for engine in range(3)
+        for rank in range(ranks)
+    ]
+    assert ports == list(range(7000, 7000 + 3 * ranks))
+
+
+def test_any_port_unless_one_is_chosen() -> None:
+    assert control_port(of(data_parallel_index=3), parse_options({}, {}), 7) == 0
+    require_control_ports(of(data_parallel_size=70_000), parse_options({}, {}))
+
+
+def test_a_range_that_ends_behind_the_last_port_is_refused() -> None:
+    many = of(tensor_parallel_size=8, data_parallel_size=4)
+    require_control_ports(many, chosen(65_535 - 31))
+    with pytest.raises(OptionError, match=r"\(65505\).*4 data-parallel engines of 8 ranks: 65536 is above") as refused:
+        require_control_ports(many, chosen(65_535 - 30))
+    assert refused.value.option == "control_port"
+
+
+def test_an_engine_that_knows_of_no_others_counts_them_by_its_index() -> None:
+    """vLLM sets the size to 1 for models without experts, and leaves the index."""
+    with pytest.raises(OptionError):
+        require_control_ports(of(data_parallel_index=5), chosen(65_531))
+    require_control_ports(of(data_parallel_index=5), chosen(65_530))
+
+
+@pytest.mark.parametrize(("first", "clashes"), [(5596, False), (5597, True), (5601, True), (5602, False)])
+def test_a_range_with_the_ports_of_the_side_channels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, first: int, clashes: bool
+) -> None:
+    """Two engines of two ranks have four control sockets, and two side channels at 5600 and 5601."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    two = of(data_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(OptionError, match="VLLM_NIXL_SIDE_CHANNEL_PORT") if clashes else nullcontext():
+        require_control_ports(two, chosen(first))

@@ -120,6 +120,17 @@ def test_an_address_that_is_given_twice() -> None:
     assert [each for each in diagnose(Survey([d, p]), [d.address, p.address]) if each.level == "problem"] == []
 
 
+def test_both_engines_with_one_control_socket() -> None:
+    first, second = engine("d", control="10.0.0.1:5701"), engine("pp", role="kv_producer", control="10.0.0.1:5700")
+    assert problems(first, second) == []
+    clashing = engine("d", control="10.0.0.1:5700")
+    (finding,) = [each for each in found(clashing, second) if each.level == "problem"]
+    assert finding.check == "address clash"
+    assert "10.0.0.1:5700" in finding.what
+    assert "control_port" in finding.advice
+    assert problems(clashing, engine("pp", role="kv_producer", control="10.0.0.1:5700", host_name="host-2")) == []
+
+
 def test_an_engine_id_that_two_engines_have() -> None:
     assert problems(engine("d"), engine("d", side_channel="10.0.0.9:5600", host_name="host-2")) == ["engine ids"]
 

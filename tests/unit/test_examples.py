@@ -13,7 +13,7 @@ from vllm import envs
 from vllm_router.launch_router import parse_router_args
 from vllm_router.router_args import RouterArgs
 
-from connector.config import parse_options
+from connector.config import ConnectorOptions, parse_options
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -87,10 +87,34 @@ def test_the_configuration_is_taken(name: str) -> None:
     assert serve_arguments(commands()[name]).model_tag, "the model is the first argument"
 
 
+def options_of(arguments: Sequence[str]) -> ConnectorOptions:
+    return parse_options(transfer_config(arguments).kv_connector_extra_config)
+
+
+def test_engines_may_reach_the_ports_that_engines_have_and_no_others() -> None:
+    (policy,) = objects("NetworkPolicy").values()
+    among_engines, from_all = policy["spec"]["ingress"]
+    assert policy["spec"]["podSelector"] == among_engines["from"][0]["podSelector"]
+    opened = {(each["port"], each.get("endPort", each["port"])) for each in among_engines["ports"]}
+    for deployment in deployments():
+        container = container_of(deployment)
+        ports = ports_of(container)
+        first, last = map(int, variables_of(container)["UCX_TCP_PORT_RANGE"].split("-"))
+        assert opened == {(ports[each], ports[each]) for each in ("side-channel", "control")} | {(first, last)}
+        assert [each["port"] for each in from_all["ports"]] == [ports["http"]]
+        assert len({*ports.values(), *range(first, last + 1)}) == len(ports) + last + 1 - first, "ports clash"
+
+
 def test_engines_on_one_host_have_ports_of_their_own_and_are_where_the_router_looks() -> None:
     services = compose()["services"]
     engines = [services[name] for name in ENGINES]
-    assert len({each["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for each in engines}) == 2
+    ports = [int(each["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for each in engines]
+    ports += [options_of(each["command"]).control_port for each in engines]
+    ports += [port_of(each["command"]) for each in engines]
+    for each in engines:
+        first, last = map(int, each["environment"]["UCX_TCP_PORT_RANGE"].split("-"))
+        assert not {*ports} & {*range(first, last + 1)}
+    assert len(set(ports)) == len(ports)
     assert len({str(each["deploy"]["resources"]["reservations"]["devices"]) for each in engines}) == 2
     urls = {name: f"http://127.0.0.1:{port_of(services[name]['command'])}" for name in ENGINES}
     for name in ENGINES:
@@ -148,7 +172,7 @@ def test_whoever_speaks_to_a_pod_is_let_in() -> None:
     (policy,) = objects("NetworkPolicy").values()
     among_themselves, from_outside = policy["spec"]["ingress"]
     selected = policy["spec"]["podSelector"]["matchLabels"]
-    assert among_themselves == {"from": [{"podSelector": {"matchLabels": selected}}]}
+    assert among_themselves["from"] == [{"podSelector": {"matchLabels": selected}}]
     for deployment in objects("Deployment").values():
         assert selected.items() <= labels_of(deployment).items()
         http = ports_of(container_of(deployment))["http"]
@@ -163,6 +187,7 @@ def test_pods_are_found_under_addresses_of_their_own() -> None:
         assert ports_of(container) == {
             "http": port_of(container["args"]),
             "side-channel": int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+            "control": options_of(container["args"]).control_port,
         }
     for deployment in objects("Deployment").values():
         assert deployment["spec"]["selector"]["matchLabels"] == labels_of(deployment)
@@ -212,4 +237,4 @@ def test_variables_are_known_to_vllm() -> None:
     named = set(compose()["services"]["prefill"]["environment"])
     for file in ("kubernetes.yaml", "llm-d.yaml"):
         named |= {name for deployment in deployments(file) for name in variables_of(container_of(deployment))}
-    assert named <= set(envs.environment_variables)
+    assert named - {"UCX_TCP_PORT_RANGE"} <= set(envs.environment_variables)

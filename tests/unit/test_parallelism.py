@@ -22,7 +22,7 @@ from connector.step_metadata import StepMetadata
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.worker.connector_worker import ConnectorWorker
-from connector.worker.parallelism import placement, require_supported_parallelism
+from connector.worker.parallelism import placement, ranks_of, require_supported_parallelism
 from statemachine.lease import LeaseName
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank, rings_of_two_heads
@@ -101,6 +101,7 @@ def test_placement(
     assert (place.rank, place.size, place.is_copy) == (rank, size, is_copy)
     assert (place.tp_rank, place.tp_size) == (sizes.tp_rank, sizes.tp)
     assert place.number == rank[0] * size + rank[1]
+    assert ranks_of(config.parallel_config) == sizes.pp * size
 
 
 @pytest.mark.parametrize(

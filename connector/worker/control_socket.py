@@ -1,0 +1,91 @@
+"""Where the control sockets of an engine's workers listen: at any free port, or at ports that are known beforehand.
+
+With the option `control_port` each rank has the port of its number among all ranks of all data-parallel engines,
+counted from there, so that firewalls can name the ports. vLLM counts the ports of side channels likewise: one for each
+data-parallel engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm import envs
+from vllm.utils.network_utils import get_ip
+
+from connector.config import ConnectorOptions, OptionError
+from connector.ports.side_channel import Listener, PortUnavailable, SideChannel, SideChannelError
+from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.worker.parallelism import ranks_of
+from statemachine.failures import ConnectionCutOff, Failure
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PORT_MAX = 65535
+
+
+def require_control_ports(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
+    """Raise OptionError, in both processes at start, unless there are such ports and the side channels have others."""
+    first = options.control_port
+    if not first:
+        return
+    parallel = vllm_config.parallel_config
+    # vLLM sets the size to 1 where the engines know nothing of each other, and leaves the index.
+    engines = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    ranks = ranks_of(parallel)
+    last = first + engines * ranks - 1
+    of_whom = f"{engines} data-parallel engines of {ranks} ranks"
+    if last > PORT_MAX:
+        problem = f"option control_port ({first}) leaves no port to some of {of_whom}: {last} is above {PORT_MAX}"
+        raise OptionError("control_port", problem)
+    side_channel: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    if first < side_channel + engines and side_channel <= last:
+        problem = (
+            f"option control_port ({first}) gives the ports {first} to {last} to {of_whom}, and those from "
+            f"{side_channel} on are the side channels' (VLLM_NIXL_SIDE_CHANNEL_PORT)"
+        )
+        raise OptionError("control_port", problem)
+
+
+def control_port(vllm_config: VllmConfig, options: ConnectorOptions, rank_number: int) -> int:
+    """Of a rank (`Placement.number`); 0: any free one."""
+    parallel = vllm_config.parallel_config
+    if not options.control_port:
+        return 0
+    return int(options.control_port + parallel.data_parallel_index * ranks_of(parallel) + rank_number)
+
+
+def open_control_socket(
+    side_channel: SideChannel, log_failure: Callable[[str, Failure], None], port: int = 0
+) -> tuple[str, Listener]:
+    """Where this worker's control socket listens, as peers are told, and the socket.
+
+    Raises SideChannelError, and OptionError when the port that was chosen for it cannot be had.
+    """
+
+    def listen(host: str) -> Listener:
+        return side_channel.listen(
+            host,
+            port,
+            frames_max=2,
+            frame_bytes_max=MESSAGE_BYTES_MAX,
+            on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
+        )
+
+    host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+    try:
+        try:
+            return host, listen(host)
+        except PortUnavailable:
+            raise
+        except SideChannelError:
+            # The variable is the scheduler process's; a worker on another node has no such address.
+            host = get_ip()
+            return host, listen(host)
+    except PortUnavailable as error:
+        problem = (
+            f"option control_port gives this worker the port {port}, at which it cannot listen on {host} "
+            f"({error.error}): is another engine there? Engines on one host need ranges of their own"
+        )
+        raise OptionError("control_port", problem) from error
