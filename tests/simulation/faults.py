@@ -82,7 +82,15 @@ class Kind(enum.Enum):
     FLOOD = "flood"
 
 
-WORKLOAD_KINDS = frozenset({Kind.LONG_QUEUE, Kind.ROUTER_RETRY, Kind.TWO_RANKS, Kind.TWO_HOLDERS, Kind.WRONG_SIZES})
+WORKLOAD_KINDS = frozenset(
+    {
+        Kind.LONG_QUEUE,
+        Kind.ROUTER_RETRY,
+        Kind.TWO_RANKS,
+        Kind.TWO_HOLDERS,
+        Kind.WRONG_SIZES,
+    }
+)
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
 takes over, prompts whose samples two decode engines read, requests that name other sizes than those of the prefill
@@ -127,9 +135,15 @@ LEVEL2_ONLY = frozenset(
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
 LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
-LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY and kind is not Kind.READ_LIES)
-"""READ_LIES is for plans that name it: without `verify` nothing could notice it."""
-NOT_WITH_VLLM = WORKLOAD_KINDS | {Kind.BAD_PARAMS, Kind.STOP, Kind.INCOMPATIBLE, Kind.FULL_QUARANTINE, Kind.DRAIN}
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
+NOT_WITH_VLLM = WORKLOAD_KINDS | {
+    Kind.BAD_PARAMS,
+    Kind.STOP,
+    Kind.INCOMPATIBLE,
+    Kind.FULL_QUARANTINE,
+    Kind.DRAIN,
+    Kind.READ_LIES,
+}
 """Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
 VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
 MESSAGE_KINDS = (
@@ -153,9 +167,11 @@ DECODE_LINK_KINDS = (
     Kind.READ_ERRS_EARLY,
     Kind.LINK_RESET,
     Kind.METADATA_DROPPED,
+    Kind.READ_LIES,
 )
-"""METADATA_DROPPED: NIXL forgets agents that were loaded. Links from a decode engine to a prefill engine."""
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD})
+"""METADATA_DROPPED: NIXL forgets agents that were loaded. READ_LIES: a READ is complete, and what it has left is wrong;
+all engines verify then. Links from a decode engine to a prefill engine."""
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES})
 """Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
@@ -229,6 +245,8 @@ METADATA_DROPPED_SHARE = 0.1
 DRAIN_SHARE = 0.2
 FLOOD_SHARE = 0.15
 FLOOD_SECONDS_MAX = 2.0
+LIES_SHARE = 0.1
+LIES_MAX = 3
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -342,8 +360,11 @@ def draw_model_and_engines(
 def shape_of(plan: Plan) -> Shape:
     """The cluster of the plan: that of its seed, and where READs lie one whose engines can verify and do."""
     shape = draw_shape(plan.seed)
-    if all(fault.kind is not Kind.READ_LIES for fault in plan.faults):
-        return shape
+    return verifying(shape) if any(fault.kind is Kind.READ_LIES for fault in plan.faults) else shape
+
+
+def verifying(shape: Shape) -> Shape:
+    """The same with engines that verify everything, of sizes for which they can."""
     engines = {
         name: msgspec.structs.replace(each, tp_size=2 if name.startswith("p") else 1, block_tokens=BLOCK_TOKENS)
         for name, each in shape.engines.items()
@@ -358,6 +379,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
     shape = draw_shape(seed)
     if chance.random() < 0.1:
         return Plan(seed=seed, faults=[])
+    of_lies = generator(seed, "lying reads")
+    lies = Kind.READ_LIES in kinds and of_lies.random() < LIES_SHARE
+    if lies:
+        shape = verifying(shape)
     swarm = [kind for kind in kinds if kind not in DRAWN_APART]
     allowed = [kind for kind in swarm if chance.random() < 0.3] or [chance.choice(swarm)]
     weights = [chance.uniform(0.1, 1.0) for _ in allowed]
@@ -388,6 +413,8 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
             flood = draw_fault(Kind.FLOOD, shape, of_floods)
             seconds = min(flood.duration_seconds, FLOOD_SECONDS_MAX)
             faults.append(msgspec.structs.replace(flood, duration_seconds=seconds))
+    if lies:
+        faults += [draw_fault(Kind.READ_LIES, shape, of_lies) for _ in range(of_lies.randint(1, LIES_MAX))]
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 

@@ -19,6 +19,7 @@ the engines that have asked for it, and it has been read when each of them has r
     in time         a lease that nobody keeps alive any more ends at its deadline
     proof           when a request is reported done, no rank of P had ended its lease before the last READ was over
     params          a request that names sizes which are not those of P ends as BadParams
+    verify          a request ends as Corrupt only where READs lie, or its lease was over
     quarantine      while as many blocks are in quarantine as the options allow, a request that is to be read ends at
                     once as QuarantineFull, and otherwise none does
     retries         a request is tried again as often as the options say, no more
@@ -43,7 +44,7 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
-from statemachine.failures import BadParams, ConnectorStopped, Failure, LeaseOver, QuarantineFull
+from statemachine.failures import BadParams, ConnectorStopped, Corrupt, Failure, LeaseOver, QuarantineFull
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX
@@ -256,6 +257,7 @@ class Oracles:
             self._check_proof(pull, tp_rank)
             self._acquainted.setdefault((pull.decode, tp_rank, pull.owner), trio.current_time())
         self._check_params(pull, failure)
+        self._check_corrupt(pull, failure)
         self._check_quarantine(pull, tp_rank, failure)
         self.let_go(pull.owner, pull.remote_request_id, request_id, tp_rank)
         self._check_cause(f"request {request_id}", failure)
@@ -321,6 +323,20 @@ class Oracles:
             return
         if not self._is_touched([pull.decode], pull.prefill, pull.announced_seconds, trio.current_time()):
             self.complain("params", f"{pull.request_id} named wrong sizes, and ended with {failure}")
+
+    def _check_corrupt(self, pull: Pull, failure: Failure | None) -> None:
+        if not isinstance(failure, Corrupt):
+            return
+        lies = any(
+            fault.kind is Kind.READ_LIES
+            and fault.at_seconds <= trio.current_time()
+            and pull.started_seconds <= fault.end_seconds
+            and fault.touches(pull.decode, pull.prefill)
+            for fault in self.faults
+        )
+        lents = self.leases.get((pull.owner, pull.remote_request_id), ())
+        if not lies and all(lent.freed_seconds == inf for lent in lents):
+            self.complain("verify", f"{pull.request_id} is corrupt, and no READ from {pull.prefill} lies: {failure}")
 
     def check_attempts(self, attempts: int, request_id: str) -> None:
         if attempts > self.options.transfer_retries + 1:

@@ -58,6 +58,7 @@ from tests.simulation.faults import (
     draw_shape,
     generator,
     perhaps_of_one_rank,
+    verifying,
 )
 from tests.simulation.process import Surroundings
 
@@ -83,6 +84,8 @@ PLACES = 1024
 FEW_PLACES = 6
 """Too few for all prefill engines."""
 FEW_PLACES_SHARE = 0.35
+VERIFYING_SHARE = 0.25
+"""Of the seeds, in which READs may lie."""
 TIMES_TO_LIVE = (60.0, 300.0, 1800.0)
 TABLES = ((lending, "ENDED_MAX"), (lending, "HEARERS_MAX"), (remote_engine, "CONSUMED_MAX"))
 """The bounds of tables that remember what is over."""
@@ -140,7 +143,7 @@ class SoakCluster(Cluster):
         seed, engines = self._plan.seed, self._course.engines
         chance = generator(seed, "soak")
         model, shapes = draw_model_and_engines(generator(seed, "ranks"), engines)
-        return msgspec.structs.replace(
+        shape = msgspec.structs.replace(
             draw_shape(seed),
             prefills=engines,
             decodes=engines,
@@ -148,6 +151,7 @@ class SoakCluster(Cluster):
             model=model,
             engines=shapes,
         )
+        return verifying(shape) if generator(seed, "lying reads").random() < VERIFYING_SHARE else shape
 
     def _options(self) -> ConnectorOptions:
         chance = generator(self._plan.seed, "times to live")
@@ -196,7 +200,7 @@ class SoakCluster(Cluster):
         chance = generator(self._plan.seed, f"faults of episode {number}")
         busy = msgspec.structs.replace(self._shape, safety_seconds=busy_seconds)
         quiet = msgspec.structs.replace(self._shape, safety_seconds=quiet_seconds)
-        allowed = [kind for kind in LEVEL2_KINDS if chance.random() < 0.3] or [*WORKLOAD_KINDS]
+        allowed = [kind for kind in self._kinds() if chance.random() < 0.3] or [*WORKLOAD_KINDS]
         faults = [draw_fault(chance.choice(allowed), busy, chance) for _ in range(chance.randint(0, FAULTS_MAX))]
         faults = [perhaps_of_one_rank(each, self._shape, chance) for each in faults]
         for _ in range(chance.randint(0, CHURN_MAX)):
@@ -205,6 +209,10 @@ class SoakCluster(Cluster):
             seconds = round(min(chance.choice(CHURN_SECONDS), longest_seconds), 3)
             faults.append(msgspec.structs.replace(gone, duration_seconds=seconds))
         return sorted(faults, key=lambda each: each.at_seconds)
+
+    def _kinds(self) -> list[Kind]:
+        """READs lie where engines verify."""
+        return [kind for kind in LEVEL2_KINDS if kind is not Kind.READ_LIES or self._shape.verify != "off"]
 
     async def _arrivals_until(self, busy_until: float, until: float) -> None:
         """Many prompts at first, then few; now and then several at once."""

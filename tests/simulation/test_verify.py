@@ -14,6 +14,7 @@ from tests.simulation.cluster import simulate
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan
 from tests.simulation.mutants.mutant import Patch
 
+SEEDS_OF_A_SWARM = 4
 NOWHERE = Fault(kind=Kind.READ_LIES, target="d8>p8", at_seconds=0.0, duration_seconds=0.0)
 """Between engines that there are not: all verify, and nothing is wrong."""
 
@@ -47,6 +48,19 @@ def test_nor_among_other_faults(seed: int) -> None:
     result = simulate(Plan(seed=seed, faults=[*drawn, *lies(0.2)]))
     assert result.violations == []
     assert result.outcomes["Corrupt"] > 0
+
+
+def test_nor_in_the_seeds_that_draw_such_reads() -> None:
+    """Some seeds of level 2 do, among all other faults."""
+    drawn = (draw_plan(seed) for seed in range(200))
+    lying = [plan for plan in drawn if any(fault.kind is Kind.READ_LIES for fault in plan.faults)]
+    assert len(lying) > 10
+    corrupt = 0
+    for plan in lying[:SEEDS_OF_A_SWARM]:
+        result = simulate(plan)
+        assert result.violations == []
+        corrupt += result.outcomes["Corrupt"]
+    assert corrupt > 5
 
 
 def test_where_no_read_lies_nothing_is_corrupt() -> None:
