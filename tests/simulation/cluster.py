@@ -33,6 +33,7 @@ from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from connector.wire import control
+from connector.wire.administration import Meet, encode_meet
 from connector.wire.notifications import encode_release
 from statemachine import request
 from statemachine.draining import State
@@ -63,6 +64,7 @@ from tests.simulation.faults import (
     rank_of,
     shape_of,
 )
+from tests.simulation.meetings import Meetings
 from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
 from tests.simulation.process import (
     GRACE_LEASES,
@@ -215,6 +217,7 @@ class Cluster:
         )
         self._numbers = 0
         self._open_requests = 0
+        self._meetings = Meetings(agenda, self._oracles)
         self._seconds = 0.0
         self._prefills: list[PrefillEngine] = []
         self._decodes: list[DecodeEngine] = []
@@ -285,7 +288,17 @@ class Cluster:
             small_quarantines=frozenset(
                 fault.target for fault in self._plan.faults if fault.kind is Kind.FULL_QUARANTINE
             ),
+            known_peers=self._known_peers(),
         )
+
+    def _known_peers(self) -> dict[str, tuple[str, ...]]:
+        """That option, of the engines that have it."""
+        known: dict[str, tuple[str, ...]] = {}
+        for fault in self._plan.faults:
+            if fault.kind is Kind.KNOWN_PEER and fault.at_seconds == 0.0:
+                decode, prefill = fault.target.split(">")
+                known[decode] = (*known.get(decode, ()), f"{prefill}.sim:{PORT}")
+        return known
 
     async def _live(self) -> None:
         """Everything from the start of the engines to their shutdown."""
@@ -458,6 +471,8 @@ class Cluster:
                 await self._drop_metadata(fault)
             case Kind.WORKER_STOPS:
                 await self._break_ports(self._engine(fault.target), fault)
+            case Kind.KNOWN_PEER:
+                self._name_peer(fault)
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
             case Kind.FLOOD:
@@ -545,6 +560,25 @@ class Cluster:
         engine.start(engine_id or f"{engine.name}-life{engine.process.life + 1}", variant)
         self._nursery.start_soon(engine.run)
         return engine.process
+
+    def _name_peer(self, fault: Fault) -> None:
+        """An operator names a prefill engine to a decode engine: by an option, or by a message to the life of now."""
+        names = fault.target.split(">")
+        decode, prefill = (self._engine(name) for name in names)
+        assert isinstance(decode, DecodeEngine)
+        assert isinstance(prefill, PrefillEngine)
+        told = decode.process
+        if fault.at_seconds > 0.0:
+            if told.has_died() or told.is_stopping:
+                return
+            meet = encode_meet(Meet(places=(prefill.process.place,)))
+            for rank in told.ranks:
+                self._around.network.inject(rank.host, rank.control.port, meet)
+        self._strike(fault)
+        is_by_option = fault.at_seconds == 0.0
+        # A message may be lost that comes while something else goes wrong.
+        if self._oracles.isolates and (is_by_option or not self._oracles.is_disturbed(*names)):
+            self._meetings.watch(decode, prefill, None if is_by_option else told)
 
     async def _send_garbage(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"garbage at {fault.at_seconds}")
@@ -688,6 +722,7 @@ class Cluster:
         # What nobody took over ends by itself, from when the lease keeper heard of it; it may be about to crash again.
         await trio.sleep(2 * RESTART_DELAY_SECONDS_MAX + self._oracles.options.kv_lease_duration + 1.0)
         self._oracles.check_all_ended()
+        await self._meetings.settle()
         await self._check_at_rest("after the liveness phase")
 
     async def _probe_all(self) -> None:
@@ -758,6 +793,8 @@ class Cluster:
             for rank in engine.process.ranks:
                 if dead := rank.port.agents_of_the_dead():
                     self._oracles.complain("leaks", f"{engine.name} holds on to {dead}, whose successors it has met")
+        self._meetings.end()
+        self._check_problems_said()
         for engine in self._engines:
             engine.process.stop()
         await trio.sleep(SHUTDOWN_SECONDS)
@@ -770,6 +807,25 @@ class Cluster:
                     self._oracles.complain(
                         "leaks", f"rank {rank.tp_rank} of {engine.name} left {rank.port.counts_at_close}"
                     )
+
+    def _check_problems_said(self) -> None:
+        """Once for each time that a known peer had been met, and once before."""
+        for decode in self._decodes:
+            for rank in decode.process.ranks:
+                for place, count in rank.problems_said.items():
+                    prefill = engine_of(place)
+                    met = sum(
+                        record.machine == "peer"
+                        and record.to_state == "ready"
+                        and (record.engine_id, record.rank) == (decode.process.engine_id, rank.tp_rank)
+                        and record.subject.partition("-")[0] == prefill
+                        for record in self._trace
+                    )
+                    if count > met + 1:
+                        whose = f"rank {rank.tp_rank} of {decode.name}"
+                        self._oracles.complain(
+                            "met", f"{whose} has met {prefill} {met} times, and said {count} times why it had not"
+                        )
 
     def _check_attempts(self) -> None:
         readings = Counter(

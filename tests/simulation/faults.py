@@ -81,6 +81,8 @@ class Kind(enum.Enum):
     DRAIN = "drain"
     FLOOD = "flood"
 
+    KNOWN_PEER = "known_peer"
+
 
 WORKLOAD_KINDS = frozenset(
     {
@@ -89,12 +91,13 @@ WORKLOAD_KINDS = frozenset(
         Kind.TWO_RANKS,
         Kind.TWO_HOLDERS,
         Kind.WRONG_SIZES,
+        Kind.KNOWN_PEER,
     }
 )
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
 takes over, prompts whose samples two decode engines read, requests that name other sizes than those of the prefill
-engine."""
+engine, prefill engines that a decode engine is to meet before a request needs them."""
 HARMLESS_KINDS = WORKLOAD_KINDS | {Kind.CLOCK_SLEW, Kind.WALL_CLOCK_JUMP, Kind.FLOOD}
 """What must not be felt: those, clocks that run at different rates or jump, and strangers that send without end."""
 LOSSY_KINDS = frozenset(
@@ -131,6 +134,7 @@ LEVEL2_ONLY = frozenset(
         Kind.READ_LIES,
         Kind.DRAIN,
         Kind.FLOOD,
+        Kind.KNOWN_PEER,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
@@ -168,10 +172,12 @@ DECODE_LINK_KINDS = (
     Kind.LINK_RESET,
     Kind.METADATA_DROPPED,
     Kind.READ_LIES,
+    Kind.KNOWN_PEER,
 )
 """METADATA_DROPPED: NIXL forgets agents that were loaded. READ_LIES: a READ is complete, and what it has left is wrong;
-all engines verify then. Links from a decode engine to a prefill engine."""
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES})
+all engines verify then. KNOWN_PEER: from the start by an option of the decode engine, later by a message to the life
+that it has then. Links from a decode engine to a prefill engine."""
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES, Kind.KNOWN_PEER})
 """Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
@@ -247,6 +253,8 @@ FLOOD_SHARE = 0.15
 FLOOD_SECONDS_MAX = 2.0
 LIES_SHARE = 0.1
 LIES_MAX = 3
+KNOWN_SHARE = 0.15
+KNOWN_BY_OPTION_SHARE = 0.7
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -415,7 +423,27 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
             faults.append(msgspec.structs.replace(flood, duration_seconds=seconds))
     if lies:
         faults += [draw_fault(Kind.READ_LIES, shape, of_lies) for _ in range(of_lies.randint(1, LIES_MAX))]
+    if Kind.KNOWN_PEER in kinds:
+        named = generator(seed, "named peers")
+        if named.random() < KNOWN_SHARE:
+            faults += _known_peers(shape, named)
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
+
+
+def _known_peers(shape: Shape, chance: random.Random) -> list[Fault]:
+    """Some prefill engines that some decode engines are to meet; one of each at least."""
+    pairs = [(decode, prefill) for decode in shape.decode_names for prefill in shape.prefill_names]
+    chosen = chance.sample(pairs, chance.randint(1, len(pairs)))
+    drawn = [draw_fault(Kind.KNOWN_PEER, shape, chance) for _ in chosen]
+    return [
+        msgspec.structs.replace(
+            each,
+            target=f"{decode}>{prefill}",
+            at_seconds=0.0 if chance.random() < KNOWN_BY_OPTION_SHARE else each.at_seconds,
+            probability=1.0,
+        )
+        for each, (decode, prefill) in zip(drawn, chosen, strict=True)
+    ]
 
 
 def _stop_while_draining(shape: Shape, chance: random.Random) -> list[Fault]:

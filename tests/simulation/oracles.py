@@ -25,6 +25,8 @@ the engines that have asked for it, and it has been read when each of them has r
     retries         a request is tried again as often as the options say, no more
     agents          an agent is removed only when no READ from it is in flight
     bound           every awaited request ends in time, faults or not
+    met             a prefill engine that a decode engine is to meet is connected within a bound after both are there
+                    and no fault is between them, request or not; why it is not is said once until it has been
     isolation       a request between engines that no fault touches is done soon
     recovery        with the faults off, every pair of engines works again
     leaks           in the end nothing is in flight, lent, held or quarantined, and every actor has ended
@@ -337,6 +339,16 @@ class Oracles:
         lents = self.leases.get((pull.owner, pull.remote_request_id), ())
         if not lies and all(lent.freed_seconds == inf for lent in lents):
             self.complain("verify", f"{pull.request_id} is corrupt, and no READ from {pull.prefill} lies: {failure}")
+
+    def is_disturbed(self, decode: str, prefill: str) -> bool:
+        """Whether a fault is between these two now."""
+        now = trio.current_time()
+        return any(
+            fault.kind not in HARMLESS_KINDS
+            and fault.at_seconds <= now <= fault.end_seconds
+            and fault.touches(decode, prefill)
+            for fault in self.faults
+        )
 
     def check_attempts(self, attempts: int, request_id: str) -> None:
         if attempts > self.options.transfer_retries + 1:

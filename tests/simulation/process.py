@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,6 +47,7 @@ from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
 
 PORT = 5600
+"""Of all side channels."""
 GRACE_LEASES = 2
 """How many lease times a grace period lasts."""
 DESCRIPTORS_AHEAD_MAX = 8
@@ -80,11 +82,16 @@ class Surroundings:
     """Whether any engine may be told to end, at any time; otherwise those of which the plan says so."""
     small_quarantines: frozenset[str] = frozenset()
     """Engines whose quarantine few blocks fill."""
+    known_peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """That option, of engines that have it."""
 
     def options_of(self, engine: str) -> ConnectorOptions:
-        if engine not in self.small_quarantines:
-            return self.options
-        return msgspec.structs.replace(self.options, quarantine_limit=QUARANTINE_SHARE)
+        options = self.options
+        if engine in self.small_quarantines:
+            options = msgspec.structs.replace(options, quarantine_limit=QUARANTINE_SHARE)
+        if engine in self.known_peers:
+            options = msgspec.structs.replace(options, known_peers=self.known_peers[engine])
+        return options
 
 
 class Machine:
@@ -226,6 +233,9 @@ class Rank:
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,
         )
+        self.problems_said: Counter[str] = Counter()
+        """How often it was said that a known peer cannot be met, by its place."""
+        self.supervisor._introductions._say = self._note_problem
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
 
     def payload(self, life: str) -> bytes:
@@ -314,6 +324,10 @@ class Rank:
             else:
                 oracles.release(lent, message.engine_id, message.rank, message.ranks)
 
+    def _note_problem(self, line: str) -> None:
+        """Begins with "the engine at", and its place."""
+        self.problems_said[line.split()[3]] += 1
+
     def _log_failure(self, subject: str, failure: Failure) -> None:
         if not self.is_dead:
             self._around.oracles.note_failure(self._engine.name, subject, failure)
@@ -386,6 +400,11 @@ class Process:
             log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
             draining=self.draining,
         )
+
+    @property
+    def place(self) -> str:
+        """Of its side channel, as an operator names it."""
+        return f"{self.address.host}:{PORT}"
 
     @property
     def accepts_prefills(self) -> bool:

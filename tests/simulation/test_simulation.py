@@ -117,6 +117,34 @@ def test_prefill_engines_that_drain_one_after_the_other_cost_nobody_anything(see
     assert result.outcomes["LeaseOver"] <= 1
 
 
+def test_known_peers_are_met_whatever_else_happens_and_disturb_nobody() -> None:
+    """In the seeds that draw some."""
+    drawn = (draw_plan(seed) for seed in range(200))
+    knowing = [plan for plan in drawn if any(fault.kind is Kind.KNOWN_PEER for fault in plan.faults)]
+    assert len(knowing) > 15
+    named = [fault for plan in knowing for fault in plan.faults if fault.kind is Kind.KNOWN_PEER]
+    assert {fault.at_seconds == 0.0 for fault in named} == {True, False}  # by an option, and by a message
+    for plan in knowing[:4]:
+        assert simulate(plan).violations == []
+
+
+@pytest.mark.parametrize("at_seconds", [0.0, 0.5], ids=["by an option", "by a message"])
+def test_a_known_peer_that_was_away_is_met_without_a_request(at_seconds: float) -> None:
+    """It comes back under another name when nobody asks for anything any more."""
+    plan = [
+        Fault(kind=Kind.KNOWN_PEER, target="d0>p0", at_seconds=at_seconds, duration_seconds=1.0),
+        Fault(kind=Kind.CRASH_NEW_ID, target="p0", at_seconds=1.0, duration_seconds=20.0),
+    ]
+    result = simulate(Plan(seed=0, faults=plan))
+    assert result.violations == []
+    met = [
+        seconds
+        for seconds, record in result.timed_trace()
+        if (record.machine, record.subject, record.to_state) == ("peer", "p0-life2", "ready")
+    ]
+    assert 21.0 < met[0] < 24.0
+
+
 def test_an_engine_that_dies_while_it_drains_is_an_engine_that_dies() -> None:
     plan = [
         Fault(kind=Kind.DRAIN, target="p0", at_seconds=1.0, duration_seconds=0.1),

@@ -16,7 +16,8 @@ SCHEDULER = "tests/unit/test_connector_scheduler.py"
 LEAVING = "tests/unit/test_leaving_engine.py"
 MACHINE = "tests/unit/test_draining_machine.py"
 SIGTERM = "tests/unit/test_sigterm.py"
-INTRODUCTIONS = "tests/unit/test_introductions.py"
+KNOWN_AND_AWAY = (fault(Kind.KNOWN_PEER, "d0>p0", 0.0, 1.0), fault(Kind.CRASH_NEW_ID, "p0", 1.0, 20.0))
+"""It is back when no requests come any more."""
 DRAIN = (fault(Kind.DRAIN, "p0", 1.0, 0.1),)
 
 MUTANTS = (
@@ -135,12 +136,12 @@ MUTANTS = (
         name="met once",
         broken="an engine that was met and has come back is cold again",
         changes=(Edit(introduction._lose, "StartPause(failures=1),", ""),),
-        place=ByTest(INTRODUCTIONS + "::test_who_has_taken_its_place_is_met"),
+        place=Seeds(2, "met", faults=KNOWN_AND_AWAY),
     ),
     Mutant(
         name="said each time",
         broken="an address that does not answer fills the log",
         changes=(Edit(introduction._pause, "if value.problem is None:", "if True:"),),
-        place=ByTest(INTRODUCTIONS + "::test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met"),
+        place=Seeds(2, "met", faults=KNOWN_AND_AWAY),
     ),
 )
