@@ -169,4 +169,7 @@ def _what_to_do(error: SideChannelError) -> str:
             "another engine or program listens there, or this process may not: give each engine on a host a "
             "VLLM_NIXL_SIDE_CHANNEL_PORT of its own (data-parallel engines take the port plus their index)"
         )
-    return "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine"
+    return (
+        "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT, with the "
+        "data-parallel index added, a port that there is"
+    )
