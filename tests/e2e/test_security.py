@@ -36,7 +36,18 @@ class Guarded:
     service: PrefillDecode
     traces: Traces
     params_keys: Path
-    tool: Member
+    fleet: Fleet
+    members: dict[str, Member]
+    """By name: the pairs of both engines, and that of the tool."""
+
+    @property
+    def tool(self) -> Member:
+        return self.members["tool"]
+
+    def begin_life(self, member: Member) -> None:
+        """Of the producer, with this pair."""
+        config = {**self.prefill.options.extra_config, "curve_directory": str(member.directory)}
+        self.prefill.restart(extra_config=config).wait_healthy()
 
     def command(self, *arguments: str) -> tuple[int, str]:
         """`nixl-actor` at the decode engine."""
@@ -78,7 +89,7 @@ def guarded(room: Room, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
     assert runner.invoke(app, ["keys", "params", "add", str(params_keys), "--id", "old"]).exit_code == 0
     traces = Traces(directory / "traces")
     of_all = {"params_keys_file": str(params_keys), "allowed_peers": ["127.0.0.1", "10.255.0.0/16"]}
-    prefill, decode, tool = members
+    prefill, decode, _ = members
     with EngineSet() as engines:
         started = engines.start(
             *(
@@ -95,7 +106,7 @@ def guarded(room: Room, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
         )
         service = PrefillDecode(*started)
         try:
-            yield Guarded(*started, service, traces, params_keys, tool)
+            yield Guarded(*started, service, traces, params_keys, fleet, {each.name: each for each in members})
         finally:
             service.close()
 
@@ -203,8 +214,30 @@ def test_keys_of_parameters_are_rolled_while_engines_run(guarded: Guarded) -> No
     assert params["signature"].startswith("new:")
 
 
+def test_the_pair_of_an_engine_is_rolled(guarded: Guarded) -> None:
+    """As README says: the new public key beside the old one, a restart with the new pair, the old key taken away."""
+    old, decode, tool = (guarded.members[name] for name in ("prefill", "decode", "tool"))
+    new = guarded.members["prefill-new"] = guarded.fleet.member("prefill-new")
+    for other in (decode, tool):
+        guarded.fleet.accept(other, by=new)
+        guarded.fleet.accept(new, by=other)
+    serves(guarded, "pair-old")
+    guarded.begin_life(new)
+    serves(guarded, "pair-new")
+    asks_as_old = "ps", "--json", "--keys", str(old.directory)
+    assert guarded.command(*asks_as_old)[0] == 0, "it is accepted still"
+    for other in (decode, tool):
+        guarded.fleet.forget(old, by=other)
+    status, said = wait_for(
+        lambda: refused if (refused := guarded.command(*asks_as_old))[0] else None, "the old key being refused"
+    )
+    assert status == 2
+    assert "our public key not among its accepted keys" in said
+    serves(guarded, "pair-alone")
+
+
 def test_only_members_drain_an_engine(guarded: Guarded) -> None:
-    """The last test of these engines. Its processes tell each other with the engine's own keys."""
+    """Its processes tell each other with the engine's own keys. Afterwards it lends no more."""
     address = f"{LOOPBACK}:{guarded.prefill.options.side_channel_port}"
     refused = CliRunner().invoke(app, ["drain", address, "--no-wait"])
     assert refused.exit_code == 2, refused.output
@@ -215,3 +248,15 @@ def test_only_members_drain_an_engine(guarded: Guarded) -> None:
     assert answer.ok
     assert not answer.kv_transfer_params
     wait_for(lambda: " leaves: what it lends" in guarded.decode.log() or None, "D being told")
+
+
+def test_an_engine_with_a_pair_that_was_withdrawn_is_not_read_from(guarded: Guarded) -> None:
+    """Engines whose pair was rolled: with the old one D does not speak to P, which still accepts D; with the new one it
+    does."""
+    guarded.begin_life(guarded.members["prefill"])
+    text = prompt(TOKENS, "withdrawn")
+    params = guarded.service.prefill(text, "withdrawn-p").kv_transfer_params
+    assert params is not None
+    guarded.fails("withdrawn", "NotAllowed", text, params)
+    guarded.begin_life(guarded.members["prefill-new"])
+    serves(guarded, "not-withdrawn")
