@@ -34,8 +34,8 @@ OF_A_WORKER = ("local descriptor lists",)
 """Counts of which it has one at most, where all engines are laid out alike."""
 OPEN_IN_VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
-_NUMBER = re.compile(r":\[\d+\]$")
-"""Of a socket or a pipe."""
+_NUMBER = re.compile(r"[0-9a-f]{8,}|\d+")
+"""In the name of a file, a socket or a pipe; it differs from process to process."""
 
 SERVER, CORE, WORKER = "API server", "engine core", "worker"
 ROLES = (SERVER, CORE, WORKER)
@@ -81,9 +81,9 @@ def processes(engine: Engine) -> Processes:
 
 def _seen(process: psutil.Process) -> Process:
     place = f"/proc/{process.pid}"
-    targets = Counter(_NUMBER.sub("", each) for each in _read(os.readlink, f"{place}/fd"))
+    targets = Counter(_NUMBER.sub("*", each) for each in _read(os.readlink, f"{place}/fd"))
     threads = Counter(_read(lambda path: Path(path, "comm").read_text().strip(), f"{place}/task"))
-    sockets = targets.pop("socket", 0)
+    sockets = targets.pop("socket:[*]", 0)
     return Process(
         pid=process.pid,
         threads=threads.total(),
