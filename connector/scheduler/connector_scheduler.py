@@ -480,8 +480,7 @@ class ConnectorScheduler:
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
-            remote = parse_remote_prefill(params_untrusted)
-            self._require_genuine(remote, lends_back=False)
+            remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
             self._check_fit(remote, request)
             self._check_prompt(remote, request)
         except ParamsError as error:
@@ -499,8 +498,7 @@ class ConnectorScheduler:
             return None
         heard_ns = self._clock.now_ns()
         try:
-            remote = parse_remote_prefill(params_untrusted)
-            self._require_genuine(remote, lends_back=True)
+            remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=True)
         except ParamsError as error:
             age_seconds = self._age_seconds(heard_ns)
             subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
@@ -525,11 +523,12 @@ class ConnectorScheduler:
     def _prefix_digests(self, request: Request, lengths: Collection[int]) -> Digests:
         return prefix_digests(request, lengths, numbers_media=self._numbers_media)
 
-    def _require_genuine(self, remote: RemotePrefill, *, lends_back: bool) -> None:
-        """Raise ParamsError for parameters that no engine of this fleet has given out."""
-        if self._key_file is not None:
-            allows_unsigned = self._options.allow_insecure_peers
-            require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
+    def _genuine(self, remote: RemotePrefill, *, lends_back: bool) -> RemotePrefill:
+        """Raise ParamsError for parameters that no engine of this fleet has given out. See `require_genuine`."""
+        if self._key_file is None:
+            return remote
+        allows_unsigned = self._options.allow_insecure_peers
+        return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""

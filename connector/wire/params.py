@@ -5,8 +5,9 @@ P puts the dict that `build_remote_prefill` makes into its response, the router 
 type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
 what was found. Keys that are not listed here are ignored, because routers add their own.
 
-The keys and their meaning are those of the built-in connector. Three are ours, and ignored by a built-in engine, which
-does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` (`connector.wire.signatures`).
+The keys and their meaning are those of the built-in connector. Four are ours, and ignored by a built-in engine, which
+does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` and, beside it, `signed_host`
+(`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are the fields looked at one by one to find the culprit, so the common case stays cheap.
@@ -78,6 +79,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     a built-in engine, or of a prompt that is given as embeddings."""
     signature: str | None = None
     """Of all the others; see `require_genuine`."""
+    signed_host: str | None = None
+    """What `host` was when it was signed: some routers put the host of P's HTTP there."""
 
 
 class ParamsKind(enum.Enum):
@@ -150,25 +153,31 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
         lease_number=wire.lease_number,
         prefix_digests=wire.prefix_digests,
         signature=wire.signature,
+        signed_host=wire.signed_host,
     )
 
 
 def require_genuine(
     remote: RemotePrefill, keys: ParamsKeys, *, lends_back: bool, allows_unsigned: bool = False
-) -> None:
+) -> RemotePrefill:
     """Raise ParamsError (ParamsForged) unless an engine with one of these keys has given these parameters out.
+
+    Returns them with the host that was signed, whatever stands in its place now.
 
     `lends_back`: in which direction they are used; those of D, for P, are no parameters of P, for D.
     """
     if remote.signature is None:
         if allows_unsigned:
-            return
+            return remote
         fault: str | None = "it is not signed"
     else:
-        unsigned = msgspec.structs.replace(remote, signature=None)
+        host = remote.signed_host or remote.host
+        unsigned = msgspec.structs.replace(remote, host=host, signature=None, signed_host=None)
         fault = keys.find_fault(remote.signature, unsigned, lends_back=lends_back)
+        remote = msgspec.structs.replace(unsigned, signature=remote.signature)
     if fault is not None:
         raise ParamsError(ParamsForged(why=fault))
+    return remote
 
 
 def build_remote_prefill(
@@ -230,7 +239,7 @@ def build_remote_prefill(
         "transfer_mode": "pull",
         "lease_number": lease_number,
         "prefix_digests": [list(each) for each in digests],
-        **({"signature": signature} if signature is not None else {}),
+        **({"signature": signature, "signed_host": host} if signature is not None else {}),
     }
 
 
@@ -248,6 +257,8 @@ class _WireField(msgspec.Struct, frozen=True):
 def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
     identifier = Annotated[str, Meta(max_length=limits.id_length_max, pattern=IDENTIFIER_PATTERN)]
     identifier_words = f"1 to {limits.id_length_max} characters without control characters"
+    host = Annotated[str, Meta(max_length=limits.host_length_max, pattern=HOST_PATTERN)]
+    host_words = f"a host name or address of at most {limits.host_length_max} characters"
     block_id = Annotated[int, Meta(ge=0, le=limits.block_id_max)]
     group = Annotated[tuple[block_id, ...], Meta(max_length=limits.blocks_max)]
     blocks = Annotated[tuple[group, ...], Meta(max_length=limits.groups_max)]
@@ -260,11 +271,7 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
     return (
         _WireField("remote_engine_id", identifier, identifier_words),
         _WireField("remote_request_id", identifier, identifier_words),
-        _WireField(
-            "remote_host",
-            Annotated[str, Meta(max_length=limits.host_length_max, pattern=HOST_PATTERN)],
-            f"a host name or address of at most {limits.host_length_max} characters",
-        ),
+        _WireField("remote_host", host, host_words),
         _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
         _WireField(
             "remote_block_ids",
@@ -300,6 +307,7 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
             f"a text of at most {SIGNATURE_LENGTH_MAX} characters, or null",
             None,
         ),
+        _WireField("signed_host", host | None, f"{host_words}, or null", None),
     )
 
 

@@ -9,7 +9,9 @@ is never used again, and the name is signed.
     signature   <key id>:<HMAC-SHA256 of the parameters, 64 hexadecimal digits>
 
 What is signed is the parameters as they were understood, and not their text, which a router may write anew. Fields that
-have their default are left out, so that a later version may add some.
+have their default are left out, so that a later version may add some. vLLM's proxy for conversations puts the host of
+an engine's HTTP in the place of that of its side channel. So the host is there twice, and whoever checks a signature
+connects to the one that was signed (`signed_host`).
 
 Several keys are known at a time: the first one signs, all are accepted, and a key can be replaced while engines run.
 Engines of one fleet share the secrets, so a signature says that an engine of the fleet made it, and not which one.

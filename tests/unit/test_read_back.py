@@ -14,6 +14,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import MultiModalConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -313,6 +315,16 @@ def test_nothing_is_lent_back_while_few_blocks_are_free() -> None:
         assert decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * 40
     assert 1 < lent < 8
     assert len(decode.finished) == 8
+
+
+def test_what_vllm_streams_does_not_say_where_blocks_are() -> None:
+    """Its proxy for conversations looks for that in streams, and so has nothing read back (README, Conversations)."""
+    for whole, chunk in (
+        (CompletionResponse, CompletionStreamResponse),
+        (ChatCompletionResponse, ChatCompletionStreamResponse),
+    ):
+        assert "kv_transfer_params" in whole.model_fields
+        assert "kv_transfer_params" not in chunk.model_fields
 
 
 def test_an_aborted_request_is_not_lent() -> None:

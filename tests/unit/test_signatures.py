@@ -59,13 +59,15 @@ CHANGED: dict[str, Any] = {
     "num_tokens": 199,
     "lease_number": 2**62 + 1,
     "prefix_digests": ((100, "ab"), (200, "ce")),
+    "signed_host": "10.0.0.2",
 }
 """Another value for each field of the parameters."""
 
 
 def params(*, keys: ParamsKeys | None = KEYS, lends_back: bool = False) -> dict[str, Any]:
     """As they come out of a router."""
-    fields = {name: value for name, value in msgspec.structs.asdict(LENT).items() if name != "signature"}
+    not_said = ("signature", "signed_host")
+    fields = {name: value for name, value in msgspec.structs.asdict(LENT).items() if name not in not_said}
     made = build_remote_prefill(**fields, expires_seconds=7.5 if lends_back else None, keys=keys)
     returned: dict[str, Any] = json.loads(json.dumps(made))
     return returned
@@ -96,6 +98,16 @@ def test_every_field_is_bound() -> None:
         changed = msgspec.structs.replace(signed, **{name: value})
         with pytest.raises(ParamsError, match="is not that of these values"):
             require_genuine(changed, KEYS, lends_back=True)
+
+
+@pytest.mark.parametrize("lends_back", [False, True])
+def test_a_router_may_put_another_host_in_and_the_signed_one_counts(lends_back: bool) -> None:
+    """As vLLM's proxy for conversations does."""
+    changed = parse_remote_prefill(params(lends_back=lends_back) | {"remote_host": "169.254.169.254"})
+    assert changed.host == "169.254.169.254"
+    genuine = require_genuine(changed, KEYS, lends_back=lends_back)
+    assert genuine.host == LENT.host
+    assert msgspec.structs.replace(genuine, signature=None) == LENT
 
 
 def test_the_direction_is_bound() -> None:
@@ -330,7 +342,13 @@ def test_d_reads_what_p_has_signed(tmp_path: Path) -> None:
     assert commands(decode) == [TrackLease, StartPull]
 
 
-@pytest.mark.parametrize("change", [{"remote_host": "169.254.169.254"}, {"signature": None}, {"lease_number": 1}])
+HOST = {"remote_host": "169.254.169.254"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"signed_host": "169.254.169.254"}, HOST | {"signed_host": None}, {"signature": None}, {"lease_number": 1}],
+)
 def test_d_hears_of_no_engine_that_forged_parameters_name(tmp_path: Path, change: dict[str, Any]) -> None:
     """The request fails as others do; nothing was sent to the address."""
     decode = engine(tmp_path, "d")
@@ -338,6 +356,25 @@ def test_d_hears_of_no_engine_that_forged_parameters_name(tmp_path: Path, change
     decode.step()
     assert commands(decode) == [RejectPull]
     assert decode.rejection_of("a").failure.kind == "ParamsForged"
+
+
+def test_d_connects_to_the_host_that_was_signed(tmp_path: Path) -> None:
+    decode = engine(tmp_path, "d")
+    decode.submit("a", TOKENS, lent(engine(tmp_path, "p")) | HOST)
+    decode.step()
+    assert commands(decode) == [TrackLease, StartPull]
+    named = {command.peer.host for command in decode.commands if isinstance(command, TrackLease | StartPull)}
+    assert named == {lent(engine(tmp_path, "p"))["signed_host"]}
+
+
+def test_without_keys_it_is_the_host_that_the_router_names(tmp_path: Path) -> None:
+    """As with the built-in connector: nothing says who wrote it."""
+    decode = engine(tmp_path, "d", None)
+    decode.submit("a", TOKENS, lent(engine(tmp_path, "p")) | HOST)
+    decode.step()
+    assert {command.peer.host for command in decode.commands if isinstance(command, TrackLease | StartPull)} == {
+        HOST["remote_host"]
+    }
 
 
 def test_parts_of_genuine_parameters_are_not_genuine(tmp_path: Path) -> None:
