@@ -2,7 +2,7 @@
 
 Tests compare the whole growth of a page (`grown`, on a prefill engine `grown_on_p`) with what is expected, so that a
 series that must not change is tested too. Left out is what depends on who was faster: `WANDERING`, the peers, and
-whether P's answer came after the READ (the state `proving`).
+whether P's answer came after the READ (the state `proving`). `assert_states_agree` looks at the latter two.
 """
 
 from __future__ import annotations
@@ -139,6 +139,31 @@ def assert_nothing_is_open(client: Client) -> None:
         return True if not any(gauges) and page[c.UP] == 1 else None
 
     wait_for(is_shown, "gauges of an engine with nothing in hand")
+
+
+def assert_states_agree(client: Client) -> dict[tuple[str, str], float]:
+    """Of each machine, peers and proofs included: as many have come into a state as have left it or are in it by the
+    gauges. Returns how many are where, of those that are somewhere. The engine is given steps, because what happens to
+    peers and holds is told with one."""
+
+    def are_inside() -> dict[tuple[str, str], float] | None:
+        client.complete("step", max_tokens=1)
+        page = Page.of(client)
+        inside = {
+            (machine.name, state): sum(page[c.TRANSITIONS, machine.name, state, reason] for reason in c.reasons(member))
+            - page[c.STATE_SECONDS, machine.name, state]
+            for machine in c.MACHINES
+            for state, member in ((member.value, member) for member in machine.states)
+            if state in c.living_states(machine)
+        }
+        assert min(inside.values()) >= 0, inside
+        shown = {("request", state): page[c.REQUESTS, state] for (state,) in c.REQUESTS.series if state != c.QUEUED}
+        shown |= {("peer", state): page[c.PEERS, state] for (state,) in c.PEERS.series}
+        shown |= {("lease", state): page[c.LEASES, state] for (state,) in c.LEASES.series}
+        agree = all(inside[key] == value for key, value in shown.items())
+        return {key: value for key, value in inside.items() if value} if agree else None
+
+    return wait_for(are_inside, "as many in each state as have come to it and have not left it")
 
 
 def healthy_on_d(requests: int) -> dict[Any, float]:

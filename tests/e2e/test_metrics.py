@@ -28,6 +28,7 @@ from connector.ports.gate import ANYBODY
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.control import Release, Released, decode_answer, encode_request
 from statemachine.lease import LeaseName
+from tests.e2e.client import REQUEST_TRANSFER
 from tests.e2e.cluster import (
     BLOCK_BYTES,
     LEASE_SECONDS,
@@ -47,15 +48,17 @@ from tests.e2e.metrics_page import (
     XFER,
     Page,
     assert_nothing_is_open,
+    assert_states_agree,
     expected,
     granted_on_p,
     grown,
     grown_on_p,
+    growth_of,
     healthy_on_d,
     meet,
     wait_for_releases,
 )
-from tests.rig.network import dead_params
+from tests.rig.network import BlackHole, dead_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -110,6 +113,14 @@ def test_requests_that_are_served(cluster: OnePrefillTwoDecode) -> None:
     margin = (page.total(c.LEASE_MARGIN_SECONDS) - d_before.total(c.LEASE_MARGIN_SECONDS)) / REQUESTS
     assert 0 <= margin <= LEASE_SECONDS
     assert page[c.HANDSHAKE_SECONDS, "connected"] >= 1
+    for before, client in ((p_before, p), (d_before, d)):
+        page = Page.of(client)
+        wake_ups = page[c.WAKE_UP_SECONDS] - before[c.WAKE_UP_SECONDS]
+        woke_seconds = page.total(c.WAKE_UP_SECONDS) - before.total(c.WAKE_UP_SECONDS)
+        assert wake_ups >= 1
+        assert 0 < woke_seconds < sum(answer.seconds for answer in answers.values())
+    assert assert_states_agree(p) == {}
+    assert assert_states_agree(d) == {("peer", "ready"): 1}
 
 
 def test_requests_that_fail_and_blocks_that_nobody_reads(cluster: OnePrefillTwoDecode) -> None:
@@ -171,6 +182,8 @@ def test_requests_that_fail_and_blocks_that_nobody_reads(cluster: OnePrefillTwoD
         | dict.fromkeys((XFER, POST, BYTES, DESCRIPTORS), reads)
     )
     assert found[f"{c.HANDSHAKE_SECONDS.name}_count", ("failed",)] >= 1
+    assert assert_states_agree(p) == {}
+    assert_states_agree(d)
 
 
 def test_a_prefill_engine_that_refuses_connections(cluster: OnePrefillTwoDecode) -> None:
@@ -237,8 +250,85 @@ def test_readers_that_come_after_the_lease_has_expired(cluster: OnePrefillTwoDec
     assert found[c.STRAY_RELEASES] == p_before[c.STRAY_RELEASES]
 
 
+def test_releases_of_what_nobody_has_lent(cluster: OnePrefillTwoDecode) -> None:
+    """One for each rank that says so, and nothing else changes."""
+    service = cluster.fail
+    p = service.prefill_client
+    before, _ = meet(service, prompt(TOKENS, "they meet before the stranger"))
+    say_released(cluster.prefill, LeaseName("cmpl-nobody-s-0", 12345), 0, 1)
+
+    def are_counted() -> bool | None:
+        assert p.complete("a step", max_tokens=1).ok
+        return True if Page.of(p)[c.STRAY_RELEASES] - before[c.STRAY_RELEASES] == 2 else None
+
+    wait_for(are_counted, "stray releases")
+    assert grown(before, p) == expected({c.STRAY_RELEASES: 2})
+
+
+def test_a_lease_whose_prompt_is_being_computed(cluster: OnePrefillTwoDecode) -> None:
+    """It is until P has answered; the client of this one goes away meanwhile. Once more if the answer was there before:
+    then the lease was granted, and nobody reads it."""
+    ends = [end_of_a_lease_without_its_client(cluster, "metrics-computing")]
+    while ends[-1] == ("computing", "held", "expired") and len(ends) < 4:
+        ends.append(end_of_a_lease_without_its_client(cluster, f"metrics-computing-{len(ends)}"))
+    assert ends[-1] == ("computing", "released"), ends
+
+
+def end_of_a_lease_without_its_client(cluster: OnePrefillTwoDecode, key: str) -> tuple[str, ...]:
+    """The states of a lease that the page has shown in `computing`."""
+    p = cluster.fail.prefill_client
+    before, _ = meet(cluster.fail, prompt(TOKENS, f"they meet before {key}"))
+    tokens = p.stream(prompt(TOKENS, key), max_tokens=800, request_id=key, kv_transfer_params=REQUEST_TRANSFER)
+    next(tokens)
+    page = wait_for(lambda: found if (found := Page.of(p))[c.LEASES, "computing"] else None, "a lease in computing")
+    tokens.close()
+    assert page[c.LEASES, "computing"] == 1
+    assert (page[c.LEASES, "held"], page[c.LENT_BLOCKS], page[c.LENT_TOKENS]) == (0, 0, 0)
+    states = cluster.traces.ended_lease(key).states
+    assert p.complete("a step", max_tokens=1).ok
+    assert_nothing_is_open(p)
+    if states == ("computing", "released"):
+        assert grown(before, p) == expected(
+            {(c.TRANSITIONS, "lease", state, "none"): 1 for state in states}
+            | {(c.STATE_SECONDS, "lease", "computing"): 1}
+        )
+    return states
+
+
+def test_a_request_that_waits_for_the_handshake(cluster: OnePrefillTwoDecode) -> None:
+    """With somebody who takes connections and never answers, until its client goes away."""
+    service, key = cluster.fail, "metrics-waiting"
+    d = service.decode_client
+    _, before = meet(service, prompt(TOKENS, "they meet before the hole"))
+    with BlackHole() as hole, ThreadPoolExecutor(1) as pool:
+        params = dead_params(hole.port, blocks_of(TOKENS))
+        answer = pool.submit(service.decode, prompt(TOKENS, key), params, key, timeout_seconds=3.0)
+        page = wait_for(
+            lambda: found if (found := Page.of(d))[c.REQUESTS, "pending_handshake"] else None, "a request that waits"
+        )
+        assert page[c.REQUESTS, "pending_handshake"] == 1
+        assert page[c.PEERS, "handshaking"] - before[c.PEERS, "handshaking"] == 1
+        assert not answer.result().ok
+        assert cluster.traces.ended_request(key).reason == "AbortedByClient"
+    assert d.complete("a step", max_tokens=1).ok
+    assert_nothing_is_open(d)
+    assert_states_agree(d)
+    handshakes = (c.HANDSHAKES_FAILED.name, f"{c.HANDSHAKE_SECONDS.name}_count", c.BUILTIN[4].name)
+    found = {key: value for key, value in grown(before, d).items() if key[0] not in handshakes}
+    assert found.pop((c.LOCAL_PREFILLS.name, ("absent",))) >= 1  # the steps
+    assert found == expected(
+        {
+            (c.FAILED_BY_KIND, "AbortedByClient"): 1,
+            (c.TRANSITIONS, "request", "pending_handshake", "none"): 1,
+            (c.STATE_SECONDS, "request", "pending_handshake"): 1,
+            (c.TRANSITIONS, "request", "failed", "AbortedByClient"): 1,
+        }
+    )
+
+
 def test_a_request_that_is_tried_again(cluster: OnePrefillTwoDecode) -> None:
-    """P is killed in the middle of its READ, so nothing answers the second attempt, and D computes the prompt."""
+    """P is killed in the middle of its READ, so nothing answers the second attempt, and D computes the prompt. P has
+    stood still since before D asked, so it has never said that it holds the lease."""
     service, key = cluster.recompute, "metrics-retry"
     d = service.decode_client
     _, before = meet(service, prompt(TOKENS, "they meet before the kill"))
@@ -248,10 +338,40 @@ def test_a_request_that_is_tried_again(cluster: OnePrefillTwoDecode) -> None:
         cluster.prefill.pause()
         answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
         cluster.traces.request_in(key, "reading")
-        assert Page.of(d)[c.RETRIES] == before[c.RETRIES]
+        page = wait_for(lambda: found if (found := Page.of(d))[c.REQUESTS, "reading"] else None, "a request that reads")
+        assert page[c.REQUESTS, "reading"] == 1
+        assert (page[c.RETRIES], page[c.READS_FAILED]) == (before[c.RETRIES], before[c.READS_FAILED])
         cluster.prefill.kill()
         assert answer.result().ok
-    states = cluster.traces.ended_request(key).states
-    assert states == ("pending_handshake", "reading", "draining", "pending_handshake", "failed")
+    request = cluster.traces.ended_request(key)
+    assert request.states == ("pending_handshake", "reading", "draining", "pending_handshake", "failed")
     assert_nothing_is_open(d)
-    assert Page.of(d)[c.RETRIES] - before[c.RETRIES] == 1
+    inside = assert_states_agree(d)
+    assert not {key for key in inside if key[0] == "request"}
+
+    found = grown(before, d)
+    assert found.pop((c.LOCAL_PREFILLS.name, ("absent",))) >= 1  # the steps
+    assert found.pop((f"{c.HANDSHAKE_SECONDS.name}_count", ("failed",))) >= 1
+    holds = {key: found.pop(key) for key in list(found) if key[1][:1] == ("hold",)}
+    assert holds[c.TRANSITIONS.name, ("hold", "wanted", "none")] == 1
+    assert (c.TRANSITIONS.name, ("hold", "held", "none")) not in holds
+    lost = next(record.reason for record in request.records if record.to_state == "draining")
+    handshakes = growth_of(found, c.HANDSHAKES_FAILED)
+    assert handshakes >= 1
+    assert found == expected(
+        {
+            c.RETRIES: 1,
+            c.READS_FAILED: 1,
+            c.HANDSHAKES_FAILED: handshakes,
+            c.BUILTIN[4]: 1 + handshakes,
+            (c.FAILED_BY_KIND, request.reason): 1,
+            (c.KV_WAIT_SECONDS, "failed"): 1,
+            (c.TRANSITIONS, "request", "pending_handshake", "none"): 2,
+            (c.TRANSITIONS, "request", "reading", "none"): 1,
+            (c.TRANSITIONS, "request", "draining", lost): 1,
+            (c.TRANSITIONS, "request", "failed", request.reason): 1,
+            (c.STATE_SECONDS, "request", "pending_handshake"): 2,
+            (c.STATE_SECONDS, "request", "reading"): 1,
+            (c.STATE_SECONDS, "request", "draining"): 1,
+        }
+    )
