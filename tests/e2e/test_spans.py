@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,14 @@ PARTS = ["arrival", "held", "peer", "read", "proof", "drain", "landing", "report
 
 _log = logging.getLogger(__name__)
 
-EXPLAINED_MIN = 0.8
-"""Of the time to the first token, in the median; on an idle machine it is more than 0.95."""
+LONG_TOKENS = 3500
+"""Of the prompts whose time is explained. What no span has is the same for all: the way from D's scheduler back to its
+front end, a millisecond."""
+EXPLAINED_MIN = 0.95
+"""Of all the time that the requests have waited for their first tokens."""
+EXPLAINED_MEDIAN_MIN = 0.9
+"""The same of one request, in the median, where they come one by one too: on an idle machine it is more than 0.95, and
+on a busy one a front end that waits for the processor for a millisecond costs 0.03."""
 
 
 class Traced:
@@ -44,7 +51,7 @@ class Traced:
         common: dict[str, Any] = {
             "model": tiny_llama(),
             "logs": directory,
-            "context_tokens": 1024,
+            "context_tokens": 4096,
             "arguments": ("--otlp-traces-endpoint", self.collector.endpoint),
             "environment": {
                 "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.collector.protocol,
@@ -58,14 +65,14 @@ class Traced:
         )
         self.service = PrefillDecode(self.prefill, self.decode)
 
-    def decoded(self, key: str, params: Any) -> Asked:
+    def decoded(self, key: str, params: Any, tokens: int = TOKENS) -> Asked:
         """D's answer, asked for below a span of ours."""
         trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
         response = httpx.post(
             f"http://{LOOPBACK}:{self.decode.options.http_port}/v1/completions",
             json={
                 "model": "tiny",
-                "prompt": prompt(TOKENS, key),
+                "prompt": prompt(tokens, key),
                 "max_tokens": ANSWER_TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
@@ -76,8 +83,8 @@ class Traced:
         )
         return Asked(response.status_code, trace_id, span_id)
 
-    def ask(self, key: str) -> Asked:
-        return self.decoded(key, self.service.prefill(prompt(TOKENS, key), key).kv_transfer_params)
+    def ask(self, key: str, tokens: int = TOKENS) -> Asked:
+        return self.decoded(key, self.service.prefill(prompt(tokens, key), key).kv_transfer_params, tokens)
 
     def spans_of(self, asked: Asked) -> Spans:
         """Those of D that belong to this call, once all have come."""
@@ -118,12 +125,16 @@ class Spans:
     parts: list[ReceivedSpan]
 
     @property
-    def explained(self) -> float:
-        """Share of D's time to the first token, as vLLM's span has it, that lies in parts of ours."""
+    def to_first_seconds(self) -> float:
+        """D's time to the first token, as vLLM's span has it."""
+        return float(self.vllm.attributes["gen_ai.latency.time_to_first_token"])
+
+    @property
+    def explained_seconds(self) -> float:
+        """How much of it lies in parts of ours."""
         begin_ns = self.vllm.start_ns
-        end_ns = begin_ns + self.vllm.attributes["gen_ai.latency.time_to_first_token"] * 1e9
-        inside = sum(max(0, min(part.end_ns, end_ns) - max(part.start_ns, begin_ns)) for part in self.parts)
-        return float(inside / (end_ns - begin_ns))
+        end_ns = begin_ns + self.to_first_seconds * 1e9
+        return sum(max(0, min(part.end_ns, end_ns) - max(part.start_ns, begin_ns)) for part in self.parts) / 1e9
 
 
 @pytest.fixture
@@ -162,27 +173,33 @@ def test_a_request_that_fails_has_its_kind_as_the_error(traced: Traced) -> None:
 def test_the_spans_explain_the_time_to_the_first_token(traced: Traced) -> None:
     """One after another, and many at once, so that some wait in the queue."""
     traced.spans_of(traced.ask("warm-up"))
-    one_by_one = [traced.ask(f"alone-{number}") for number in range(12)]
+    ask = partial(traced.ask, tokens=LONG_TOKENS)
+    one_by_one = [ask(f"alone-{number}") for number in range(12)]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(traced.ask, [f"together-{number}" for number in range(16)]))
+        together = list(pool.map(ask, [f"together-{number}" for number in range(16)]))
+    explained_seconds = to_first_seconds = 0.0
     started = time.monotonic()
     for how, asked in (("one by one", one_by_one), ("together", together)):
         found = [traced.spans_of(each) for each in asked]
-        explained = sorted(each.explained for each in found)
+        shares = sorted(each.explained_seconds / each.to_first_seconds for each in found)
+        explained_seconds += sum(each.explained_seconds for each in found)
+        to_first_seconds += sum(each.to_first_seconds for each in found)
         seconds = {
             name: 1e3
             * statistics.median(each.root.attributes.get(f"kv_transfer.latency.{name}", 0.0) for each in found)
             for name in PARTS
         }
         shown = ", ".join(f"{name} {value:.2f} ms" for name, value in seconds.items())
-        to_first = statistics.median(each.vllm.attributes["gen_ai.latency.time_to_first_token"] for each in found)
+        to_first = statistics.median(each.to_first_seconds for each in found)
         _log.info(
             "%s: of %.1f ms to the first token, explained: median %.4f, least %.4f; medians: %s",
             how,
             1e3 * to_first,
-            statistics.median(explained),
-            explained[0],
+            statistics.median(shares),
+            shares[0],
             shown,
         )
-        assert statistics.median(explained) >= EXPLAINED_MIN
+        assert statistics.median(shares) >= EXPLAINED_MEDIAN_MIN
+    _log.info("of all %.2f s, explained: %.4f", to_first_seconds, explained_seconds / to_first_seconds)
+    assert explained_seconds >= EXPLAINED_MIN * to_first_seconds
     assert time.monotonic() - started < 60
