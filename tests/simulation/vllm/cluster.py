@@ -40,6 +40,7 @@ PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
 ANSWER_TOKENS_MAX = 56
 FORGED_SHARE = 0.1
 MISTAKEN_SHARE = 0.08
+STOP_SHARE = 0.3
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
@@ -95,6 +96,7 @@ class VllmCluster(Cluster):
         # With draws of their own.
         self._forgeries = generator(plan.seed, "forgeries")
         self._mistakes = generator(plan.seed, "prompts of others")
+        self._stops = generator(plan.seed, "stop tokens")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _circumstances(self) -> list[str]:
@@ -154,7 +156,7 @@ class VllmCluster(Cluster):
 
     def _draw_next_prompt(self, answered: Ask) -> tuple[int, ...]:
         chance = self._chance
-        so_far = (*answered.sequence.prompt, *answered.sequence.answer)
+        so_far = (*answered.sequence.prompt, *answered.answer)
         if chance.random() < 0.2:
             return so_far[: chance.randint(1, len(so_far))]
         return so_far + _tokens(chance, chance.randint(1, BLOCK_TOKENS))
@@ -247,14 +249,23 @@ class VllmCluster(Cluster):
         stormy = self._faults.hits(Kind.ABORT, decode.name) is not None
         leaves = stormy or self._chance.random() < 0.08
         max_tokens = self._chance.randint(1, ANSWER_TOKENS_MAX)
+        answered = sequence(prompt, max_tokens)
         return Ask(
             request_id=request_id,
-            sequence=sequence(prompt, max_tokens),
+            sequence=answered,
             max_tokens=max_tokens,
+            stops_after=self._draw_stop(answered.answer),
             params=params,
             abort_in=self._chance.choice(ABORTS_IN_DECODE) if leaves else None,
             may_fail=may_fail,
         )
+
+    def _draw_stop(self, answer: list[int]) -> int | None:
+        if not self._knobs.stops or self._stops.random() >= STOP_SHARE:
+            return None
+        tokens = self._stops.randint(1, len(answer))
+        # It stops at the first token of that kind.
+        return answer.index(answer[tokens - 1]) + 1
 
     async def _wait(self, decode: VllmEngine, ask: Ask) -> None:
         """Until the request has ended; a few clients lose their patience."""

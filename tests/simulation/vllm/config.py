@@ -48,6 +48,8 @@ class Knobs:
     Attributes:
         recomputes: policy for a failed load: compute the prompt here, or fail the request.
         overlaps: asynchronous scheduling: a step is scheduled while the one before it is computed.
+        stops: some answers end by a token that the client has named. Where steps overlap one more is under way then,
+            which writes beyond the end; an end by length is seen to come.
         collects_early: the connector is called when the forward pass is launched, as on an accelerator, instead of
             when it is over.
         splits_roles: P is a producer and D a consumer only; otherwise both are both.
@@ -66,6 +68,7 @@ class Knobs:
 
     recomputes: bool
     overlaps: bool
+    stops: bool
     collects_early: bool
     splits_roles: bool
     prefill_blocks: int
@@ -99,6 +102,7 @@ def draw_knobs(seed: int) -> Knobs:
     return Knobs(
         recomputes=seed % 2 == 0,
         overlaps=seed // 2 % 2 == 1,
+        stops=seed // 2 % 2 == 1 and generator(seed, "end by tokens").random() < 0.5,
         collects_early=chance.random() < 0.5,
         splits_roles=chance.random() < 0.5,
         prefill_blocks=chance.randint(20, 48),

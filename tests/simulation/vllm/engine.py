@@ -612,10 +612,13 @@ class VllmEngine:
 
 def _request(ask: Ask, hash_block_tokens: int) -> Request:
     extra = None if ask.params is None else {"kv_transfer_params": ask.params}
+    sampling = SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, extra_args=extra)
+    if ask.stops_after is not None:
+        sampling.stop_token_ids = ask.answer[-1:]
     return Request(
         request_id=ask.request_id,
         prompt_token_ids=[*ask.sequence.prompt, *ask.left_to_decode],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, extra_args=extra),
+        sampling_params=sampling,
         pooling_params=None,
         arrival_time=trio.current_time(),
         block_hasher=block_hasher(hash_block_tokens, MAX_MODEL_TOKENS),

@@ -39,6 +39,8 @@ class Ask:
         sequence: the tokens that this engine computes, and what it has to answer.
         left_to_decode: the end of the prompt, which it gets as well and does not compute: P leaves it to D.
         max_tokens: asked for; P says one token, whatever that is, where it leaves some to D.
+        stops_after: so many tokens of the answer, the last of which the client has named as one to stop at; None: the
+            answer ends by its length.
         params: kv_transfer_params.
         abort_in: status of the request, as vLLM names it or LOADED, in which the client leaves; None: it stays.
         may_fail: the load may fail although no fault touches it, because the parameters are damaged or were used.
@@ -50,6 +52,7 @@ class Ask:
     sequence: Sequence
     max_tokens: int
     left_to_decode: tuple[int, ...] = ()
+    stops_after: int | None = None
     params: dict[str, Any] | None
     abort_in: str | None = None
     may_fail: bool = False
@@ -62,6 +65,11 @@ class Ask:
     @property
     def prompt_tokens(self) -> int:
         return len(self.sequence.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        """What the client has to hear."""
+        return self.sequence.answer[: self.stops_after]
 
 
 class Requests:
@@ -104,7 +112,7 @@ class Requests:
     def tell(self, ask: Ask, tokens: Iterable[int]) -> None:
         """The engine has said something."""
         ask.tokens.extend(tokens)
-        if ask.tokens != ask.sequence.answer[: len(ask.tokens)] and ask.request_id not in self._wrong:
+        if ask.tokens != ask.answer[: len(ask.tokens)] and ask.request_id not in self._wrong:
             self._oracles.complain("answer", f"{ask.request_id} is told {ask.tokens}")
 
     def end(self, ask: Ask, finish: str) -> None:
@@ -119,9 +127,10 @@ class Requests:
         if must_fail != (finish == "error"):
             failed = "failed" if ask.has_failed_load else "did not fail"
             self._oracles.complain("answer", f"{ask.request_id} ended with {finish}, and its load {failed}")
-        elif finish == "length":
-            if len(ask.tokens) != len(ask.sequence.answer):
-                wanted = len(ask.sequence.answer)
+        elif finish == ("length" if ask.stops_after is None else "stop"):
+            self.cover("stopped", ask.stops_after is not None)
+            if len(ask.tokens) != len(ask.answer):
+                wanted = len(ask.answer)
                 self._oracles.complain("answer", f"{ask.request_id} has {len(ask.tokens)} tokens instead of {wanted}")
         elif finish != "error":
             self._oracles.complain("answer", f"{ask.request_id} ended with {finish}")
