@@ -31,6 +31,12 @@ MUTANTS = (
         place=ByTest(f"{SIGNATURES}::test_a_wrong_signature_is_refused_even_where_none_is_needed"),
     ),
     Mutant(
+        name="connected to where a router says",
+        broken="one host is compared with the signature, and the one that the router has written is connected to",
+        changes=(Edit(params.require_genuine, "replace(unsigned, signature=remote.signature)", "replace(remote)"),),
+        place=ByTest(f"{SIGNATURES}::test_d_connects_to_the_host_that_was_signed"),
+    ),
+    Mutant(
         name="the direction is not signed",
         broken="what D gives out for P counts as what P gives out for D",
         changes=(Edit(signatures._digest, "_LENDS_BACK if lends_back else _LENDS", "_LENDS"),),
