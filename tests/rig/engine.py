@@ -161,18 +161,18 @@ class EngineRig:
 
     def freeze(self) -> None:
         """SIGSTOP: nothing of the process runs, its sockets stay open."""
-        os.kill(self._pid, signal.SIGSTOP)
+        os.kill(self.process_id, signal.SIGSTOP)
         self._frozen = True
 
     def thaw(self) -> None:
         """Undo `freeze`; nothing when the process has ended meanwhile."""
         if self._frozen:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGCONT)
+                os.kill(self.process_id, signal.SIGCONT)
             self._frozen = False
 
     @property
-    def _pid(self) -> int:
+    def process_id(self) -> int:
         assert self._process.pid is not None, "the engine was not started"
         return self._process.pid
 
