@@ -70,7 +70,7 @@ def placement(vllm_config: VllmConfig) -> Placement:
     prefills_split_tokens = _prefills_split_tokens(parallel)
     return Placement(
         rank=RankId(pp_rank, pcp_rank if prefills_split_tokens else tp_rank),
-        size=_ranks_of_stage(parallel),
+        size=pcp_size if prefills_split_tokens else tp_size,
         tp_rank=tp_rank,
         tp_size=tp_size,
         dcp_size=dcp_size,

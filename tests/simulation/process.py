@@ -281,8 +281,9 @@ class Rank:
 
     def write(self, *records: TransitionRecord) -> None:
         if not self.is_dead:
-            self._around.trace.extend(records)
-            self._around.moments.extend([trio.current_time()] * len(records))
+            for record in records:
+                self._around.trace.append(record)
+                self._around.moments.append(trio.current_time())
 
     def close(self) -> None:
         """The sink of the trace has nothing to close."""

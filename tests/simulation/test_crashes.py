@@ -51,7 +51,6 @@ NOT_CALLED = {
     "nixl agent_name": "no call",
     "nixl agent_metadata": "no call",
     "nixl set_event_callback": "at the start",
-    "nixl counts": "nobody calls it but tests",
     "side channel public_key": "no call",
     "side channel listen": "at the start",
     "requester reached": "no call",

@@ -65,5 +65,10 @@ def test_where_all_are_there_nothing_is_said(
 
 
 def test_the_tests_that_are_named_exist_and_skip() -> None:
+    root = Path(programs.__file__).parents[1]
     for each in programs.programs():
-        assert "skipif" in (Path(programs.__file__).parents[1] / each.tests).read_text()
+        for named in each.tests:
+            text = (root / named).read_text()
+            # The fixture `page` skips, or the test itself.
+            assert "(page: Browser" in text or "skipif" in text, named
+    assert 'pytest.skip(f"no browser' in (root / "tests/unit/conftest.py").read_text()

@@ -104,7 +104,7 @@ def test_the_engine_id_is_written_anew_and_is_one_that_this_connector_takes(set_
     assert config["engine_id"] == f"mine-{host}-{port}"
     del os.environ[PORT], os.environ[HOST]
     config, port, host = set_up()
-    assert re.fullmatch(rf"[A-Za-z]+-{re.escape(host)}-{port}", config["engine_id"])
+    assert re.fullmatch(rf"[A-Za-z0-9]+-{re.escape(host)}-{port}", config["engine_id"])
     params = {"remote_engine_id": config["engine_id"], "remote_request_id": "r", "remote_host": host}
     params |= {"remote_port": int(port), "remote_block_ids": [[1]], "tp_size": 1}
     assert parse_remote_prefill(params).engine_id == config["engine_id"]
