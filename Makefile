@@ -32,7 +32,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
-         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py
+         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py tests/e2e/test_spans.py
 SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
