@@ -38,9 +38,9 @@ log, `ps` and `drain` do not need one.
 
 An engine that vLLM shuts down without a drain (step 4 alone) cannot wait for anybody: the executor kills workers that
 take longer than VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, 5 by default, and those of an engine core that was killed have
-nobody left who would end them, and hold the device's memory meanwhile. Its workers tell their decode
-engines all the same, in the connector's `shutdown` and with no grace period: it is they who have the connections, and
-the listener's thread could not tell them any more, because they end before the scheduler does.
+nobody left who would end them, and hold the device's memory meanwhile. Its workers tell their decode engines all the
+same, in the connector's `shutdown` and with no grace period: it is they who have the connections, and the listener's
+thread could not tell them any more, because they end before the scheduler does.
 
 A built-in decode engine cannot be told. It reads what is lent, and takes the end of the process for a failure.
 """
