@@ -48,12 +48,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 def ranks_of(parallel: ParallelConfig) -> int:
     """Ranks of all stages of one engine that hold different parts: one more than the highest `Placement.number`."""
-    return int(parallel.pipeline_parallel_size * _ranks_of_stage(parallel))
-
-
-def _ranks_of_stage(parallel: ParallelConfig) -> int:
     split = _prefills_split_tokens(parallel)
-    return int(parallel.prefill_context_parallel_size if split else parallel.tensor_parallel_size)
+    of_a_stage = parallel.prefill_context_parallel_size if split else parallel.tensor_parallel_size
+    return int(parallel.pipeline_parallel_size * of_a_stage)
 
 
 def _prefills_split_tokens(parallel: ParallelConfig) -> bool:
