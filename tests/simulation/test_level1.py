@@ -1,4 +1,4 @@
-"""Level 1 over a few dozen seeds, its determinism, its coverage of the tables, and oracles that do complain.
+"""Level 1 over a few dozen seeds, plans that once failed, its determinism, its coverage, and oracles that do complain.
 
 A seed that fails here is replayed by `python -m tests.simulation --level 1 --seed N`. What is broken on purpose is a
 handler of a table or a rule of a core; each must be noticed by the oracle that is there for it.
@@ -25,6 +25,7 @@ from statemachine.failures import AbortedByClient, Quarantined
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, Pair, to
 from statemachine.lending import AnswerHold, Lending
 from statemachine.remote_engine import ReadEnded, RemoteEngine, Report, SendRelease
+from tests.simulation.__main__ import read_plan
 from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import LEVEL1_KINDS, Fault, Kind, Plan, draw_plan
 from tests.simulation.level1.clock import SLEW_PPB_MAX, DriftingClock
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 30
 """`make simulate-fresh` runs others at every time, `make simulate` as many as wanted."""
 SEEDS_OF_A_MUTANT = 40
+REGRESSIONS = sorted((Path(__file__).parent / "level1" / "regressions").glob("*.json"))
 
 
 def fault(kind: Kind, target: str, at: float, seconds: float, probability: float = 1.0) -> Fault:
@@ -62,6 +64,11 @@ def transitions_of(seed: int) -> frozenset[tuple[str, str, str]]:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_seed(seed: int) -> None:
     assert transitions_of(seed)
+
+
+@pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
+def test_regression(path: Path) -> None:
+    assert simulate(read_plan(path)).violations == []
 
 
 def test_without_faults_every_request_is_served() -> None:

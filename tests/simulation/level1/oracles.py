@@ -184,7 +184,10 @@ class Oracles:
     def _check_over(self, pull: Pull, failure: LeaseOver) -> None:
         prompt = pull.prompt
         if prompt.engine.is_builtin:
-            latest_ns = pull.heard_ns + (self._engine.lease_ns - self._engine.margin_ns) * 12 // 13
+            heard_ns = min(
+                each.heard_ns for each in prompt.pulls if each.decode == pull.decode and each.is_lost == pull.is_lost
+            )
+            latest_ns = heard_ns + (self._engine.lease_ns - self._engine.margin_ns) * 12 // 13
             # Of a built-in engine that came back nobody can tell which process lent what.
             has_restarted = failure.why == RESTARTED and prompt.engine.lives > 1
             is_over = prompt.life.is_dead or has_restarted or self._heap.now_ns >= latest_ns
