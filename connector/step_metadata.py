@@ -36,7 +36,8 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     """One rank's part of the handshake payload, on its way from the worker to the scheduler process.
 
     The scheduler process adds the name of its life and serves it. The metadata is bytes already, so that peers get what
-    the worker made. The other fields are those of `wire.handshake.ActorExtension`.
+    the worker made. `leave_secret` is for the scheduler process alone (`wire.administration.Leave`). The other fields
+    are those of `wire.handshake.ActorExtension`.
     """
 
     compatibility_hash: str
@@ -48,6 +49,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     pp_rank: int
     control_host: str
     control_port: int
+    leave_secret: bytes = field(repr=False)
     control_key: str | None = None
     identity: KvIdentity | None = None
     verify: str = "off"

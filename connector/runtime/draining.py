@@ -43,12 +43,23 @@ class Lent(NamedTuple):
     not_lent: int
 
 
+class OwnWorker(NamedTuple):
+    """Where a worker of this engine takes messages.
+
+    `key`: the public one of that socket, if it has one. `leave_secret`: shows the worker that its own engine tells it.
+    """
+
+    host: str
+    port: int
+    key: str | None
+    leave_secret: bytes
+
+
 class EngineDraining:
     """See the module's docstring. All but `value` belongs to the trio thread.
 
     Args:
         side_channel: to the workers; closed by `close`.
-        workers: host, port and public key of each worker's control socket.
         grace_ns: of the grace period, unless `ask` says otherwise.
         count: what is lent now. Called in this thread.
         on_change: called when the state has changed.
@@ -60,7 +71,7 @@ class EngineDraining:
         self,
         *,
         side_channel: SideChannel,
-        workers: Sequence[tuple[str, int, str | None]],
+        workers: Sequence[OwnWorker],
         clock: Clock,
         grace_ns: int,
         lease_ns: int,
@@ -112,10 +123,11 @@ class EngineDraining:
                 await trio.sleep(COUNT_SECONDS)
 
     async def _tell(self, number: int) -> None:
-        host, port, key = self._workers[number]
+        host, port, key, secret = self._workers[number]
         try:
             with trio.fail_after(TELL_SECONDS), closing(await self._side_channel.open_link(host, port, key)) as link:
-                link.send(encode_leave(Leave(grace_ns=max(0, self.value.ends_ns - self._clock.now_ns()))))
+                grace_ns = max(0, self.value.ends_ns - self._clock.now_ns())
+                link.send(encode_leave(Leave(grace_ns=grace_ns, secret=secret)))
                 decode_leave_taken(await link.receive())
         except (trio.TooSlowError, SideChannelError, BadFrame, DecodeFailed) as error:
             detail = str(error) or f"no answer within {TELL_SECONDS:g} s"

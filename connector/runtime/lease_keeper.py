@@ -19,6 +19,7 @@ A bug costs the one message that it occurs with, or the one effect. It is logged
 
 from __future__ import annotations
 
+import hmac
 import math
 from collections.abc import Callable
 from functools import partial
@@ -103,6 +104,7 @@ class LeaseKeeper:
         log_crash: Callable[[str, BaseException], None],
         watch_notifications: Callable[[bool], None],
         control: Listener | None,
+        leave_secret: bytes,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
         meet: Callable[[Meet], MeetReport] = lambda message: MeetReport(rows=()),
@@ -118,6 +120,7 @@ class LeaseKeeper:
         self._log_crash = log_crash
         self._watch_notifications = watch_notifications
         self._control = control
+        self._leave_secret = leave_secret
         self._inbox: Mailbox[Event | NotificationReceived] = Mailbox()
         # How many of those in the inbox are notifications.
         self._notifications_waiting = 0
@@ -202,9 +205,16 @@ class LeaseKeeper:
                 case Meet(places=places):
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(places))
                     self._answer(asked.reply_address, self._meet(message))
-                case Leave():
-                    control.charge(asked.reply_address, MESSAGE_UNITS)
-                    self._inbox.put(_control_event(message, asked.reply_address))
+                case Leave(secret=secret):
+                    is_ours = hmac.compare_digest(secret, self._leave_secret)
+                    control.charge(
+                        asked.reply_address, MESSAGE_UNITS if is_ours else MALFORMED_UNITS, understood=is_ours
+                    )
+                    if is_ours:
+                        self._inbox.put(_control_event(message, asked.reply_address))
+                    else:
+                        detail = "it asks this worker to leave, and does not come from its engine"
+                        self._log_failure("control socket", MessageMalformed(sender="a stranger", detail=detail))
                 case _:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
                     self._inbox.put(_control_event(message, asked.reply_address))

@@ -16,7 +16,7 @@ from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import PortUnavailable, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.runtime.draining import EngineDraining, Lent
+from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import HandshakeMetadata
@@ -117,7 +117,10 @@ class ListenerThread:
             look_again=self._look_again,
             draining=EngineDraining(
                 side_channel=ZmqSideChannel(self._workers_access),
-                workers=[(each.control_host, each.control_port, each.control_key) for each in self._ranks.values()],
+                workers=[
+                    OwnWorker(each.control_host, each.control_port, each.control_key, each.leave_secret)
+                    for each in self._ranks.values()
+                ],
                 clock=self._clock,
                 grace_ns=self._grace_ns,
                 lease_ns=self.draining.lease_ns,

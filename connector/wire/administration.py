@@ -11,7 +11,8 @@ control sockets (`connector/scheduler/draining.py`). The third goes to the contr
 engine, and may be repeated as well. One msgpack map in one frame each. Only an engine whose handshake says
 `administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
 
-Whoever reaches the sockets of an engine can send them, as whoever reaches them can read KV.
+Whoever reaches the sockets of an engine can send the first and the third, as whoever reaches them can read KV. The
+second has a secret in it, which a worker makes when it starts and vLLM carries to the scheduler process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ADMINISTRATION_VERSION = 1
 _DRAIN_ENGINE = b"drain_engine"
 REPORT_BYTES_MAX = 1 << 16
 
+LEAVE_SECRET_BYTES = 16
+
 MEET_PLACES_MAX = 64
 """Of one message."""
 
@@ -37,9 +40,14 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The engine is to end: its leases are renewed for `grace_ns` at most, and its decode engines are told."""
+    """The engine is to end: its leases are renewed for `grace_ns` at most, and its decode engines are told.
+
+    `secret`: of the worker that it is sent to; only the processes of its engine know it. A worker that left alone would
+    lose what its engine goes on to lend.
+    """
 
     grace_ns: _Count
+    secret: Annotated[bytes, Meta(min_length=LEAVE_SECRET_BYTES, max_length=LEAVE_SECRET_BYTES)]
 
 
 class LeaveTaken(msgspec.Struct, frozen=True, kw_only=True, tag="leave_taken"):

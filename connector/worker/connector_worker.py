@@ -9,6 +9,7 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.wire.administration import LEAVE_SECRET_BYTES
 from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
@@ -247,6 +249,7 @@ class ConnectorWorker:
         side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
         port = control_port(self._vllm_config, self._options, rank_number)
         control_host, control = open_control_socket(side_channel, log_failure, port)
+        leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
@@ -257,6 +260,7 @@ class ConnectorWorker:
             pp_rank=layout.pp_rank,
             control_host=control_host,
             control_port=control.port,
+            leave_secret=leave_secret,
             control_key=side_channel.public_key,
             identity=registration.identity,
             verify=self._options.verify,
@@ -267,6 +271,7 @@ class ConnectorWorker:
             nixl_port=nixl_port,
             side_channel=side_channel,
             control=control,
+            leave_secret=leave_secret,
             clock=clock,
             recorder=Recorder(
                 engine_id=layout.engine_id,

@@ -53,7 +53,7 @@ from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.rig import sums
-from tests.rig.facts import payload_of
+from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.rig.sums import with_sums
@@ -426,6 +426,7 @@ def _rank(
         nixl_port=port,
         side_channel=side_channel,
         control=control,
+        leave_secret=LEAVE_SECRET,
         clock=clock,
         recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="kv_both", clock=clock, sink=trace),
         emit=outcomes.tell,

@@ -25,6 +25,7 @@ from connector.wire.administration import (
 from statemachine.failures import PeerLeaving
 from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_pull import run
+from tests.rig.facts import LEAVE_SECRET
 from tests.rig.network import free_port
 
 LIVES = 5
@@ -35,7 +36,7 @@ async def leave(p: Engine, grace_seconds: float = 60.0) -> LeaveTaken:
     channel = ZmqSideChannel()
     try:
         with closing(await channel.open_link(HOST, p.control.port)) as link:
-            link.send(encode_leave(Leave(grace_ns=round(grace_seconds * 1e9))))
+            link.send(encode_leave(Leave(grace_ns=round(grace_seconds * 1e9), secret=LEAVE_SECRET)))
             return decode_leave_taken(await link.receive())
     finally:
         channel.close()

@@ -10,6 +10,7 @@ from connector.scheduler import listener_thread
 from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata
 from connector.wire.handshake import encode_request
+from tests.rig.facts import LEAVE_SECRET
 from tests.rig.listener import make_listener_thread
 from tests.rig.network import free_port
 
@@ -26,6 +27,7 @@ def serve(port: int) -> ListenerThread:
         pp_rank=0,
         control_host="127.0.0.1",
         control_port=1,
+        leave_secret=LEAVE_SECRET,
     )
     return make_listener_thread("127.0.0.1", port, {(0, 0): metadata})
 

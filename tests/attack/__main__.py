@@ -88,6 +88,11 @@ def main() -> int:
             print(line(row(outcome)), flush=True)
             if outcome.tally.problem:
                 print(f"{name}: {outcome.tally.problem}")
+            for problem in (*outcome.during.problems, *outcome.handshakes.problems):
+                print(f"{name}: {problem}")
+            if outcome.during.failed:
+                print("what the decode engine's log says:")
+                print(made.decode.log_path.read_text()[-LOG_SHOWN:])
         log = made.prefill.log_path.read_text()
         crashes = log.count("Traceback")
         print(f"log of the prefill engine: {len(log.splitlines())} lines, {crashes} tracebacks")

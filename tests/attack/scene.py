@@ -34,7 +34,12 @@ class Pulls:
 
     seconds: list[float] = field(default_factory=list)
     """From the prompt's arrival at D until it was answered there; the prefill is not in it."""
-    failed: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Of each that failed: how."""
+
+    @property
+    def failed(self) -> int:
+        return len(self.problems)
 
     @property
     def median(self) -> float:
@@ -89,8 +94,10 @@ class Scene:
             params = self.prefill.prefill(name, tokens)
             outcome = self.decode.decode(name, tokens, params)
             pulls.seconds.append((outcome.ended_ns - outcome.submitted_ns) / 1e9)
-            is_right = outcome.received and not outcome.mismatched_pages
-            pulls.failed += not (is_right and outcome.output_token_ids == expected_output(tokens, 1))
+            if not outcome.received:
+                pulls.problems.append(f"{name} was not loaded, {outcome.finish}")
+            elif outcome.mismatched_pages or outcome.output_token_ids != expected_output(tokens, 1):
+                pulls.problems.append(f"{name} has foreign KV on {outcome.mismatched_pages} pages")
 
     def handshake(self, handshakes: Pulls, timeout_seconds: float = 5.0) -> None:
         """As a decode engine that has just started does it."""
@@ -102,8 +109,8 @@ class Scene:
                 with trio.fail_after(timeout_seconds):
                     decode_advertisement(await channel.connect(*self.side_channel).ask([encode_request(0, 0)]))
                 handshakes.seconds.append(time.monotonic() - began)
-            except Exception:
-                handshakes.failed += 1
+            except Exception as error:
+                handshakes.problems.append(f"a newcomer's handshake: {error!r}")
             finally:
                 channel.close()
 

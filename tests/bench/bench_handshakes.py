@@ -73,7 +73,7 @@ from connector.worker.switch_interval import SwitchInterval
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.bench.source import other_process, tell
-from tests.rig.facts import payload_of
+from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes
 
 HOST = "127.0.0.1"
@@ -309,6 +309,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             nixl_port=port,
             side_channel=side_channel,
             control=side_channel.listen(HOST, 0),
+            leave_secret=LEAVE_SECRET,
             clock=clock,
             recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
             emit=lambda outcome: None,

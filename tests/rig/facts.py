@@ -10,6 +10,9 @@ from connector.wire.identity import KvIdentity
 from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 
+LEAVE_SECRET = b"of the same rank"
+"""In `wire.administration.Leave`, where a test needs no other."""
+
 
 def facts(
     *,

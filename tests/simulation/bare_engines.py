@@ -42,7 +42,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.wire.control import MESSAGE_BYTES_MAX
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
-from tests.rig.facts import payload_of
+from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda
@@ -140,6 +140,7 @@ class Rank:
             nixl_port=self.port,
             side_channel=side_channel,
             control=self._control,
+            leave_secret=LEAVE_SECRET,
             clock=doors.clock,
             recorder=Recorder(
                 engine_id=engine_id,

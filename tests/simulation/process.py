@@ -23,7 +23,7 @@ from connector.layout.local import LocalRank
 from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
-from connector.runtime.draining import EngineDraining, Lent
+from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -36,7 +36,7 @@ from statemachine.draining import State
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.rig import sums
-from tests.rig.facts import payload_of
+from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -218,6 +218,7 @@ class Rank:
             nixl_port=self.port,
             side_channel=side_channel,
             control=self.control,
+            leave_secret=LEAVE_SECRET,
             clock=clock,
             recorder=Recorder(
                 engine_id=process.engine_id,
@@ -381,7 +382,7 @@ class Process:
         if around.all_drain or around.faults.is_planned(Kind.DRAIN, engine.name):
             self.draining = EngineDraining(
                 side_channel=side_channel,
-                workers=[(rank.host, rank.control.port, None) for rank in self.ranks],
+                workers=[OwnWorker(rank.host, rank.control.port, None, LEAVE_SECRET) for rank in self.ranks],
                 clock=self.listener_clock,
                 grace_ns=to_ns(GRACE_LEASES * around.options.kv_lease_duration),
                 lease_ns=to_ns(around.options.kv_lease_duration),

@@ -49,6 +49,7 @@ from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, No
 from statemachine.kernel import Event
 from statemachine.lease import Lease, LeaseName, State
 from statemachine.trace import StepSeen, observer_of
+from tests.rig.facts import LEAVE_SECRET
 
 HOST = "127.0.0.1"
 LEASE_SECONDS = 9.0
@@ -93,6 +94,7 @@ class Rank:
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
             watch_notifications=self.is_watching.append,
             control=control,
+            leave_secret=LEAVE_SECRET,
             hear_engine=self._hear_engine,
         )
         self._core_step = self.keeper._core._step
@@ -535,7 +537,7 @@ def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> N
                 hold = Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,), hears_leaving=hears)
                 link.send(encode_request(hold))
                 assert isinstance(decode_answer(await link.receive()), HoldAnswer)
-            taken = decode_leave_taken(await decoder.ask_raw(encode_leave(Leave(grace_ns=7))))
+            taken = decode_leave_taken(await decoder.ask_raw(encode_leave(Leave(grace_ns=7, secret=LEAVE_SECRET))))
             assert taken == LeaveTaken(leases=1)
             assert decode_answer(await links[0].receive()) == Leaving(grace_ns=7)
             for link in links:
@@ -544,6 +546,22 @@ def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> N
             assert rank.keeper.leaves_ns is not None
         finally:
             channel.close()
+
+    run_over_zmq(test)
+
+
+def test_only_its_own_engine_has_a_worker_leave() -> None:
+    """A worker that left alone would end, at the end of each grace period, what its engine goes on to lend."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a")
+        with trio.move_on_after(0.2):
+            await decoder.ask_raw(encode_leave(Leave(grace_ns=7, secret=bytes(16))))
+        assert (await decoder.hold(lease)).held
+        assert rank.keeper.leaves_ns is None
+        [failure] = rank.failures
+        assert isinstance(failure, MessageMalformed)
+        assert "does not come from its engine" in failure.detail
 
     run_over_zmq(test)
 

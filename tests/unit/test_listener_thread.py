@@ -26,6 +26,7 @@ from connector.step_metadata import HandshakeMetadata
 from connector.wire.administration import Leave, LeaveTaken, encode_drain
 from connector.wire.control import decode_request, encode_answer
 from connector.wire.handshake import encode_request
+from tests.rig.facts import LEAVE_SECRET
 from tests.rig.listener import make_listener_thread
 from tests.rig.network import free_port
 
@@ -81,6 +82,7 @@ def metadata(control_host: str = "10.0.0.1", control_port: int = 40_000) -> Hand
         pp_rank=0,
         control_host=control_host,
         control_port=control_port,
+        leave_secret=LEAVE_SECRET,
     )
 
 

@@ -15,6 +15,7 @@ from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
 from connector.wire.inspection import INSPECTION_VERSION
 from statemachine.lease import LeaseName
+from tests.rig.facts import LEAVE_SECRET
 from tests.unit.hybrid_engine import HybridEngine, full
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -31,6 +32,7 @@ def test_a_rank_tells_its_facts_and_the_scheduler_adds_its_life() -> None:
         pp_rank=2,
         control_host="10.0.0.1",
         control_port=40_000,
+        leave_secret=LEAVE_SECRET,
     )
     assert metadata.extension("0" * 32) == ActorExtension(
         life="0" * 32,

@@ -50,7 +50,7 @@ ANSWER = HoldAnswer(
     sent_ns=5_000, held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),), gone=(GoneLease("HB:x", 0, "expired"),)
 )
 RELEASED = Released(leases=LEASES)
-LEAVE, LEAVING = Leave(grace_ns=5_000), Leaving(grace_ns=4_000)
+LEAVE, LEAVING = Leave(grace_ns=5_000, secret=bytes(range(16))), Leaving(grace_ns=4_000)
 MESSAGES = [HOLD, RELEASE, ANSWER, RELEASED, LEAVE, LEAVING]
 
 # The longest text in bytes: a character that is printable and takes four.
@@ -97,7 +97,7 @@ def test_what_is_on_the_wire() -> None:
         "hears_leaving": False,
     }
     assert _wire(LEAVING) == {"type": "leaving", "grace_ns": 4_000}
-    assert _wire(LEAVE) == {"type": "leave", "grace_ns": 5_000}
+    assert _wire(LEAVE) == {"type": "leave", "grace_ns": 5_000, "secret": bytes(range(16))}
     assert _wire(RELEASE) == {"type": "release", "engine_id": "decode", "rank": 3, "ranks": 2, "leases": leases}
     assert _wire(ANSWER) == {
         "type": "hold_answer",

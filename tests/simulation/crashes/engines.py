@@ -28,7 +28,7 @@ from connector.observe.log import EventLog, FailureLog, get_logger, log_crash
 from connector.observe.trace_log import JsonLinesSink
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, PeerAddress
-from connector.runtime.draining import EngineDraining, Lent
+from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.pace import PIECE_NS
 from connector.runtime.recorder import Recorder
@@ -43,7 +43,7 @@ from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import LandedBlocks
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import State
-from tests.rig.facts import payload_of
+from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -233,6 +233,7 @@ class Rank:
                 nixl_port=_NixlDoor(points, owner, "nixl", self.port),  # type: ignore[arg-type]
                 side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
                 control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
+                leave_secret=LEAVE_SECRET,
                 clock=clock,
                 recorder=Recorder(
                     engine_id=name,
@@ -313,7 +314,7 @@ class Engine:
         channel = FakeSideChannel(network, self.host)
         self.draining = EngineDraining(
             side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
-            workers=[(rank.host, rank.control.port, None) for rank in self.ranks],
+            workers=[OwnWorker(rank.host, rank.control.port, None, LEAVE_SECRET) for rank in self.ranks],
             clock=self.clock,
             grace_ns=to_ns(GRACE_SECONDS),
             lease_ns=to_ns(options.kv_lease_duration),
