@@ -12,14 +12,16 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.live import Address, EngineReport, Survey
+from connector.observe.ucx_devices import NETWORK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
@@ -31,6 +33,8 @@ CLOCK_SECONDS = 1.0
 reading of another machine is used."""
 
 UNSET = "(not set)"
+_OF_DEVICES = ("cuda", "rocm")
+"""What the names of UCX's transports for device memory begin with."""
 
 _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
@@ -48,15 +52,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
 
 
-def diagnose(found: Survey, named: Sequence[Address] = ()) -> list[Finding]:
-    """All findings, problems first. `named`: the addresses that were given, each as often as it was."""
+def diagnose(
+    found: Survey, named: Sequence[Address] = (), opened: Mapping[str, Opened] = MappingProxyType({})
+) -> list[Finding]:
+    """All findings, problems first.
+
+    Args:
+        named: the addresses that were given, each as often as it was.
+        opened: what UCX opens for the engines, by id, that run on the machine of who asks.
+    """
     answering = [engine for engine in found.engines if engine.answers]
     findings = [
         *_unanswered(found),
         *_addresses(found),
         *_named_twice(named),
         *_fit(found),
-        *_transports(answering),
+        *_transports(answering, opened),
         *_clocks(answering),
         *_leases(answering),
         *_versions(answering),
@@ -300,7 +311,7 @@ def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
             )
 
 
-def _transports(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -> Iterator[Finding]:
     for engine in engines:
         for facts in _facts(engine)[:1]:
             tls = facts.environment.get("UCX_TLS")
@@ -318,6 +329,7 @@ def _transports(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 ),
             )
             yield from _transports_of(engine, facts, tls, chosen)
+            yield from _opened(engine, facts, opened.get(_name(engine)))
     for one, other in combinations(engines, 2):
         first, second = _first_facts(one), _first_facts(other)
         if first is None or second is None:
@@ -338,7 +350,7 @@ def _transports(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 def _transports_of(engine: EngineReport, facts: EngineFacts, tls: str | None, chosen: str | None) -> Iterator[Finding]:
     names = _transport_names(tls)
-    if facts.memory_kind == "VRAM" and names and not any(each.startswith(("cuda", "rocm")) for each in names):
+    if facts.memory_kind == "VRAM" and names and not any(each.startswith(_OF_DEVICES) for each in names):
         yield Finding(
             level="problem",
             check="transports",
@@ -366,6 +378,66 @@ def _transports_of(engine: EngineReport, facts: EngineFacts, tls: str | None, ch
             what=f"{_name(engine)}: UCX_NET_DEVICES names {', '.join(missing)}, and {facts.host_name} has "
             f"{', '.join(facts.devices) or 'no RDMA device'}",
             advice="correct UCX_NET_DEVICES; in a container, give it the device",
+        )
+
+
+def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> Iterator[Finding]:
+    """What UCX says itself, where it could be asked."""
+    name, engines = _name(engine), (_name(engine),)
+    if "UCX" not in facts.backends:
+        return
+    if opened is None:
+        yield Finding(
+            level="note",
+            check="transports",
+            engines=engines,
+            what=f"{name}: what UCX opens can be seen on {facts.host_name} alone",
+            advice="run nixl-actor doctor there as well, in the engine's container if it has one",
+        )
+        return
+    if opened.complaints:
+        yield Finding(
+            level="problem" if opened.problem else "warning",
+            check="transports",
+            engines=engines,
+            what=f"{name}: UCX, told what this engine tells it, says: {'; '.join(opened.complaints)}",
+            advice="correct UCX_TLS and UCX_NET_DEVICES of the engine, or unset them",
+        )
+    if opened.problem:
+        if not opened.complaints:
+            what = f"{name}: UCX could not be asked what it opens: {opened.problem}"
+            yield Finding(level="note", check="transports", engines=engines, what=what)
+        return
+    listed = ", ".join(f"{each.name} ({' '.join(each.devices)})" for each in opened.transports)
+    yield Finding(
+        level="note", check="transports", engines=engines, what=f"{name}: UCX opens {listed or 'nothing that it names'}"
+    )
+    if facts.memory_kind == "VRAM" and not any(each.name.startswith(_OF_DEVICES) for each in opened.transports):
+        yield Finding(
+            level="problem",
+            check="transports",
+            engines=engines,
+            what=f"{name}: its KV cache is in device memory, and UCX opens no transport for it",
+            advice="see whether this NIXL is built for the device, and whether the process sees it",
+        )
+    network = opened.of_kind(NETWORK)
+    if opened.transports and not network:
+        yield Finding(
+            level="warning",
+            check="transports",
+            engines=engines,
+            what=f"{name}: UCX opens no network transport, so only engines on {facts.host_name} exchange KV with it",
+            advice="add rc (RDMA) or tcp to UCX_TLS, or unset it",
+        )
+    elif facts.devices and all(each.name == "tcp" for each in network):
+        yield Finding(
+            level="warning",
+            check="transports",
+            engines=engines,
+            what=f"{name}: UCX opens none of the RDMA devices {', '.join(facts.devices)}: KV travels over TCP between "
+            "machines",
+            advice="see whether the process may use them: /dev/infiniband in the container, and locked memory without "
+            "limit (ulimit -l)",
         )
 
 

@@ -250,6 +250,7 @@ def test_a_prefill_engine_that_is_dead(cluster: OnePrefillTwoDecode) -> None:
     assert doctor.status == 1
     assert "ConnectionRefused" in doctor.text
     assert "silent local prefill" in doctor.text
+    assert "UCX opens tcp" in doctor.text
     nobody = run("doctor", *engine_option(cluster.prefill), "--timeout", TIMEOUT_SECONDS)
     assert nobody.status == 2
 

@@ -10,6 +10,7 @@ import pytest
 
 from connector.observe.diagnosis import Finding, diagnose
 from connector.observe.live import Address, EngineReport, RankReport, Survey
+from connector.observe.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
@@ -232,6 +233,36 @@ def test_engines_without_a_transport_in_common() -> None:
     other = engine("pp", role="kv_producer", environment={"UCX_TLS": "tcp,rocm,self"})
     assert problems(one, other) == ["transports"]
     assert problems(one, engine("pp", role="kv_producer", environment={"UCX_TLS": "^tcp"})) == []
+
+
+TCP, RC = Transport("network", "tcp", ("eth0", "lo")), Transport("network", "rc_mlx5", ("mlx5_0:1",))
+SYSV, CUDA = Transport("intra-node", "sysv", ("memory",)), Transport("accelerator", "cuda_copy", ("cuda",))
+
+
+@pytest.mark.parametrize(
+    ("opened", "memory_kind", "level", "word"),
+    [
+        (Opened((TCP, RC, CUDA)), "VRAM", "note", "UCX opens tcp (eth0 lo), rc_mlx5 (mlx5_0:1), cuda_copy (cuda)"),
+        (Opened((TCP, CUDA)), "VRAM", "warning", "none of the RDMA devices mlx5_0"),
+        (Opened((TCP, RC)), "VRAM", "problem", "no transport for it"),
+        (Opened((SYSV,)), "DRAM", "warning", "no network transport"),
+        (Opened((TCP, RC), ("device 'x' is not available",)), "DRAM", "warning", "device 'x' is not available"),
+        (Opened((), ("no usable transports",), "NIXL_ERR_BACKEND"), "DRAM", "problem", "no usable transports"),
+        (Opened(problem="ModuleNotFoundError: nixl"), "DRAM", "note", "could not be asked"),
+        (None, "DRAM", "note", "on host-1 alone"),
+    ],
+)
+def test_what_ucx_opens(opened: Opened | None, memory_kind: str, level: str, word: str) -> None:
+    d = engine("d", memory_kind=memory_kind)
+    findings = diagnose(Survey([d]), opened={} if opened is None else {"d": opened})
+    found = [each for each in findings if each.check == "transports"]
+    assert any(each.level == level and word in each.what for each in found)
+    assert all(each.level == "note" or each.level == level for each in found)
+
+
+def test_nothing_is_said_of_ucx_where_it_is_not_used() -> None:
+    d = engine("d", backends=("LIBFABRIC",))
+    assert not any("opens" in each.what for each in diagnose(Survey([d])))
 
 
 def test_clocks_that_differ_by_more_than_the_answers_took() -> None:

@@ -150,12 +150,13 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
     """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
     from connector.observe.diagnosis import diagnose
     from connector.observe.live import Question, survey
+    from connector.observe.ucx_devices import opened_for
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=2048) for what in WHATS]
     named = _addresses(engine)
     found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
-    findings = diagnose(found, named)
+    findings = diagnose(found, named, opened_for(found.engines))
     if json:
         engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
         _print_json({"engines": engines, "findings": findings})

@@ -1,0 +1,120 @@
+"""Which transports and devices UCX opens on this machine, as an engine with these variables would have it.
+
+UCX chooses by what is there, what the process may use, and its variables. It says in its log alone what it has chosen:
+a table "Available Transports and Devices", at level debug, when a context is made (UCX 1.23). So a NIXL agent is made
+in a process of its own, which ends at once, and its log is read. Nothing of it touches a running engine.
+
+    | network    | tcp       | + tcp     | + eth0  - lo   |    + what UCX uses, - what its variables rule out
+    | intra-node | sysv      | + sysv    | + memory       |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from connector.observe.live import EngineReport
+from connector.wire.inspection import EngineRow
+
+VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES")
+"""Of an engine's environment. No others: an engine that lies could name a file to write, or a library to load."""
+SECONDS = 30.0
+NETWORK = "network"
+
+_TITLE, _LEGEND = "Available Transports and Devices", "Legend:"
+_DEVICE = re.compile(r"([+-]) (\S+)")
+_COMPLAINT = re.compile(r"UCX +(?:WARN|ERROR) +(.+)")
+_PROGRAM = """
+try:
+    from nixl._api import nixl_agent, nixl_agent_config
+except ImportError:
+    from nixl_rocm._api import nixl_agent, nixl_agent_config
+nixl_agent("devices", nixl_agent_config(backends=["UCX"]))
+"""
+
+
+class Transport(NamedTuple):
+    """One that UCX uses. `kind`: network, intra-node, accelerator or loopback, in UCX's words."""
+
+    kind: str
+    name: str
+    devices: tuple[str, ...]
+
+
+class Opened(NamedTuple):
+    """What UCX has opened, and what it has complained of, in its own words. `problem`: no agent could be made."""
+
+    transports: tuple[Transport, ...] = ()
+    complaints: tuple[str, ...] = ()
+    problem: str = ""
+
+    def of_kind(self, kind: str) -> tuple[Transport, ...]:
+        return tuple(each for each in self.transports if each.kind == kind)
+
+
+def opened_for(engines: Iterable[EngineReport]) -> dict[str, Opened]:
+    """By id, of the engines that use UCX and run on this machine. Engines with the same variables are tried once."""
+    host_name = socket.gethostname()
+    by_variables: dict[tuple[str | None, ...], Opened] = {}
+    found: dict[str, Opened] = {}
+    for engine in engines:
+        for row in engine.of(EngineRow)[:1]:
+            if row.facts.host_name != host_name or "UCX" not in row.facts.backends:
+                continue
+            environment = row.facts.environment
+            variables = tuple(environment.get(name) for name in VARIABLES)
+            if variables not in by_variables:
+                by_variables[variables] = open_as(environment)
+            found[row.engine_id] = by_variables[variables]
+    return found
+
+
+def open_as(environment: Mapping[str, str], seconds: float = SECONDS) -> Opened:
+    """What UCX opens here under an engine's variables (`VARIABLES` of `environment`). Never raises."""
+    chosen = {name: environment[name] for name in VARIABLES if name in environment}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            env=inherited | chosen | {"UCX_LOG_LEVEL": "debug"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Opened(problem=str(error))
+    said = child.stdout.decode(errors="replace")
+    complaints = tuple(dict.fromkeys(match.group(1).strip() for match in _COMPLAINT.finditer(said)))
+    lines = said.rstrip().splitlines()
+    return Opened(
+        transports=tuple(_used(said)),
+        complaints=complaints,
+        problem=lines[-1] if child.returncode and lines else "",
+    )
+
+
+def _used(log: str) -> Iterator[Transport]:
+    """The rows of the table. A row without a transport goes on with the devices of the one above it."""
+    kind, name, is_used, devices = "", "", False, list[str]()
+    for line in log[log.find(_TITLE) + 1 :].splitlines() if _TITLE in log else ():
+        if _LEGEND in line:
+            break
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 4 or not _DEVICE.search(cells[3]):
+            continue
+        if cells[2]:
+            if is_used and devices:
+                yield Transport(kind, name, tuple(devices))
+            kind = cells[0] or kind
+            sign, name = cells[2].split(maxsplit=1)
+            is_used, devices = sign == "+", []
+        devices += [device for sign, device in _DEVICE.findall(cells[3]) if sign == "+"]
+    if is_used and devices:
+        yield Transport(kind, name, tuple(devices))
