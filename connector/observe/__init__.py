@@ -9,5 +9,6 @@ history          records of several processes, put together to what each request
 live             what running engines say of themselves, asked over their sockets
 explanation      why a request is where it is: from histories and live rows to words
 diagnosis        what is wrong with a set of engines, or will be
+ucx_devices      which transports and devices UCX opens on this machine, for it
 cli              the command line `nixl-actor`
 """

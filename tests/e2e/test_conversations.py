@@ -1,28 +1,36 @@
 """Conversations between real engines with `bidirectional_kv_xfer`: what D has answered comes back to P with the next
 prompt, and P reads its KV from D instead of computing it.
 
-P keeps no cached prefixes, so that whatever it does not read it computes.
+P keeps no cached prefixes, so that whatever it does not read it computes. Parameters are signed.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
+from connector.observe.cli.main import app
 from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER, Answer, PrefillDecode
 from tests.e2e.cluster import Room, Traces
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet, free_port
-from tests.e2e.test_routers import ask, example, running
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, LOOPBACK, EngineOptions, EngineSet, free_port
+from tests.e2e.test_routers import ask, example, running, sources, url_of
 from tests.e2e.tiny_model import tiny_llama, vocabulary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 KEPT_SECONDS = 5.0
 TURNS = 4
+PROXY = Path("examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py")
+RECEIVES = "vllm:nixl_actor_completed_receives_total"
 OPTIONS: dict[str, Any] = {
     "bidirectional_kv_xfer": True,
     "kv_recompute_threshold": BLOCK_SIZE_TOKENS,
@@ -35,12 +43,15 @@ class Conversing:
 
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
+        directory.mkdir(parents=True, exist_ok=True)
+        keys = directory / "params.keys"
+        assert CliRunner().invoke(app, ["keys", "params", "add", str(keys)]).exit_code == 0
         common: dict[str, Any] = {
             "model": tiny_llama(),
             "logs": directory,
             "context_tokens": 1024,
             "trace_directory": self.traces.directory,
-            "extra_config": OPTIONS,
+            "extra_config": OPTIONS | {"params_keys_file": str(keys)},
             "arguments": ("--no-async-scheduling",),
         }
         self._engines = EngineSet()
@@ -88,7 +99,7 @@ def turn(service: PrefillDecode, key: str, tokens: list[int], params: Any) -> An
 
 
 def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: PrefillDecode) -> None:
-    before = service.prefill_client.metric("vllm:nixl_actor_completed_receives_total")
+    before = service.prefill_client.metric(RECEIVES)
     tokens, params, there = said(3 * BLOCK_SIZE_TOKENS + 5, "first"), REQUEST_TRANSFER, 0
     for number in range(TURNS):
         key = f"turn-{number}"
@@ -100,7 +111,7 @@ def test_every_turn_but_the_first_is_read_back(conversing: Conversing, service: 
         there = answered.kv_transfer_params["remote_num_tokens"]
         assert there == len(tokens) + ANSWER_TOKENS - 1
         tokens, params = [*tokens, *answered.token_ids, *said(20, number)], answered.kv_transfer_params
-    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == before + TURNS - 1
+    assert service.prefill_client.metric(RECEIVES) == before + TURNS - 1
     for client in (service.prefill_client, service.decode_client):
         assert client.blocks_are_free()
     for engine in (conversing.prefill, conversing.decode):
@@ -117,7 +128,7 @@ def test_a_client_that_comes_too_late_is_answered_all_the_same(conversing: Conve
 
 
 def test_behind_the_example_router(conversing: Conversing, service: PrefillDecode, tmp_path: Path) -> None:
-    before = service.prefill_client.metric("vllm:nixl_actor_completed_receives_total")
+    before = service.prefill_client.metric(RECEIVES)
     port = free_port()
     command = example(conversing.prefill, conversing.decode, port, "--conversations")
     tokens = said(100, "routed")
@@ -126,4 +137,52 @@ def test_behind_the_example_router(conversing: Conversing, service: PrefillDecod
             answer = ask(client, tokens, f"routed-{number}", conversation="one")
             assert answer == service.alone(tokens).token_ids
             tokens = [*tokens, *answer, *said(20, f"routed {number}")]
-    assert service.prefill_client.metric("vllm:nixl_actor_completed_receives_total") == before + 2
+    assert service.prefill_client.metric(RECEIVES) == before + 2
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's proxy for conversations."""
+    return sources(tmp_path_factory, PROXY.parent) / PROXY
+
+
+def streamed(client: httpx.Client, asked: list[int], key: str) -> tuple[int, ...]:
+    """The tokens of an answer in the conversation `key`."""
+    body = {"model": "tiny", "prompt": asked, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "stream": True, "conversation_id": key}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == httpx.codes.OK
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    return tuple(token for chunk in chunks for token in chunk["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize("named_in_streams", [False, True], ids=["as vLLM streams", "blocks named in streams"])
+def test_behind_vllms_proxy_for_conversations(
+    conversing: Conversing, service: PrefillDecode, proxy: Path, named_in_streams: bool, tmp_path: Path
+) -> None:
+    """It waits for D's parameters in the stream of an answer, where vLLM has none: P then computes each prompt. It puts
+    the host of an engine's HTTP in the place of that of its side channel; the one that was signed counts."""
+    port, key = free_port(), f"proxied {named_in_streams}"
+    before = [client.metric(RECEIVES) for client in (service.prefill_client, service.decode_client)]
+    tokens, decode_port = said(100, key), conversing.decode.options.http_port
+    with ExitStack() as stack:
+        if named_in_streams:
+            decode_port = free_port()
+            command = [sys.executable, "-m", "tests.e2e.whole_answers", url_of(conversing.decode), str(decode_port)]
+            stack.enter_context(running(command, decode_port, tmp_path / "answers.log"))
+        command = [sys.executable, str(proxy), "--host", LOOPBACK, "--port", str(port)]
+        command += ["--prefiller-host", "localhost", "--prefiller-port", str(conversing.prefill.options.http_port)]
+        command += ["--decoder-host", "localhost", "--decoder-port", str(decode_port)]
+        client = stack.enter_context(running(command, port, tmp_path / "proxy.log"))
+        for number in range(3):
+            answer = streamed(client, tokens, key)
+            assert answer == service.alone(tokens).token_ids
+            tokens = [*tokens, *answer, *said(20, f"{key} {number}")]
+    after = [client.metric(RECEIVES) for client in (service.prefill_client, service.decode_client)]
+    read_back = 2 if named_in_streams else 0
+    assert [now - then for now, then in zip(after, before, strict=True)] == [read_back, 3]
+    log = (tmp_path / "proxy.log").read_text()
+    assert log.count("cache HIT") == read_back
+    for engine in (conversing.prefill, conversing.decode):
+        assert "ParamsForged" not in engine.log()

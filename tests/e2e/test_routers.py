@@ -98,16 +98,20 @@ def ask(client: httpx.Client, asked: str | list[int], key: str, conversation: st
     return tuple(answer.json()["choices"][0]["token_ids"])
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vLLM's source distribution, as far as these tests need it."""
+def sources(tmp_path_factory: pytest.TempPathFactory, part: Path) -> Path:
+    """The root of vLLM's source distribution, with a folder of it; skips where that may be missing."""
     try:
         archive = source_distribution()
     except NotFetched as error:
         if may_be_missing():
             pytest.skip(str(error))
         pytest.fail(str(error))
-    return unpack(archive, tmp_path_factory.mktemp("source"), str(TOY_PROXY.parent))
+    return unpack(archive, tmp_path_factory.mktemp("source"), str(part))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sources(tmp_path_factory, TOY_PROXY.parent)
 
 
 def assert_served(cluster: OnePrefillTwoDecode, name: str, command: list[str], port: int, log: Path) -> None:
