@@ -393,7 +393,7 @@ MUTANTS = (
         row=66,
         broken="a handshake succeeds with whatever engine answers at the address",
         changes=(Set(handshake, "decode_reply", _talk_to_anybody),),
-        place=level2("recovery", *REPLACEMENTS, fault(Kind.LONG_QUEUE, "d0", 0.5, 3.0)),
+        place=level2("recovery", *REPLACEMENTS, fault(Kind.LONG_QUEUE, "d0", 0.5, 3.0), first=24),
     ),
     Mutant(
         name="release by another name",
