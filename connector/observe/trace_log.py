@@ -27,9 +27,9 @@ every restart) get two sequences, each with numbers from 0. The first one is cre
 that fails to start leaves none; that a file can be created is tried at start all the same.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
-with one line in the log, and no exception leaves `write`. A transition takes about 490 bytes. What it costs is measured
-by tests/bench/bench_trace.py; a third of it is the write to the operating system. Only the transitions that the
-recorder catches up with together share one: the last lines before a kill are the ones that people look for.
+with one line in the log, and no exception leaves `write`. What a transition costs is measured by
+tests/bench/bench_trace.py; a third of it is the write to the operating system. Only the transitions that the recorder
+catches up with together share one: the last lines before a kill are the ones that people look for.
 """
 
 from __future__ import annotations
