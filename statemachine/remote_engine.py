@@ -678,8 +678,12 @@ class RemoteEngine:
     def wants(self, request_id: str) -> bool:
         """Whether a READ of this request is still to be posted; asked when its turn has come. Not if its connection has
         become suspect since it was ordered."""
+        return self._peer.state is peer.State.READY and self.is_reading(request_id)
+
+    def is_reading(self, request_id: str) -> bool:
+        """Whether what its READs leave counts; also over a connection that has become suspect meanwhile."""
         found = self._requests.get(request_id)
-        return found is not None and found.state is request.State.READING and self._peer.state is peer.State.READY
+        return found is not None and found.state is request.State.READING
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

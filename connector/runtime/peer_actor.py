@@ -429,7 +429,7 @@ class PeerActor:
         if pull is not None and event is not None and ended.failure is None:
             pull.bytes = (pull.bytes or 0) + event.bytes
             pull.descriptors = (pull.descriptors or 0) + event.descriptors
-        is_here = ended.failure is None and ended.was_wanted and self.core.wants(ended.request_id)
+        is_here = ended.failure is None and ended.was_wanted and self.core.is_reading(ended.request_id)
         if pull is None or pull.resolved is None or not pull.resolved.checks or not is_here:
             self.tell(ended)
             return
@@ -458,7 +458,7 @@ class PeerActor:
     def _tell_what_nobody_wants(self) -> None:
         """READs of requests that have failed meanwhile are over, whatever they have left."""
         for ticket, ended in list(self._unverified.items()):
-            if not self.core.wants(ended.request_id):
+            if not self.core.is_reading(ended.request_id):
                 del self._unverified[ticket]
                 self._context.sums.withdraw(ticket)
                 self.tell(ended)

@@ -10,7 +10,8 @@ import pytest
 
 from connector.config import ConnectorOptions
 from connector.protocol import AbortPull, ReceiveEnded
-from statemachine.failures import BadParams, Corrupt, Incompatible
+from statemachine.failures import BadParams, Corrupt, Incompatible, TransferError
+from statemachine.remote_engine import NotificationFailed
 from tests.actors.engines import BLOCKS, Engine, engine, parallel_engine, until
 from tests.actors.test_pull import run
 
@@ -165,6 +166,29 @@ def test_a_request_that_is_aborted_while_its_blocks_are_summed_ends() -> None:
             assert ended.failure.kind == "AbortedByClient"
             assert not ended.quarantined
             d.supervisor.deliver(wanted[0])  # too late: nobody hears of it
+
+    run(test)
+
+
+def test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too() -> None:
+    """What made it suspect is another request's; this one is still reading, and its READ counts."""
+
+    async def test() -> None:
+        async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
+            fill(p)
+            found, deliver = [], d.outcomes.deliver
+            d.outcomes.deliver = found.append
+            p.lend("remote-a")
+            p.memory[1, 1, 7] ^= 16
+            d.pull("a", p, [1], [1])
+            await until(lambda: found)
+            (actor,) = d.supervisor._peers.values()
+            lost = TransferError(peer="p", operation="notify", error="REMOTE_DISCONNECT", transport_lost=True)
+            actor.tell(NotificationFailed(connection=1, failure=lost))
+            await until(lambda: d.trace.path("peer", "p")[-1] == "draining")
+            assert not d.received("a")
+            deliver(found[0])
+            assert isinstance((await until(lambda: d.received("a"))).failure, Corrupt)
 
     run(test)
 

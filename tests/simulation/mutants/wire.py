@@ -328,10 +328,21 @@ VERIFICATION = (
         broken="a request that was aborted while its blocks are summed waits for the engine thread",
         changes=(
             Edit(
-                peer_actor.PeerActor._tell_what_nobody_wants, "if not self.core.wants(ended.request_id):", "if False:"
+                peer_actor.PeerActor._tell_what_nobody_wants,
+                "if not self.core.is_reading(ended.request_id):",
+                "if False:",
             ),
         ),
         place=ByTest(_VERIFY + "test_a_request_that_is_aborted_while_its_blocks_are_summed_ends"),
+    ),
+    Mutant(
+        name="a suspect connection is trusted",
+        broken="what a READ over a connection that has become suspect has left is not compared",
+        changes=(
+            Edit(peer_actor.PeerActor._take_read_end, "self.core.is_reading(", "self.core.wants("),
+            Edit(peer_actor.PeerActor._tell_what_nobody_wants, "self.core.is_reading(", "self.core.wants("),
+        ),
+        place=ByTest(_VERIFY + "test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too"),
     ),
     Mutant(
         name="sums of a lease without its number",
