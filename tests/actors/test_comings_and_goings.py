@@ -73,6 +73,7 @@ def test_what_is_lent_is_read_from_an_engine_that_leaves_and_then_nobody_waits_f
         async with engine("d") as d:
             async with engine("p", serves=True) as p:
                 assert (await read(d, p, "before")).failure is None
+                await until(lambda: p.sent("remote-before"))  # P may hear of the release later than D reports
                 for name in ("held", "late", "queued"):
                     p.lend(f"remote-{name}")
                 d.wait_for("held", lease_of("remote-held"), p.address)

@@ -577,7 +577,7 @@ READS = (
         rule="a quarantine makes suspect",
         row=4,
         broken="a READ that has waited for its turn is posted although its connection became suspect meanwhile",
-        changes=(Edit(RemoteEngine.wants, " and self._peer.state is peer.State.READY", ""),),
+        changes=(Edit(RemoteEngine.wants, "self._peer.state is peer.State.READY and ", ""),),
         place=Explored(within(ONE, 2), "invariant 7"),
     ),
     Mutant(
