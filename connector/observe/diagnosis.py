@@ -317,12 +317,11 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
             tls = facts.environment.get("UCX_TLS")
             devices = ", ".join(facts.devices) or "none"
             chosen = facts.environment.get("UCX_NET_DEVICES")
-            yield Finding(
-                level="note",
-                check="transports",
-                engines=(_name(engine),),
-                what=(
-                    f"{_name(engine)}: NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
+            yield _about_transports(
+                engine,
+                "note",
+                (
+                    f"NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
                     f"{tls or UNSET + ': every transport that UCX finds'}; UCX_NET_DEVICES {chosen or UNSET}; RDMA "
                     f"devices of {facts.host_name}: {devices}"
                     + ("" if facts.devices else ", so UCX has TCP between machines and shared memory within one")
@@ -348,95 +347,88 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
             )
 
 
+def _about_transports(engine: EngineReport, level: Level, what: str, advice: str = "") -> Finding:
+    """About one engine, which is named before `what`."""
+    name = _name(engine)
+    return Finding(level=level, check="transports", engines=(name,), what=f"{name}: {what}", advice=advice)
+
+
 def _transports_of(engine: EngineReport, facts: EngineFacts, tls: str | None, chosen: str | None) -> Iterator[Finding]:
     names = _transport_names(tls)
     if facts.memory_kind == "VRAM" and names and not any(each.startswith(_OF_DEVICES) for each in names):
-        yield Finding(
-            level="problem",
-            check="transports",
-            engines=(_name(engine),),
-            what=f"{_name(engine)}: its KV cache is in device memory, and UCX_TLS={tls} has no transport for it",
-            advice="add cuda (or rocm) to UCX_TLS, or unset it",
+        yield _about_transports(
+            engine,
+            "problem",
+            f"its KV cache is in device memory, and UCX_TLS={tls} has no transport for it",
+            "add cuda (or rocm) to UCX_TLS, or unset it",
         )
     if facts.devices and names and names <= {"tcp", "self", "sm", "shm", "posix", "sysv", "cma"}:
-        yield Finding(
-            level="warning",
-            check="transports",
-            engines=(_name(engine),),
-            what=f"{_name(engine)}: UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
-            advice="unset UCX_TLS, or add rc",
+        yield _about_transports(
+            engine,
+            "warning",
+            f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
+            "unset UCX_TLS, or add rc",
         )
     wanted = {each.split(":")[0].strip() for each in (chosen or "").split(",")} - {"", "all"}
     missing = sorted(
         each for each in wanted if re.match(r"(mlx|bnxt|irdma|efa|hfi)", each) and each not in facts.devices
     )
     if missing:
-        yield Finding(
-            level="problem",
-            check="transports",
-            engines=(_name(engine),),
-            what=f"{_name(engine)}: UCX_NET_DEVICES names {', '.join(missing)}, and {facts.host_name} has "
+        yield _about_transports(
+            engine,
+            "problem",
+            f"UCX_NET_DEVICES names {', '.join(missing)}, and {facts.host_name} has "
             f"{', '.join(facts.devices) or 'no RDMA device'}",
-            advice="correct UCX_NET_DEVICES; in a container, give it the device",
+            "correct UCX_NET_DEVICES; in a container, give it the device",
         )
 
 
 def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> Iterator[Finding]:
     """What UCX says itself, where it could be asked."""
-    name, engines = _name(engine), (_name(engine),)
     if "UCX" not in facts.backends:
         return
     if opened is None:
-        yield Finding(
-            level="note",
-            check="transports",
-            engines=engines,
-            what=f"{name}: what UCX opens can be seen on {facts.host_name} alone",
-            advice="run nixl-actor doctor there as well, in the engine's container if it has one",
+        yield _about_transports(
+            engine,
+            "note",
+            f"what UCX opens can be seen on {facts.host_name} alone",
+            "run nixl-actor doctor there as well, in the engine's container if it has one",
         )
         return
     if opened.complaints:
-        yield Finding(
-            level="problem" if opened.problem else "warning",
-            check="transports",
-            engines=engines,
-            what=f"{name}: UCX, told what this engine tells it, says: {'; '.join(opened.complaints)}",
-            advice="correct UCX_TLS and UCX_NET_DEVICES of the engine, or unset them",
+        yield _about_transports(
+            engine,
+            "problem" if opened.problem else "warning",
+            f"UCX, told what this engine tells it, says: {'; '.join(opened.complaints)}",
+            "correct UCX_TLS and UCX_NET_DEVICES of the engine, or unset them",
         )
     if opened.problem:
         if not opened.complaints:
-            what = f"{name}: UCX could not be asked what it opens: {opened.problem}"
-            yield Finding(level="note", check="transports", engines=engines, what=what)
+            yield _about_transports(engine, "note", f"UCX could not be asked what it opens: {opened.problem}")
         return
     listed = ", ".join(f"{each.name} ({' '.join(each.devices)})" for each in opened.transports)
-    yield Finding(
-        level="note", check="transports", engines=engines, what=f"{name}: UCX opens {listed or 'nothing that it names'}"
-    )
+    yield _about_transports(engine, "note", f"UCX opens {listed or 'nothing that it names'}")
     if facts.memory_kind == "VRAM" and not any(each.name.startswith(_OF_DEVICES) for each in opened.transports):
-        yield Finding(
-            level="problem",
-            check="transports",
-            engines=engines,
-            what=f"{name}: its KV cache is in device memory, and UCX opens no transport for it",
-            advice="see whether this NIXL is built for the device, and whether the process sees it",
+        yield _about_transports(
+            engine,
+            "problem",
+            "its KV cache is in device memory, and UCX opens no transport for it",
+            "see whether this NIXL is built for the device, and whether the process sees it",
         )
     network = opened.of_kind(NETWORK)
     if opened.transports and not network:
-        yield Finding(
-            level="warning",
-            check="transports",
-            engines=engines,
-            what=f"{name}: UCX opens no network transport, so only engines on {facts.host_name} exchange KV with it",
-            advice="add rc (RDMA) or tcp to UCX_TLS, or unset it",
+        yield _about_transports(
+            engine,
+            "warning",
+            f"UCX opens no network transport, so only engines on {facts.host_name} exchange KV with it",
+            "add rc (RDMA) or tcp to UCX_TLS, or unset it",
         )
     elif facts.devices and all(each.name == "tcp" for each in network):
-        yield Finding(
-            level="warning",
-            check="transports",
-            engines=engines,
-            what=f"{name}: UCX opens none of the RDMA devices {', '.join(facts.devices)}: KV travels over TCP between "
-            "machines",
-            advice="see whether the process may use them: /dev/infiniband in the container, and locked memory without "
+        yield _about_transports(
+            engine,
+            "warning",
+            f"UCX opens none of the RDMA devices {', '.join(facts.devices)}: KV travels over TCP between machines",
+            "see whether the process may use them: /dev/infiniband in the container, and locked memory without "
             "limit (ulimit -l)",
         )
 
