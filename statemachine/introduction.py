@@ -15,6 +15,11 @@ Whatever fails is tried again, after a pause that doubles, and said once until t
 connection is lost is met again: it, or the one that has taken its place. Nothing is retired for an engine that nobody
 has asked for yet but by the rules of the roster, and requests do not wait for any of this: a request for an engine that
 is being met shares the handshake, as requests share theirs.
+
+Whoever reaches the control socket may name places. Said again and again, a place is asked as often as its first pause
+allows. One that only a tool has named is forgotten when nobody could be met there for `forget_ns`; and where PLACES_MAX
+are known, a new one displaces the one that was unmet for longest. Places of an option are kept, and so are engines that
+are met.
 """
 
 from __future__ import annotations
@@ -97,6 +102,13 @@ class Meet(Effect, frozen=True, kw_only=True):
     engine: Any
 
 
+class SayForgotten(Effect, frozen=True, kw_only=True):
+    """For people: it is not asked again until it is named again."""
+
+    place: Place
+    unmet_ns: int
+
+
 class StartPause(Effect, frozen=True, kw_only=True):
     """Feed PauseOver after a pause that grows with `failures`."""
 
@@ -172,11 +184,13 @@ class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pause_first_ns, pause_max_ns: between two attempts; it doubles.
         meeting_ns: for an engine that has answered to be connected.
+        forget_ns: that a place which no option names may be unmet; None: for ever.
     """
 
     pause_first_ns: int
     pause_max_ns: int
     meeting_ns: int
+    forget_ns: int | None = None
 
 
 class Introductions:
@@ -187,6 +201,12 @@ class Introductions:
         self._values: dict[Place, Introduction] = {}
         # Places whose engine is this one; never empty.
         self._of_engine: dict[Engine, set[Place]] = {}
+        self._kept: set[Place] = set()
+        # Since when a place waits for its turn, while it does.
+        self._pausing_since_ns: dict[Place, int] = {}
+        # Since when a place is unmet, or when it was named again after that; of those that may be forgotten. Own ones
+        # are in here too: they can be displaced, and have no timer that would end them.
+        self._unmet_since_ns: dict[Place, int] = {}
         # Pauses of places that pause, and bounds of those that meet.
         self._timers: Deadlines[Place] = Deadlines()
         self._effects: list[Effect] = []
@@ -200,21 +220,62 @@ class Introductions:
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()
 
-    def name(self, places: Iterable[Place], now_ns: int) -> list[Effect]:
-        """Meet the engines at these places. Known ones are asked at once if they wait; beyond PLACES_MAX none is."""
+    def name(self, places: Iterable[Place], now_ns: int, *, kept: bool = False) -> list[Effect]:
+        """Meet the engines at these places. One that waits is asked as soon as a first pause would be over.
+
+        Args:
+            kept: they are never forgotten.
+        """
         for place in places:
-            if place not in self._values and len(self._values) < PLACES_MAX:
+            if (known := self._values.get(place)) is None:
+                if not self._has_room(now_ns):
+                    continue
                 self._values[place] = Introduction(place=place)
-            if place in self._values and self._values[place].state is State.PAUSING:
                 self._timers.set(place, now_ns)
+            elif known.state is State.PAUSING:
+                paused_ns = self._pausing_since_ns.get(place, now_ns)
+                self._timers.set(place, max(now_ns, paused_ns + self._limits.pause_first_ns))
+            if kept:
+                self._kept.add(place)
+                self._unmet_since_ns.pop(place, None)
+            elif known is None or place in self._unmet_since_ns:
+                self._unmet_since_ns[place] = now_ns
         return self.advance(now_ns)
 
+    def _has_room(self, now_ns: int) -> bool:
+        """Whether another place may be known; makes room where that costs nothing that works."""
+        if len(self._values) < PLACES_MAX:
+            return True
+        idle = [place for place in self._unmet_since_ns if self._values[place].state in (State.PAUSING, State.OWN)]
+        longest = min(idle, key=lambda place: self._unmet_since_ns[place], default=None)
+        if longest is None or self._unmet_since_ns[longest] >= now_ns:
+            return False
+        self._forget(longest, now_ns)
+        return True
+
+    def _forget(self, place: Place, now_ns: int) -> None:
+        """`place` pauses, or is this engine's own."""
+        value = self._values.pop(place)
+        if value.engine is not None:
+            self._index(place, value.engine, None)
+        self._timers.cancel(place)
+        self._pausing_since_ns.pop(place, None)
+        self._effects.append(SayForgotten(place=place, unmet_ns=now_ns - self._unmet_since_ns.pop(place)))
+
     def advance(self, now_ns: int) -> list[Effect]:
-        """Ask whose pause is over; give up what takes too long."""
+        """Ask whose pause is over; give up what takes too long; forget who was not met for too long."""
         while (place := self._timers.take_due(now_ns)) is not None:
-            is_meeting = self._values[place].state is State.MEETING
-            self._step(place, Failed(problem=NOT_CONNECTED) if is_meeting else PauseOver(), now_ns)
+            if self._values[place].state is State.MEETING:
+                self._step(place, Failed(problem=NOT_CONNECTED), now_ns)
+            elif self._is_over(place, now_ns):
+                self._forget(place, now_ns)
+            else:
+                self._step(place, PauseOver(), now_ns)
         return self._take_effects()
+
+    def _is_over(self, place: Place, now_ns: int) -> bool:
+        since_ns, forget_ns = self._unmet_since_ns.get(place), self._limits.forget_ns
+        return since_ns is not None and forget_ns is not None and now_ns - since_ns >= forget_ns
 
     def answered(self, place: Place, engine: Engine, now_ns: int, *, is_own: bool = False) -> list[Effect]:
         """AskWho has found this engine there."""
@@ -247,6 +308,7 @@ class Introductions:
             self._index(place, before.engine, after.engine)
         if after.state is not before.state:
             self._timers.cancel(place)
+            self._note_state(place, after.state, now_ns)
         for effect in effects:
             match effect:
                 case StartPause(failures=failures):
@@ -257,6 +319,16 @@ class Introductions:
                     self._effects.append(effect)
                 case _:
                     self._effects.append(effect)
+
+    def _note_state(self, place: Place, state: State, now_ns: int) -> None:
+        """It has come into this one."""
+        self._pausing_since_ns.pop(place, None)
+        if state is State.PAUSING:
+            self._pausing_since_ns[place] = now_ns
+        if state is State.MET:
+            self._unmet_since_ns.pop(place, None)
+        elif place not in self._kept:
+            self._unmet_since_ns.setdefault(place, now_ns)
 
     def _index(self, place: Place, before: Engine | None, after: Engine | None) -> None:
         if before is not None:

@@ -33,7 +33,7 @@ MEETING_TIMEOUTS = 3
 BUILTIN = (
     "it runs the built-in connector, which does not say how many ranks it has; it is met when the first request comes"
 )
-TOO_MANY = f"not named: {core.PLACES_MAX} places are known already"
+TOO_MANY = f"not named: {core.PLACES_MAX} places are known already, and all are met, being asked or named by an option"
 
 
 def split_place(place: str) -> tuple[str, int]:
@@ -80,6 +80,7 @@ class Introductions:
                 pause_first_ns=to_ns(options.backoff_initial_seconds),
                 pause_max_ns=to_ns(options.backoff_max_seconds),
                 meeting_ns=MEETING_TIMEOUTS * to_ns(options.handshake_timeout_seconds),
+                forget_ns=to_ns(options.engine_ttl) if options.engine_ttl > 0 else None,
             )
         )
         self._to_name: list[str] = list(options.known_peers)
@@ -94,7 +95,7 @@ class Introductions:
                 for value in self._core.values():
                     if value.state is core.State.ASKING:  # not begun, or by a task that ended with another nursery
                         nursery.start_soon(self._ask_who, value.place)
-                self._carry_out(self._core.name(self._to_name, self._clock.now_ns()))
+                self._carry_out(self._core.name(self._to_name, self._clock.now_ns(), kept=True))
                 self._to_name.clear()
                 while True:
                     self._attention = trio.Event()
@@ -104,10 +105,12 @@ class Introductions:
             finally:
                 self._nursery = None
 
-    def name(self, places: Sequence[str]) -> MeetReport:
-        """A tool names engines; how far each has come. Said again, it is only looked at, or tried at once."""
-        self._carry_out(self._core.name(places, self._clock.now_ns()))
-        return MeetReport(rows=tuple(self._row(place) for place in places[:MEET_PLACES_MAX]))
+    def name(self, places: Sequence[str]) -> tuple[MeetReport, int]:
+        """A tool names engines; how far each has come, and how many are asked because of it."""
+        effects = self._core.name(places, self._clock.now_ns())
+        self._carry_out(effects)
+        report = MeetReport(rows=tuple(self._row(place) for place in places[:MEET_PLACES_MAX]))
+        return report, sum(isinstance(effect, core.AskWho) for effect in effects)
 
     def note_connected(self, key: PeerKey) -> None:
         """A member of the roster is connected."""
@@ -150,6 +153,9 @@ class Introductions:
                         self.note_connected(engine)
                 case core.SayFailed(place=place, problem=problem):
                     self._say(f"the engine at {place} cannot be met before its first request: {problem}")
+                case core.SayForgotten(place=place, unmet_ns=unmet_ns):
+                    seconds = unmet_ns / NS_PER_SECOND
+                    self._say(f"{place} is forgotten: nobody could be met there for {seconds:.0f} s")
         self._attention.set()
 
     async def _ask_who(self, place: str) -> None:

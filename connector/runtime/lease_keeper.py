@@ -61,6 +61,8 @@ RENEWAL_FRACTION = 2 / 3
 NOTIFICATIONS_WAITING_MAX = 1 << 16
 MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 2, 4, 10
 """What a message costs who sends it, beside a unit for each lease."""
+ASK_UNITS = 256
+"""What it costs to have this process connect to a side channel and ask who is there: a socket, a monitor, a task."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
 
@@ -89,7 +91,7 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
-        meet: told which engines a tool wants to be met; says how far each has come.
+        meet: told which engines a tool wants to be met; says how far each has come, and how many it now asks.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class LeaseKeeper:
         leave_secret: bytes,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
-        meet: Callable[[Meet], MeetReport] = lambda message: MeetReport(rows=()),
+        meet: Callable[[Meet], tuple[MeetReport, int]] = lambda message: (MeetReport(rows=()), 0),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
@@ -203,8 +205,9 @@ class LeaseKeeper:
                     control.charge(asked.reply_address, SUMS_UNITS)
                     self._answer_sums(message, asked.reply_address)
                 case Meet(places=places):
-                    control.charge(asked.reply_address, MESSAGE_UNITS + len(places))
-                    self._answer(asked.reply_address, self._meet(message))
+                    report, begun = self._meet(message)
+                    control.charge(asked.reply_address, MESSAGE_UNITS + len(places) + ASK_UNITS * begun)
+                    self._answer(asked.reply_address, report)
                 case Leave(secret=secret):
                     is_ours = hmac.compare_digest(secret, self._leave_secret)
                     control.charge(

@@ -309,7 +309,8 @@ class Supervisor:
         self._introduces = True
         self._nursery.start_soon(keep_running, "introductions", self._introductions.run, self._log_crash)
 
-    def _meet(self, message: Meet) -> MeetReport:
+    def _meet(self, message: Meet) -> tuple[MeetReport, int]:
+        """The answer, and how many are asked because of it."""
         if not self._introduces:
             self._introduce()
         return self._introductions.name(message.places)

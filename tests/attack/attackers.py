@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from connector.wire.control import Hold, Release, encode_request
+from connector.wire.administration import MEET_PLACES_MAX, Meet, encode_meet
+from connector.wire.control import AskSums, Hold, Release, encode_request
 from connector.wire.handshake import encode_request as encode_handshake
 from connector.wire.inspection import WHATS, Inspect, encode_question
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
@@ -222,6 +223,17 @@ def hold() -> bytes:
     return message(*encode_request(Hold(**_WHO, sent_ns=1, leases=_LEASES)))
 
 
+def meet(choose: random.Random) -> bytes:
+    """Places that are new each time; nobody listens there."""
+    hosts = (f"127.{choose.randint(1, 250)}.{choose.randint(0, 250)}.1" for _ in range(MEET_PLACES_MAX))
+    places = (f"{host}:{choose.randint(1, 1023)}" for host in hosts)
+    return message(*encode_meet(Meet(places=tuple(places))))
+
+
+def ask_sums() -> bytes:
+    return message(*encode_request(AskSums(lease=_LEASES[0], part=0)))
+
+
 def release() -> bytes:
     return message(*encode_request(Release(**_WHO, leases=_LEASES)))
 
@@ -237,6 +249,8 @@ def garbage(choose: random.Random) -> bytes:
 
 OVERSIZE = frame(bytes(16 << 20))[: 1 << 16]
 """The beginning: the length is said first."""
+
+_MEET = meet(random.Random(1))
 
 HANDSHAKE, CONTROL = "side channel", "control socket"
 
@@ -286,6 +300,11 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
         "holds, unread": Kind(CONTROL, lambda a, c: flood(a, hold, reads=False), "answers unread"),
         "releases": Kind(CONTROL, lambda a, c: flood(a, release), "of 512 leases that are not lent"),
         "questions": Kind(CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "Inspect of every kind"),
+        "meets": Kind(CONTROL, lambda a, c: flood(a, lambda: _MEET), "64 places where nobody is, over and over"),
+        "meets, spread": Kind(
+            CONTROL, lambda a, c: flood(a, lambda: meet(c)), "64 new places, each connection from another address", True
+        ),
+        "sums": Kind(CONTROL, lambda a, c: flood(a, ask_sums), "checksums of leases that are not lent"),
         "oversize frames": Kind(CONTROL, lambda a, c: flood(a, lambda: OVERSIZE), "of 16 MiB, refused by their length"),
         "endless messages": Kind(CONTROL, lambda a, c: flood(a, endless), "parts of 64 KiB, never a last one"),
         "holds, spread": Kind(CONTROL, lambda a, c: flood(a, hold), "each connection from another address", True),

@@ -33,6 +33,7 @@ ATTACKS = (
     "garbage, control",
     "holds",
     "questions",
+    "meets, spread",
     "oversize frames",
     "endless messages",
 )

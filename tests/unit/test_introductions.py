@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 
 from statemachine import introduction
-from statemachine.introduction import AskWho, IntroductionLimits, Introductions, Meet, SayFailed, State
+from statemachine.introduction import (
+    AskWho,
+    IntroductionLimits,
+    Introductions,
+    Meet,
+    SayFailed,
+    SayForgotten,
+    State,
+)
 from statemachine.kernel import Effect
 
 LIMITS = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, meeting_ns=100)
-A, B = "a:5600", "b:5600"
+FORGETFUL = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, meeting_ns=100, forget_ns=200)
+A, B, KEPT = "a:5600", "b:5600", "kept:5600"
 FIRST, SECOND = ("first", (1, 1, 1)), ("second", (1, 1, 1))
 
 
@@ -93,21 +102,98 @@ def test_this_engine_itself_is_left_alone() -> None:
     assert core.name([A], 5) == core.connected(FIRST, 5) == []
 
 
-def test_who_is_named_again_is_asked_at_once_if_it_waits() -> None:
+def test_who_is_named_again_is_asked_once_a_first_pause_is_over() -> None:
+    """However far its pauses have grown, and however often it is said."""
     core = named(A)
     core.failed(A, "nobody", 0)
-    assert core.name([A], 1) == [AskWho(place=A)]
-    assert core.name([A], 2) == [], "it is being asked"
-    met(core, now_ns=3)
-    assert core.name([A], 4) == []
+    core.advance(10)
+    core.failed(A, "nobody", 11)
+    assert core.next_deadline() == 31
+    for now_ns in (11, 15, 20):
+        assert core.name([A], now_ns) == []
+    assert core.advance(21) == [AskWho(place=A)]
+    assert core.name([A], 22) == [], "it is being asked"
+    core.failed(A, "nobody", 23)
+    assert core.name([A], 40) == [AskWho(place=A)]
+    met(core, now_ns=43)
+    assert core.name([A], 44) == []
 
 
-def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introduction, "PLACES_MAX", 1)
+def forgotten(place: str, unmet_ns: int) -> SayForgotten:
+    return SayForgotten(place=place, unmet_ns=unmet_ns)
+
+
+def test_a_place_that_is_unmet_for_long_is_forgotten() -> None:
+    core = Introductions(FORGETFUL)
+    core.name([A, B], 0)
+    core.name([KEPT], 0, kept=True)
+    met(core, B, SECOND, 0)
+    said: list[SayForgotten] = []
+    now_ns = 0
+    for place in (A, KEPT):
+        core.failed(place, "nobody", 0)
+    while now_ns < 400:
+        now_ns = core.next_deadline() or 400
+        for effect in core.advance(now_ns):
+            match effect:
+                case AskWho(place=place):
+                    core.failed(place, "nobody", now_ns)
+                case SayForgotten():
+                    said.append(effect)
+    assert [effect.place for effect in said] == [A]
+    assert 200 <= said[0].unmet_ns <= 240, "at the first attempt that is due after that"
+    assert {value.place for value in core.values()} == {B, KEPT}
+    core.lost(SECOND, 1000)
+    assert AskWho(place=B) in core.advance(1010), "it was met until now"
+    core.failed(B, "nobody", 1010)
+    core.name([B], 1205)
+    core.failed(B, "nobody", 1206)
+    assert AskWho(place=B) in core.advance(1300), "it was named again"
+
+
+def test_a_named_place_that_a_request_has_met_is_not_forgotten() -> None:
+    core = Introductions(FORGETFUL)
+    core.name([A], 0)
+    met(core)
+    core.lost(FIRST, 100)
+    core.connected(FIRST, 101)
+    assert core.advance(10_000) == []
+    assert state(core) is State.MET
+
+
+def test_a_new_place_displaces_the_one_that_is_unmet_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introduction, "PLACES_MAX", 3)
     core = named(A)
-    assert core.name([B], 0) == []
-    assert core.get(B) is None
-    assert len(core.values()) == 1
+    core.name([KEPT], 0, kept=True)
+    core.name([B], 1)
+    for place in (A, KEPT, B):
+        core.failed(place, "nobody", 2)
+    assert core.name(["c:5600"], 3) == [forgotten(A, 3), AskWho(place="c:5600")]
+    assert core.name(["d:5600"], 4) == [forgotten(B, 3), AskWho(place="d:5600")]
+    core.failed("c:5600", "nobody", 5)
+    core.failed("d:5600", "nobody", 5)
+    core.name(["c:5600"], 6)
+    assert core.name(["e:5600"], 7) == [forgotten("d:5600", 3), AskWho(place="e:5600")], "c was named again"
+    assert len(core.values()) == 3
+
+
+def test_places_that_are_met_or_asked_or_kept_are_not_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introduction, "PLACES_MAX", 3)
+    core = named(A, B)
+    core.name([KEPT], 0, kept=True)
+    core.failed(KEPT, "nobody", 0)
+    met(core, B, SECOND)
+    assert core.name(["c:5600"], 5) == []
+    assert core.get("c:5600") is None
+    assert core.answered(A, FIRST, 5, is_own=True) == []
+    assert core.name(["c:5600"], 6) == [forgotten(A, 6), AskWho(place="c:5600")], "its own address is worth nothing"
+
+
+def test_one_message_does_not_displace_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introduction, "PLACES_MAX", 2)
+    core = Introductions(LIMITS)
+    places = [f"p{number}:5600" for number in range(4)]
+    assert core.name(places, 0) == [AskWho(place=place) for place in places[:2]]
 
 
 def test_two_addresses_of_one_engine_are_met_together() -> None:

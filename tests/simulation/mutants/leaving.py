@@ -15,6 +15,7 @@ from tests.simulation.mutants.places import LENDING
 SCHEDULER = "tests/unit/test_connector_scheduler.py"
 LEAVING = "tests/unit/test_leaving_engine.py"
 MACHINE = "tests/unit/test_draining_machine.py"
+INTRODUCTIONS = "tests/unit/test_introductions.py"
 SIGTERM = "tests/unit/test_sigterm.py"
 KNOWN_AND_AWAY = (fault(Kind.KNOWN_PEER, "d0>p0", 0.0, 1.0), fault(Kind.CRASH_NEW_ID, "p0", 1.0, 20.0))
 """It is back when no requests come any more."""
@@ -143,5 +144,17 @@ MUTANTS = (
         broken="an address that does not answer fills the log",
         changes=(Edit(introduction._pause, "if value.problem is None:", "if True:"),),
         place=Seeds(2, "met", faults=KNOWN_AND_AWAY),
+    ),
+    Mutant(
+        name="asked as often as it is said",
+        broken="whoever repeats a message makes this engine connect to any address at any rate",
+        changes=(Edit(introduction.Introductions.name, "paused_ns + self._limits.pause_first_ns", "now_ns"),),
+        place=ByTest(INTRODUCTIONS + "::test_who_is_named_again_is_asked_once_a_first_pause_is_over"),
+    ),
+    Mutant(
+        name="places are kept for ever",
+        broken="once 256 pods have come and gone nobody new can be met",
+        changes=(Edit(introduction.Introductions._is_over, "since_ns is not None", "False"),),
+        place=ByTest(INTRODUCTIONS + "::test_a_place_that_is_unmet_for_long_is_forgotten"),
     ),
 )
