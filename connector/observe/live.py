@@ -25,6 +25,7 @@ import trio
 
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
+from connector.ports.host_names import HostNames
 from connector.ports.side_channel import (
     ConnectionRefused,
     Link,
@@ -35,7 +36,7 @@ from connector.ports.side_channel import (
     SideChannel,
     SideChannelError,
 )
-from connector.ports.zmq_bridge import ZmqSideChannel, numeric_address
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, shorten
 from connector.wire.handshake import (
     Advertisement,
@@ -440,7 +441,7 @@ class Surveyor:
             return None  # it was reached by this name
         try:
             with trio.fail_at(deadline):
-                await numeric_address(address.host, address.port)
+                await HostNames().address(address.host, address.port)
         except trio.TooSlowError:
             return "no name server answered in time"
         except NameNotResolved as error:

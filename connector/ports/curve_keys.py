@@ -7,13 +7,15 @@ The format is that of pyzmq's certificates (`zmq.auth`). Who has the secret of a
 serves or asks: keys say who belongs to the fleet, not which engine it is.
 
 The folder of accepted keys is looked at again, at most every LOOK_SECONDS, when somebody connects or is to be connected
-to. So a key that is added or taken away counts within seconds, for connections from then on. One's own pair is read
-once: a socket that listens keeps the key that it was bound with.
+to. So a key that is added or taken away counts within seconds, for connections from then on. A folder that hangs, as on
+a network file system that is away, costs one connection LOOK_WAIT_SECONDS, and the keys of before stay in use until it
+answers. One's own pair is read once: a socket that listens keeps the key that it was bound with.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +25,12 @@ import zmq
 from zmq.auth import certs
 from zmq.utils import z85
 
-from connector.observe.log import get_logger
+from connector.observe.log import get_logger, log_crash
 
 OWN_PAIR = "engine.key_secret"
 ACCEPTED_FOLDER = "accepted"
 LOOK_SECONDS = 1.0
+LOOK_WAIT_SECONDS = 0.5
 KEYS_MAX = 4096
 FILE_BYTES_MAX = 1 << 16
 KEY_BYTES = 32
@@ -58,24 +61,46 @@ class CurveKeys:
         self.public_key = public_key
         self.secret_key = secret_key
         self.accepted: Mapping[bytes, str] = _read_accepted(self._directory / ACCEPTED_FOLDER)
+        # Set when the look that is under way ends; None: none is.
+        self._look: trio.Event | None = None
+        self._is_late = False
 
     def __repr__(self) -> str:
         return f"CurveKeys({str(self._directory)!r})"
 
     async def look_again(self) -> None:
-        """Take over what has changed in the folder, unless somebody has looked a moment ago."""
-        if time.monotonic() - self._looked_at < LOOK_SECONDS:
-            return
-        self._looked_at = time.monotonic()
+        """Take over what has changed in the folder, unless somebody has looked a moment ago. Waits a bounded time."""
+        since_look = time.monotonic() - self._looked_at
+        if self._look is None:
+            if since_look < LOOK_SECONDS:
+                return
+            self._looked_at, since_look = time.monotonic(), 0.0
+            self._look, self._is_late = trio.Event(), False
+            # A task of the run: whoever connects waits for it a moment only.
+            trio.lowlevel.spawn_system_task(self._look_now, self._look)
+        with trio.move_on_after(max(0.0, LOOK_WAIT_SECONDS - since_look)) as scope:
+            await self._look.wait()
+        if scope.cancelled_caught and not self._is_late:
+            self._is_late = True
+            _log.error("%s does not answer; the keys of before stay in use", self._directory / ACCEPTED_FOLDER)
+
+    async def _look_now(self, ended: trio.Event) -> None:
         folder = self._directory / ACCEPTED_FOLDER
         try:
-            found = await trio.to_thread.run_sync(_read_accepted, folder)
+            # A limiter of its own, because a folder that hangs keeps its thread.
+            found = await trio.to_thread.run_sync(
+                _read_accepted, folder, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+            )
+            if found != self.accepted:
+                _log.info("accepted keys in %s: %s", folder, ", ".join(sorted(found.values())) or "none")
+                self.accepted = found
         except KeyDirectoryError as error:
             _log.error("%s; the keys of before stay in use", error)
-            return
-        if found != self.accepted:
-            _log.info("accepted keys in %s: %s", folder, ", ".join(sorted(found.values())) or "none")
-            self.accepted = found
+        except Exception as error:  # a task of the run itself must not raise: everything would end
+            log_crash("accepted keys", error)
+        finally:
+            self._look = None
+            ended.set()
 
 
 def make_pair(directory: Path, name: str) -> tuple[Path, Path]:
@@ -134,5 +159,5 @@ def _read_certificate(path: Path) -> tuple[bytes, bytes | None]:
 def _is_key(text: bytes) -> bool:
     try:
         return len(text) == 40 and len(z85.decode(text)) == KEY_BYTES
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError, OverflowError, struct.error):  # what pyzmq's decoder raises for text that is no Z85
         return False

@@ -47,12 +47,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import itertools
 import math
 import re
 import select
-import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -65,11 +63,11 @@ from zmq.utils.monitor import parse_monitor_message
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
+from connector.ports.host_names import HostNames, is_ip_address, unbracketed
 from connector.ports.side_channel import (
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
-    NameNotResolved,
     NotAllowed,
     NotASideChannel,
     PortUnavailable,
@@ -624,6 +622,7 @@ class ZmqSideChannel:
         self.access = access
         self._on_refusal = on_refusal
         self._gate: Gate | None = None
+        self._host_names = HostNames()
         # Of addresses that were reached last; None: it had none.
         self._keys: dict[tuple[str, int], bytes | None] = {}
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -654,7 +653,7 @@ class ZmqSideChannel:
 
     async def numeric_address(self, host: str, port: int) -> str:
         """The address of `host`, if this channel may connect to it. Raises NameNotResolved and NotAllowed."""
-        address = await numeric_address(host, port)
+        address = await self._host_names.address(host, port)
         if not self.access.allows_address(address):
             raise NotAllowed(host, port, NOT_A_PEER.format(address=address))
         return address
@@ -962,36 +961,11 @@ def _check_address(host: str, port: int, *, port_min: int) -> None:
     """Refuse what cannot be an address, before libzmq or a name server sees it."""
     if not port_min <= port <= 65535:
         raise SideChannelError(host, port, f"the port must be {port_min} to 65535")
-    if not _is_ip_address(host) and _HOST_NAME.fullmatch(host) is None:
+    if not is_ip_address(host) and _HOST_NAME.fullmatch(host) is None:
         raise SideChannelError(host[:256], port, "neither an IP address nor a host name")
-
-
-def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(_unbracketed(host))
-    except ValueError:
-        return False
-    return True
-
-
-def _unbracketed(host: str) -> str:
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _endpoint(host: str, port: int) -> str:
     """The ZMQ endpoint; IPv6 addresses in brackets."""
-    bare = _unbracketed(host)
+    bare = unbracketed(host)
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
-
-
-async def numeric_address(host: str, port: int) -> str:
-    """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises NameNotResolved."""
-    if _is_ip_address(host):
-        await trio.lowlevel.checkpoint()
-        return _unbracketed(host)
-    try:
-        found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise NameNotResolved(host, port, str(error)) from error
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])

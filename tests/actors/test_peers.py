@@ -21,6 +21,7 @@ from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import HOST, Engine, engine, lease_of, lend_by_all, parallel_engine, until
 from tests.actors.test_pull import run
+from tests.rig.name_server import name_server
 from tests.rig.network import OTHER_SERVERS, BlackHole, free_port
 
 
@@ -598,24 +599,16 @@ def test_address_that_cannot_be_resolved_costs_only_its_own_request() -> None:
 
 
 def test_name_server_that_does_not_answer_is_not_the_engine_s_fault() -> None:
-    class Hangs(trio.abc.HostnameResolver):
-        async def getaddrinfo(self, *_: object, **__: object) -> list[object]:  # type: ignore[override]
-            await trio.sleep_forever()
-            raise AssertionError
-
-        async def getnameinfo(self, *_: object) -> tuple[str, str]:  # type: ignore[override]
-            raise AssertionError
-
     async def test() -> None:
-        trio.socket.set_custom_hostname_resolver(Hangs())
         async with engine("d", options=ConnectorOptions(handshake_timeout_seconds=0.2)) as d:
-            elsewhere = PeerAddress(engine_id="elsewhere", host="prefill.example", port=1, tp_size=1)
+            elsewhere = PeerAddress(engine_id="elsewhere", host="hanging.example", port=1, tp_size=1)
             d.pull("a", elsewhere, [1], [1])
             failure = await failure_of(d, "a")
             assert failure.kind == "AddressNotResolved"
             assert "no name server answered within 0.2 s" in str(failure)
 
-    run(test)
+    with name_server():
+        run(test)
 
 
 @pytest.mark.parametrize("other", OTHER_SERVERS)

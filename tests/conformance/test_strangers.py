@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -319,6 +319,65 @@ def test_a_folder_that_cannot_be_read_leaves_the_keys_of_before(fleet: Fleet, ca
     assert "the keys of before stay in use" in caplog.text
 
 
+class HangingFolder:
+    """A folder of accepted keys on a file system that is away until `come_back`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.looks = 0
+        self._folder = folder
+        self._is_back = threading.Event()
+        self._read = curve_keys._read_accepted
+
+    def come_back(self) -> None:
+        self._is_back.set()
+
+    def read(self, folder: Path) -> dict[bytes, str]:
+        if folder == self._folder:
+            self.looks += 1
+            self._is_back.wait(60)
+        return self._read(folder)
+
+
+@pytest.mark.parametrize("whose", ["serving", "asking"])
+def test_a_folder_that_hangs_leaves_the_keys_of_before(
+    fleet: Fleet, whose: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is known is let in, and connects, meanwhile; what changed meanwhile counts as soon as it is back."""
+    serving_member, asking_member = fleet.friends("serving", "asking")
+    late_member = fleet.member("late")
+    fleet.accept(serving_member, by=late_member)
+
+    async def main() -> None:
+        members = (serving_member, asking_member, late_member)
+        with ExitStack() as stack:
+            serving, asking, late = (stack.enter_context(closing(each.channel())) for each in members)
+            hangs = HangingFolder((serving_member if whose == "serving" else asking_member).accepted)
+            monkeypatch.setattr(curve_keys, "_read_accepted", hangs.read)
+            served = Served(serving)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(served.run)
+                    for _ in range(3):
+                        await ask(asking, served.port)
+                    with closing(await asking.open_link(HOST, served.port, serving.public_key)) as link:
+                        assert link.send([b"hello"])
+                        assert await link.receive() == (b"hello",)
+                    assert hangs.looks == 1, "one thread hangs, and not one for each that connects"
+                    fleet.accept(late_member, by=serving_member)
+                    if whose == "serving":
+                        await refusal(late, served.port)
+                    hangs.come_back()
+                    await until(lambda: serving.access.keys is not None and serving.access.keys._look is None)
+                    await ask(late, served.port)
+                    await ask(asking, served.port)
+                    nursery.cancel_scope.cancel()
+            finally:
+                hangs.come_back()
+
+    run(main)
+    assert caplog.text.count("does not answer; the keys of before stay in use") == 1
+
+
 # --- engines without keys -------------------------------------------------------------------------------------------
 
 
@@ -572,6 +631,7 @@ def test_a_pair_is_made_once_and_its_secret_is_for_its_owner_alone(tmp_path: Pat
         ("engine.key_secret", 'public-key = "short"\nsecret-key = "short"'),
         ("engine.key_secret", f'public-key = "{"0" * 40}"'),
         ("accepted/odd.key", 'public-key = "' + "\\" * 40 + '"'),
+        ("accepted/high.key", 'public-key = "' + "#" * 40 + '"'),
         ("accepted/empty.key", ""),
         ("accepted/large.key", "#" * 100_000),
     ],

@@ -37,6 +37,7 @@ from connector.ports.zmq_bridge import (
 from tests.attack import zmtp
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
 from tests.rig.key_files import Fleet
+from tests.rig.name_server import name_server
 from tests.rig.network import OTHER_SERVERS, BlackHole
 
 ROOT = Path(__file__).parents[2]
@@ -281,7 +282,6 @@ class TestZmqSideChannel(SideChannelSuite):
 
     def test_a_name_server_that_hangs_or_knows_nothing_delays_nobody_else(self) -> None:
         async def scenario(channel: SideChannel) -> None:
-            trio.socket.set_custom_hostname_resolver(_BadNameServer())
             listener = channel.listen(HOST, 0)
             with pytest.raises(NameNotResolved) as failed:
                 await channel.connect("unknown.example", 5600).ask([b"hello"])
@@ -304,7 +304,8 @@ class TestZmqSideChannel(SideChannelSuite):
                 hanging.close()
                 nursery.cancel_scope.cancel()
 
-        self.run(scenario)
+        with name_server():
+            self.run(scenario)
 
     @pytest.mark.parametrize("other", OTHER_SERVERS)
     def test_a_server_of_something_else_is_noticed_by_a_question(self, other: str) -> None:
@@ -562,16 +563,6 @@ def _descriptors() -> int:
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-class _BadNameServer(trio.abc.HostnameResolver):
-    async def getaddrinfo(self, host: bytes | None, *_: object, **__: object) -> list[object]:  # type: ignore[override]
-        if host == b"hanging.example":
-            await trio.sleep_forever()
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    async def getnameinfo(self, *_: object) -> tuple[str, str]:  # type: ignore[override]
-        raise NotImplementedError
 
 
 def _has_ipv6() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import Access, Gate
+from connector.ports.host_names import HostNames
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire import params, signatures
 from connector.wire.signatures import ParamsKeys
@@ -65,6 +67,20 @@ MUTANTS = (
         broken="a key that is taken away counts until the engine ends",
         changes=(Edit(Gate._find_fault, "await keys.look_again()", "pass"),),
         place=ByTest(f"{STRANGERS}::test_keys_are_rolled_without_a_restart_of_those_who_accept_them"),
+    ),
+    Mutant(
+        name="a folder that hangs is waited for",
+        broken="while the file system with the keys is away nobody is let in, and no handshake ends in time",
+        changes=(Edit(CurveKeys.look_again, "max(0.0, LOOK_WAIT_SECONDS - since_look)", "float('inf')"),),
+        place=ByTest(f"{STRANGERS}::test_a_folder_that_hangs_leaves_the_keys_of_before"),
+    ),
+    Mutant(
+        name="names wait for names that hang",
+        broken="forty requests with names that hang keep the names of all engines from being found",
+        changes=(Edit(HostNames._look_up, "trio.CapacityLimiter(1)", "None"),),
+        place=ByTest(
+            "tests/conformance/test_host_names.py::test_names_that_hang_delay_no_other_name_and_no_other_thread"
+        ),
     ),
     Mutant(
         name="any server will do",

@@ -1,0 +1,109 @@
+"""Names that hang, in the threads of the real `trio.to_thread`: nobody else waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from connector.ports import host_names
+from connector.ports.host_names import HostNames
+from connector.ports.side_channel import NameNotResolved
+from tests.rig.name_server import NameServer, name_server
+
+MORE_THAN_TRIO_HAS = 60
+"""Threads; trio's own limiter lets 40 run."""
+
+
+def run(test: Callable[[NameServer], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(15):
+            await test(server)
+
+    with name_server() as server:
+        trio.run(main)
+
+
+async def given_up(names: HostNames, host: str, seconds: float = 0.05) -> None:
+    with trio.move_on_after(seconds) as scope:
+        await names.address(host, 5600)
+    assert scope.cancelled_caught
+
+
+def test_names_that_hang_delay_no_other_name_and_no_other_thread() -> None:
+    """Scenario 61. Whoever has asked for them has given up, and their threads are still there."""
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        async with trio.open_nursery() as nursery:
+            for number in range(MORE_THAN_TRIO_HAS):
+                nursery.start_soon(given_up, names, f"hang-{number}")
+        for _ in range(2):
+            assert await names.address("found-a", 5600) == "127.0.0.1"
+        assert await trio.to_thread.run_sync(lambda: "another thread") == "another thread"
+        with pytest.raises(NameNotResolved, match="known") as failed:
+            await names.address("unknown", 5601)
+        assert (failed.value.host, failed.value.port) == ("unknown", 5601)
+
+    run(test)
+
+
+def test_all_who_want_a_name_share_one_question() -> None:
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        failed = []
+
+        async def want() -> None:
+            try:
+                await names.address("hang", 5600)
+            except NameNotResolved as error:
+                failed.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(given_up, names, "hang")
+            for _ in range(20):
+                nursery.start_soon(want)
+            await trio.sleep(0.2)
+            server.let_go()
+        assert len(failed) == 20
+        assert server.asked["hang"] == 1
+
+    run(test)
+
+
+def test_an_old_question_is_asked_again_for_who_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that is back answers a new question; the old one may have been lost."""
+    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.1)
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        await given_up(names, "hang")
+        await given_up(names, "hang")
+        assert server.asked["hang"] == 1
+        await trio.sleep(0.1)
+        await given_up(names, "hang")
+        assert server.asked["hang"] == 2
+
+    run(test)
+
+
+def test_beyond_a_number_names_are_refused_at_once_but_not_those_that_were_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_names, "QUESTIONS_MAX", 4)
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        await names.address("found-before", 5600)
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(given_up, names, f"hang-{number}")
+        with pytest.raises(NameNotResolved, match="4 questions wait for a name server"):
+            await names.address("found-new", 5600)
+        assert await names.address("found-before", 5600) == "127.0.0.1"
+        server.let_go()
+        await trio.sleep(0.2)
+        assert await names.address("found-new", 5600) == "127.0.0.1"
+
+    run(test)

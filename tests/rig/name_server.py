@@ -1,0 +1,47 @@
+"""A name server that hangs: `socket.getaddrinfo` as the resolver's threads see it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+
+class NameServer:
+    """Names that begin with "hang" wait until it lets go, "found" ones are 127.0.0.1, "unknown" ones do not exist.
+
+    Attributes:
+        asked: how often each name was.
+    """
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self._may_answer = threading.Event()
+        self._resolve = socket.getaddrinfo
+
+    def let_go(self) -> None:
+        self._may_answer.set()
+
+    def getaddrinfo(self, host: Any, port: Any, *args: Any, **settings: Any) -> Any:
+        name = str(host)
+        self.asked[name] += 1
+        if name.startswith("hang"):
+            self._may_answer.wait(60)
+        if name.startswith(("hang", "unknown")):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self._resolve("127.0.0.1" if name.startswith("found") else host, port, *args, **settings)
+
+
+@contextlib.contextmanager
+def name_server() -> Iterator[NameServer]:
+    """In place of the system's; whatever hangs ends with it."""
+    server = NameServer()
+    with mock.patch.object(socket, "getaddrinfo", server.getaddrinfo):
+        try:
+            yield server
+        finally:
+            server.let_go()
