@@ -93,6 +93,15 @@ def test_why_of_a_directory_that_holds_something_else(tmp_path: Path) -> None:
     assert runner.invoke(app, ["why", "xyz", "--trace", str(tmp_path)]).exit_code == 2
 
 
+def test_why_of_a_trace_that_a_later_version_wrote_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"schema":99,"version":"7.1.0"}\n')
+    answer = runner.invoke(app, ["why", "xyz", "--trace", str(tmp_path)])
+    assert answer.exit_code == 2
+    assert isinstance(answer.exception, SystemExit)
+    (line,) = answer.output.splitlines()
+    assert "schema 99" in line
+
+
 @pytest.mark.parametrize("command", [["why", "abc"], ["ps"], ["ps", "--json"], ["doctor"], ["doctor", "--json"]])
 def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> None:
     port = free_port()

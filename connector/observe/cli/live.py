@@ -214,12 +214,12 @@ def _survey_everything(addresses: list[Address], timeout: float, access: Access)
 
 
 def _records_of(directory: Path) -> list[Any]:
-    from connector.observe.trace_log import TraceFileError, read_trace
+    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_trace
 
     try:
         return list(read_trace(directory))
-    except (OSError, TraceFileError) as error:
-        typer.echo(str(error), err=True)
+    except (OSError, TraceFileError, TraceSchemaError) as error:
+        _say(str(error), err=True)
         raise typer.Exit(UNASKED) from None
 
 
