@@ -194,16 +194,53 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     assert "line 1: not a transition record" in run("check", tmp_path, status=2)
 
 
-def test_text_from_outside_is_no_markup(tmp_path: Path) -> None:
-    """Request ids come from clients."""
+EVIL = "[red]evil[/nothing]\x1b[31m\x1b]0;title\x07\x9b31m\nConnectionRefused: forged"
+"""Request ids come from clients; other texts from files that may have been sent by somebody."""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A trace in which texts of every kind are meant for the terminal."""
     records = [
-        msgspec.structs.replace(each, subject="[red]evil[/nothing]") if each.machine == "request" else each
+        msgspec.structs.replace(
+            each,
+            subject=EVIL + each.subject,
+            peer=each.peer and EVIL + each.peer,
+            event="PeerReady" if each.event == "Created" and each.seq % 7 else each.event,  # for `check` to find
+            reason=each.reason or EVIL,
+            detail=EVIL,
+        )
+        for each in faulty_run()[:400]
+    ]
+    write_run(tmp_path, records)
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("command", [["summary"], ["slow"], ["failures"], ["show", "evil"], ["check"]])
+def test_text_from_outside_steers_no_terminal_and_is_no_markup(
+    hostile: Path, command: list[str], as_json: bool
+) -> None:
+    text = run(*command, hostile, *["--json"] * as_json, status=command == ["check"])
+    assert "evil" in text
+    assert [char for char in text if not char.isprintable() and char != "\n"] == []
+    assert not any(line.startswith("ConnectionRefused: forged") for line in text.splitlines())
+    assert as_json or command == ["summary"] or "[red]evil[/nothing]" in text.replace("\n", "")
+
+
+def test_what_is_not_found_steers_no_terminal(calm: Path) -> None:
+    said = run("show", EVIL, calm, status=1)
+    assert "\x1b" not in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_command_that_slow_names_can_be_pasted(tmp_path: Path) -> None:
+    records = [
+        msgspec.structs.replace(each, subject="a;touch b") if each.machine == "request" else each
         for each in calm_run()[:200]
     ]
     write_run(tmp_path, records)
-    for command in (["summary"], ["slow"], ["failures"], ["show", "evil"]):
-        run(*command, tmp_path)
-    assert "[red]evil[/nothing]" in run("show", "evil", tmp_path)
+    assert f"nixl-actor trace show 'a;touch b' {tmp_path}" in run("slow", tmp_path)
 
 
 # --- the program ----------------------------------------------------------------------------------------------------

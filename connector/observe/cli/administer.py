@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from connector.observe.cli.live import BAD, SERVED, UNASKED, KeyDirectory, access_of
+from connector.observe.cli.output import say
 
 if TYPE_CHECKING:
     from connector.wire.administration import DrainReport
@@ -38,7 +39,7 @@ def drain(
 
     def show(report: DrainReport) -> None:
         if not shown or (report.state, report.lent) != (shown[-1].state, shown[-1].lent):
-            typer.echo(_line(report))
+            say(_line(report))
         shown.append(report)
 
     try:
@@ -47,7 +48,7 @@ def drain(
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
     except AdministrationError as error:
-        typer.echo(str(error), err=True)
+        say(error, err=True)
         raise typer.Exit(UNASKED if not shown else BAD) from None
     has_drained = report.state == "drained" and not report.lent
     raise typer.Exit(SERVED if has_drained or not wait else BAD)
@@ -81,7 +82,6 @@ def meet(
     from connector.observe.administration import meet as meet_engines
     from connector.observe.live import AddressError, parse_address
     from connector.wire.administration import MEET_PLACES_MAX
-    from connector.wire.bounded import shorten
 
     if len(prefills) > MEET_PLACES_MAX:
         raise typer.BadParameter(f"at most {MEET_PLACES_MAX} prefill engines at a time")
@@ -91,13 +91,13 @@ def meet(
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
     except AdministrationError as error:
-        typer.echo(str(error), err=True)
+        say(error, err=True)
         raise typer.Exit(UNASKED) from None
     for (stage, rank), report in reports.items():
         for row in report.rows:
             name = f" engine {row.engine_id}" if row.engine_id else ""
             problem = f": {row.problem}" if row.problem else ""
-            typer.echo(shorten(f"rank {stage}.{rank}, {row.place}: {row.state}{name}{problem}", 1000))
+            say(f"rank {stage}.{rank}, {row.place}: {row.state}{name}{problem}")
     rows = [row for report in reports.values() for row in report.rows]
     are_met = all(row.state in FINAL_STATES and row.state != "unknown" for row in rows)
     raise typer.Exit(SERVED if are_met else BAD)

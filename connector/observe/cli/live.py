@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from connector.observe.cli.output import plain, say, say_json
+
 if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
     from connector.observe.live import Address, EngineReport, Survey
@@ -31,7 +33,6 @@ _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "w
 ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
 PIPE_COLUMNS = 300
-LINE_LENGTH_MAX = 4000
 
 Engines = Annotated[
     list[str] | None,
@@ -92,7 +93,7 @@ def why(
     explanations = [explain(case, live) for case in cases]
     if not explanations:
         nothing = explain_nothing(request, live, looked_at)
-        _print_json({"matches": [], "nothing": nothing}) if json else _say(nothing)
+        _print_json({"matches": [], "nothing": nothing}) if json else say(nothing)
         raise typer.Exit(UNKNOWN)
     if json:
         _print_json({"matches": explanations})
@@ -101,8 +102,8 @@ def why(
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
         for each in explanations[-MATCHES_SHOWN_MAX:]:
-            _say(f"  {each.request}")
-            _say(f"    {each.cause}")
+            say(f"  {each.request}")
+            say(f"    {each.cause}")
     codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
     raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
 
@@ -163,12 +164,12 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
     else:
         for finding in findings:
             typer.secho(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
-            _say(f"[{finding.check}] {finding.what}")
+            say(f"[{finding.check}] {finding.what}")
             if finding.advice:
-                _say(f"    {finding.advice}")
+                say(f"    {finding.advice}")
         problems = sum(finding.level == "problem" for finding in findings)
         asked = ", ".join(f"{each.engine_id} at {each.address}" for each in found.engines if each.answers)
-        _say(f"{problems} problem(s); asked {asked or 'nobody'}")
+        say(f"{problems} problem(s); asked {asked or 'nobody'}")
     if not any(each.answers for each in found.engines):
         raise typer.Exit(UNASKED)
     raise typer.Exit(BAD if any(finding.level == "problem" for finding in findings) else SERVED)
@@ -219,7 +220,7 @@ def _records_of(directory: Path) -> list[Any]:
     try:
         return list(read_trace(directory))
     except (OSError, TraceFileError, TraceSchemaError) as error:
-        _say(str(error), err=True)
+        say(str(error), err=True)
         raise typer.Exit(UNASKED) from None
 
 
@@ -247,9 +248,9 @@ def _fail_unasked(found: Survey, *, as_json: bool) -> None:
     if as_json:
         _print_json({"matches": [], "nothing": "no engine could be asked", "problems": problems})
     else:
-        _say("No engine could be asked:", err=True)
+        say("No engine could be asked:", err=True)
         for problem in problems:
-            _say(f"  {problem}", err=True)
+            say(f"  {problem}", err=True)
     raise typer.Exit(UNASKED)
 
 
@@ -261,35 +262,25 @@ def _first_problem(engine: EngineReport) -> str | None:
 
 
 def _print_json(data: dict[str, Any]) -> None:
-    import msgspec
-
-    encoded = msgspec.json.encode({"schema": JSON_SCHEMA, **data})
-    typer.echo(msgspec.json.format(encoded, indent=2).decode())
-
-
-def _say(line: str, **style: Any) -> None:
-    """One line on the terminal. Its texts come from other machines, or from files: nothing in them may steer it."""
-    from connector.wire.bounded import shorten
-
-    typer.secho(shorten(line, LINE_LENGTH_MAX), **style)
+    say_json({"schema": JSON_SCHEMA, **data})
 
 
 def _print_explanation(each: Explanation) -> None:
-    _say(each.cause, bold=True)
+    say(each.cause, bold=True)
     where = f"{each.request} on {each.side} ({each.engine_id})"
-    _say(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
+    say(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
     since = f", for {each.since_seconds:.3g} s" if each.since_seconds is not None else ""
     waits = f", waits for {each.waits_for}" if each.waits_for else ""
     until = f", until {each.until_seconds:.3g} s from now at the latest" if each.until_seconds is not None else ""
-    _say(f"  state     {each.state}{since}{waits}{until}")
+    say(f"  state     {each.state}{since}{waits}{until}")
     if each.detail and each.detail not in each.cause:
-        _say(f"  detail    {each.detail}")
+        say(f"  detail    {each.detail}")
     for fact in each.facts:
-        _say(f"  also      {fact}")
+        say(f"  also      {fact}")
     for line in each.happened:
-        _say(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
-    _say(f"  next      {each.next}")
-    _say(f"  to do     {each.advice}")
+        say(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
+    say(f"  next      {each.next}")
+    say(f"  to do     {each.advice}")
 
 
 def _as_data(found: Survey) -> dict[str, Any]:
@@ -502,9 +493,7 @@ def _tables(found: Survey) -> list[Any]:
 def _shown(value: object) -> str:
     if value is None:
         return ""
-    from connector.wire.bounded import shorten
-
-    return ("yes" if value else "no") if isinstance(value, bool) else shorten(str(value), LINE_LENGTH_MAX)
+    return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
 
 
 def _age(seconds: float | None) -> str:

@@ -6,6 +6,7 @@ Exit status: 0; 1 when nothing was found, or `check` has findings; 2 when the tr
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from connector.observe.cli.output import plain, say, say_json
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from connector.observe.history import History, Story
     from connector.observe.summary import Outcome, SlowRequest, Summary, Times
@@ -87,7 +91,7 @@ def _read(directory: Path) -> _Traces:
 
 
 def _fail(sentence: str, status: int) -> NoReturn:
-    print(sentence, file=sys.stderr)
+    say(sentence, err=True)
     raise typer.Exit(status)
 
 
@@ -98,10 +102,10 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
-def _print_json(value: Any) -> None:
-    import msgspec
+def _text(value: object, style: str = "") -> Text:
+    from rich.text import Text
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    return Text(plain(value), style)
 
 
 # --- summary --------------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def summary(directory: Directory, json: AsJson = False) -> None:
     traces = _read(directory)
     found = summarize(traces.histories, traces.stories)
     if json:
-        _print_json(found)
+        say_json(found)
         return
     console = _console()
     console.print(
@@ -133,7 +137,7 @@ def summary(directory: Directory, json: AsJson = False) -> None:
     costly = sorted((each for each in found.states if each.machine == "request"), key=lambda each: -each.times.total)
     console.print("requests spent most of their time in:")
     for each in costly[:SLOWEST_STATES]:
-        console.print(f"  {each.state:20} {_duration(each.times.total)} in all, {_times(each.times)}", markup=False)
+        console.print(_text(f"  {each.state:20} {_duration(each.times.total)} in all, {_times(each.times)}"))
 
 
 def _outcome_table(title: str, outcomes: Iterable[Outcome]) -> Table:
@@ -198,7 +202,7 @@ def show(
         _fail(f"no request in {directory} is called {request}", NOTHING_FOUND)
     courses = [course(story, traces.clocks, traces.histories) for story in found[:CANDIDATES_MAX]]
     if json:
-        _print_json([[_moment(each) for each in one.moments] for one in courses])
+        say_json([[_moment(each) for each in one.moments] for one in courses])
         return
     console = _console()
     for story, one in zip(found, courses, strict=False):
@@ -214,17 +218,16 @@ def show(
             _add(table, each.side, who, subject, state, why, _duration(each.offset_seconds), stays)
         console.print(table)
         for detail in dict.fromkeys(each.record.detail for each in one.moments if each.record.detail):
-            console.print(f"  {detail}", markup=False)
+            console.print(_text(f"  {detail}"))
         for process, seconds in one.shifts.items():
-            console.print(f"  the clock of {process} was moved by {seconds * 1e3:+.1f} ms to agree with the others")
+            moved = f"was moved by {seconds * 1e3:+.1f} ms to agree with the others"
+            console.print(_text(f"  the clock of {process} {moved}"))
         console.print()
     if len(found) > len(courses):
-        console.print(f"{len(found) - len(courses)} more requests have {request} in their ids")
+        console.print(_text(f"{len(found) - len(courses)} more requests have {request} in their ids"))
 
 
 def _describe(console: Console, story: Story) -> None:
-    from rich.text import Text
-
     lines = []
     for each in story.requests:
         queued = "" if not each.queued_seconds else f" after {_duration(each.queued_seconds)} in vLLM's queue"
@@ -233,7 +236,7 @@ def _describe(console: Console, story: Story) -> None:
         lines.append(f"D {each.engine_id} rank {each.rank}: {each.subject}: {each.state}{reason}{queued}{amount}")
     lines += [f"P {each.engine_id} rank {each.rank}: {each.subject}: {each.state}" for each in story.leases]
     for line in lines:
-        console.print(Text(line))
+        console.print(_text(line))
 
 
 def _moment(moment: Any) -> dict[str, Any]:
@@ -259,7 +262,7 @@ def slow(
 
     found = find_slow(_read(directory).stories, count)
     if json:
-        _print_json(found)
+        say_json(found)
         return
     if not found:
         _fail("no request on D is in these traces; are those of the decode engine there?", NOTHING_FOUND)
@@ -278,7 +281,8 @@ def slow(
         _add(table, each.request_id, each.peer or "", outcome, worst, _parts(each), _duration(each.seconds))
     console = _console()
     console.print(table)
-    console.print(f"nixl-actor trace show {found[0].request_id} {directory}", markup=False, soft_wrap=True)
+    command = shlex.join(["nixl-actor", "trace", "show", plain(found[0].request_id), str(directory)])
+    console.print(_text(command), soft_wrap=True)
 
 
 def _parts(each: SlowRequest) -> str:
@@ -292,7 +296,7 @@ def failures(directory: Directory, json: AsJson = False) -> None:
 
     found = find_failures(_read(directory).histories)
     if json:
-        _print_json(found)
+        say_json(found)
         return
     console = _console()
     if not found:
@@ -300,14 +304,11 @@ def failures(directory: Directory, json: AsJson = False) -> None:
     for each in found:
         peers = f" with {', '.join(each.peers)}" if each.peers else ""
         from_to = f"{_clock_time(each.first_wall)} to {_clock_time(each.last_wall)}"
-        console.print(f"[bold]{each.kind}[/bold] {each.count} x, of {each.of}s, {from_to}", end="")
-        console.print(peers, markup=False)
+        console.print(_text(each.kind, "bold"), _text(f"{each.count} x, of {each.of}s, {from_to}{peers}"))
         if each.advice:
-            console.print(f"  what to do: {each.advice}", markup=False)
+            console.print(_text(f"  what to do: {each.advice}"))
         for example in each.examples:
-            console.print(
-                f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}", markup=False
-            )
+            console.print(_text(f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}"))
 
 
 # --- the machines' word ---------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def check(directory: Directory, json: AsJson = False) -> None:
 
     verdict = find(_read(directory).processes)
     if json:
-        _print_json(
+        say_json(
             {
                 "processes": verdict.processes,
                 "records": verdict.records,
@@ -332,11 +333,11 @@ def check(directory: Directory, json: AsJson = False) -> None:
         )
     else:
         for finding in verdict.findings[:FINDINGS_SHOWN]:
-            print(finding)
+            say(finding)
         if len(verdict.findings) > FINDINGS_SHOWN:
-            print(f"and {len(verdict.findings) - FINDINGS_SHOWN} more")
+            say(f"and {len(verdict.findings) - FINDINGS_SHOWN} more")
         result = f"{len(verdict.findings)} that the machines do not allow" if verdict.findings else "all allowed"
-        print(f"{verdict.records} records of {verdict.processes} process(es): {result}")
+        say(f"{verdict.records} records of {verdict.processes} process(es): {result}")
     if verdict.findings:
         raise typer.Exit(NOTHING_FOUND)
 
@@ -356,12 +357,12 @@ def export(
         from connector.observe.timeline.export import export_html
 
         _attempt(lambda: export_html(traces.stories, html, title=str(directory)))
-        print(html)
+        say(html)
     if perfetto is not None:
         from connector.observe.perfetto import export_perfetto
 
         _attempt(lambda: export_perfetto(traces.stories, traces.histories, traces.clocks, perfetto))
-        print(perfetto)
+        say(perfetto)
     if otlp is not None:
         _send(traces, otlp)
 
@@ -372,7 +373,7 @@ def _send(traces: _Traces, endpoint: str) -> None:
     except ImportError as error:
         _fail(f"{error}; pip install 'nixl-actor-connector[otlp]'", CANNOT_READ)
     try:
-        print(f"{export_otlp(traces.stories, traces.clocks, endpoint)} spans sent to {endpoint}")
+        say(f"{export_otlp(traces.stories, traces.clocks, endpoint)} spans sent to {endpoint}")
     except ExportError as error:
         _fail(str(error), CANNOT_READ)
 
@@ -402,9 +403,7 @@ def _table(title: str | None, *columns: str, right: Iterable[str] = ()) -> Table
 
 
 def _add(table: Table, *cells: object) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text(str(cell)) for cell in cells))
+    table.add_row(*(_text(cell) for cell in cells))
 
 
 def _times(times: Times) -> str:

@@ -1,0 +1,37 @@
+"""What the commands print, and the one way in which they do it.
+
+Ids of requests come from clients, names and reasons from other machines or from files. Nothing in them may steer the
+terminal, begin another line, or be taken for markup: control characters are shown as what they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+
+LINE_LENGTH_MAX = 4000
+
+_STEERS_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
+"""Control characters that JSON, other than those of ASCII, leaves as they are."""
+
+
+def plain(value: object) -> str:
+    """The text of it, fit for a line or a cell."""
+    from connector.wire.bounded import shorten
+
+    return shorten(str(value), LINE_LENGTH_MAX)
+
+
+def say(line: object, **style: Any) -> None:
+    """One line; `style` is typer's."""
+    typer.secho(plain(line), **style)
+
+
+def say_json(value: Any) -> None:
+    """One document, for people and programs."""
+    import msgspec
+
+    encoded = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    typer.echo(_STEERS_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded))
