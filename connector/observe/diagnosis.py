@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
@@ -25,12 +25,19 @@ from connector.observe.ucx_devices import NETWORK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+from statemachine.trace import TransitionRecord
 
 Level = Literal["problem", "warning", "note"]
 
 CLOCK_SECONDS = 1.0
 """Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
 reading of another machine is used."""
+
+RECORDS_ASKED = 2048
+"""Of each worker, the newest: a few seconds of a busy engine. Of a lease that expired before that, readers are looked
+for by its id."""
+ANSWERS_APART_SECONDS = 1.0
+"""Between the answers of two workers; durations of the two are compared no more exactly than that."""
 
 UNSET = "(not set)"
 _OF_DEVICES = ("cuda", "rocm")
@@ -53,13 +60,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(
-    found: Survey, named: Sequence[Address] = (), opened: Mapping[str, Opened] = MappingProxyType({})
+    found: Survey,
+    named: Sequence[Address] = (),
+    opened: Mapping[str, Opened] = MappingProxyType({}),
+    looked_for: Collection[str] = (),
 ) -> list[Finding]:
     """All findings, problems first.
 
     Args:
         named: the addresses that were given, each as often as it was.
         opened: what UCX opens for the engines, by id, that run on the machine of who asks.
+        looked_for: request ids on P about which every worker gave all its records, beside the newest RECORDS_ASKED.
     """
     answering = [engine for engine in found.engines if engine.answers]
     findings = [
@@ -74,7 +85,7 @@ def diagnose(
         *_peers(answering),
         *_blocks(answering),
         *_local_prefills(answering),
-        *_releases(answering),
+        *_releases(found, looked_for),
     ]
     order = ("problem", "warning", "note")
     return sorted(findings, key=lambda finding: order.index(finding.level))
@@ -543,20 +554,28 @@ def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         )
 
 
-def _releases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
-    done = {
-        (record.peer, record.remote_request_id, record.lease_number)
-        for engine in engines
-        for record in (row.record for row in engine.of(RecordRow))
-        if record.machine == "request" and record.to_state == "done"
-    }
-    for engine in engines:
-        expired = {
-            (record.engine_id, record.subject, record.lease_number)
-            for record in (row.record for row in engine.of(RecordRow))
-            if record.machine == "lease" and record.to_state == "expired"
-        }
-        one_sided = expired & done
+def leases_to_look_for(found: Survey) -> list[str]:
+    """Request ids on P of leases that expired, and that nobody has read as far as `found` goes; the newest first."""
+    done = _leases_read(found)
+    expired = [row.record for row in _expired(found.engines)]
+    return list(dict.fromkeys(record.subject for record in expired if _lease_key(record) not in done))
+
+
+def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
+    done = _leases_read(found)
+    for engine in (each for each in found.engines if each.answers):
+        readers = [each for each in found.engines if each is not engine and _may_read(each)]
+        one_sided: set[str] = set()
+        unread: set[str] = set()
+        unknown: set[str] = set()
+        for row in _expired([engine]):
+            if _lease_key(row.record) in done:
+                one_sided.add(row.record.subject)
+            elif readers and all(_would_know(reader, row, looked_for) for reader in readers):
+                unread.add(row.record.subject)
+            else:
+                unknown.add(row.record.subject)
+        names = ", ".join(map(_name, readers))
         if one_sided:
             yield Finding(
                 level="warning",
@@ -564,18 +583,29 @@ def _releases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 engines=(_name(engine),),
                 what=(
                     f"{_name(engine)}: {len(one_sided)} lease(s) expired although a decode engine had read them "
-                    f"({min(each[1] or '' for each in one_sided)})"
+                    f"({min(one_sided)})"
                 ),
                 advice="see whether D can reach P's control sockets, and whether another engine held them too",
             )
-        if len(expired - done):
-            name = min(each[1] or "" for each in expired - done)
+        if unread:
             yield Finding(
                 level="warning",
                 check="expired leases",
                 engines=(_name(engine),),
-                what=f"{_name(engine)}: {len(expired - done)} lease(s) expired that nobody has read ({name})",
+                what=f"{_name(engine)}: {len(unread)} lease(s) expired that none of {names} has read ({min(unread)})",
                 advice=WHAT_TO_DO[LEASE_EXPIRED],
+            )
+        if unknown:
+            why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
+            yield Finding(
+                level="warning",
+                check="expired leases",
+                engines=(_name(engine),),
+                what=(
+                    f"{_name(engine)}: {len(unknown)} lease(s) expired of which it is not known whether they were read "
+                    f"({min(unknown)}): {why}"
+                ),
+                advice="name every decode engine that may read them (--engine), or see their traces",
             )
         late = sum(row.counts.get("late releases", 0) for row in engine.of(EngineRow))
         if late:
@@ -589,6 +619,57 @@ def _releases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+_LeaseKey = tuple[str | None, str | None, int | None]
+"""Engine id of P, request id there, number of the lease."""
+
+
+def _lease_key(record: TransitionRecord) -> _LeaseKey:
+    """`record`: of a lease, on P."""
+    return record.engine_id, record.subject, record.lease_number
+
+
+def _leases_read(found: Survey) -> set[_LeaseKey]:
+    """By what decode engines say."""
+    records = (row.record for _, row in found.of(RecordRow))
+    return {
+        (record.peer, record.remote_request_id, record.lease_number)
+        for record in records
+        if record.machine == "request" and record.to_state == "done"
+    }
+
+
+def _expired(engines: Sequence[EngineReport]) -> list[RecordRow]:
+    """The ends of leases that expired, the newest first."""
+    rows = (row for engine in engines for row in engine.of(RecordRow))
+    ended = [row for row in rows if row.record.machine == "lease" and row.record.to_state == "expired"]
+    return sorted(ended, key=lambda row: row.age_seconds)
+
+
+def _may_read(engine: EngineReport) -> bool:
+    """Whether it may be a decode engine. Of one that said nothing it is known if another reads from it."""
+    return engine.role != "kv_producer" if engine.answers else not engine.named_by
+
+
+def _would_know(reader: EngineReport, expired: RecordRow, looked_for: Collection[str]) -> bool:
+    """Whether a READ of this lease would be among what the reader has said: all its workers were there when the lease
+    could be read first, and have given what they wrote since then."""
+    if expired.record.seconds_in_from is None or not reader.ranks:
+        return False
+    needed_seconds = expired.age_seconds + expired.record.seconds_in_from + ANSWERS_APART_SECONDS
+    for rank in reader.ranks:
+        row = rank.engine
+        if row is None or rank.problem is not None:
+            return False
+        if len(rank.of(RecordRow)) < RECORDS_ASKED:  # everything since its start
+            reach_seconds = row.uptime_seconds
+        elif expired.record.subject in looked_for:
+            reach_seconds = row.recorded_seconds or 0.0
+        else:
+            return False
+        if reach_seconds < needed_seconds:
+            return False
+    return True
 
 
 def _name(engine: EngineReport) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
-from connector.observe.diagnosis import Finding, diagnose
-from connector.observe.live import Address, EngineReport, RankReport, Survey
+from connector.observe.cli.main import app
+from connector.observe.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
+from connector.observe.live import Address, EngineReport, Question, RankReport, Survey
 from connector.observe.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity
@@ -320,15 +323,92 @@ def record(machine: str, state: str, name: str, **fields: Any) -> RecordRow:
     return RecordRow(record=made, age_seconds=1.0)
 
 
+EXPIRED = record("lease", "expired", "cmpl-p", engine_id="pp", seconds_in_from=2.0)
+"""A second ago, after it could be read for two."""
+READ = record("request", "done", "cmpl-d", engine_id="d", peer="pp", remote_request_id="cmpl-p")
+
+
 def test_leases_that_expired_with_and_without_a_reader() -> None:
-    expired = record("lease", "expired", "cmpl-p", engine_id="pp")
-    read = record("request", "done", "cmpl-d", engine_id="d", peer="pp", remote_request_id="cmpl-p")
-    prefill = engine("pp", expired, role="kv_producer")
+    prefill = engine("pp", EXPIRED, role="kv_producer")
     (alone,) = found(engine("d"), prefill, check="expired leases")
-    assert "nobody has read (cmpl-p)" in alone.what
-    (one_sided,) = found(engine("d", read), prefill, check="one-sided releases")
+    assert alone.what == "pp: 1 lease(s) expired that none of d has read (cmpl-p)"
+    (one_sided,) = found(engine("d", READ), prefill, check="one-sided releases")
     assert "although a decode engine had read them" in one_sided.what
-    assert found(engine("d", read), prefill, check="expired leases") == []
+    assert found(engine("d", READ), prefill, check="expired leases") == []
+
+
+def busy(*, recorded_seconds: float) -> EngineReport:
+    """A decode engine that was asked for its newest records only, of which it has more."""
+    others = [
+        record("request", "done", f"cmpl-{number}", engine_id="d", peer="pp", remote_request_id=f"other-{number}")
+        for number in range(RECORDS_ASKED)
+    ]
+    report = engine("d", *others)
+    row, *rest = report.ranks[0].rows
+    assert isinstance(row, EngineRow)
+    known = msgspec.structs.replace(row, uptime_seconds=5000.0, recorded_seconds=recorded_seconds)
+    return replace(report, ranks=(replace(report.ranks[0], rows=(known, *rest)),))
+
+
+@pytest.mark.parametrize(
+    ("recorded_seconds", "looked_for", "is_known"),
+    [(3.0, ["cmpl-p"], False), (60.0, [], False), (60.0, ["another"], False), (60.0, ["cmpl-p"], True)],
+)
+def test_nobody_is_said_not_to_have_read_what_happened_before_its_records(
+    recorded_seconds: float, looked_for: list[str], is_known: bool
+) -> None:
+    """D may have read it long ago."""
+    survey = Survey([busy(recorded_seconds=recorded_seconds), engine("pp", EXPIRED, role="kv_producer")])
+    assert leases_to_look_for(survey) == ["cmpl-p"]
+    (finding,) = [each for each in diagnose(survey, looked_for=looked_for) if each.check == "expired leases"]
+    assert ("none of d has read" in finding.what) == is_known
+    if not is_known:
+        assert "not known whether they were read (cmpl-p): the records of d do not reach back so far" in finding.what
+
+
+@pytest.mark.parametrize("problem", [None, "its control socket did not answer"])
+def test_doctor_asks_for_what_the_newest_records_do_not_show(
+    monkeypatch: pytest.MonkeyPatch, problem: str | None
+) -> None:
+    d, p = busy(recorded_seconds=60.0), engine("pp", EXPIRED, role="kv_producer")
+    asked: list[list[Question]] = []
+
+    def survey(addresses: Iterable[Address], questions: list[Question], **_: Any) -> Survey:
+        asked.append(questions)
+        if len(asked) == 1:
+            return Survey([d, p])
+        assert list(addresses) == [d.address, p.address]
+        row = d.ranks[0].rows[0]
+        return Survey([replace(d, ranks=(replace(d.ranks[0], rows=(row, *told), problem=problem),)), p])
+
+    monkeypatch.setattr("connector.observe.live.survey", survey)
+    told: list[RecordRow] = [READ]
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert [each.match for each in asked[1] if each.what == "records"] == ["cmpl-p"]
+    assert "although a decode engine had read them (cmpl-p)" in said
+    assert "expired leases" not in said
+    told, asked = [], []
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert ("none of d has read" in said) == (problem is None)
+    assert ("not known whether they were read" in said) == (problem is not None)
+
+
+def test_a_decode_engine_that_began_after_the_lease_says_nothing_of_it() -> None:
+    """One that was there before it, with the same side channel, may have read it."""
+    older = record("lease", "expired", "cmpl-p", engine_id="pp", seconds_in_from=30.0)
+    (finding,) = found(engine("d"), engine("pp", older, role="kv_producer"), check="expired leases")
+    assert "not known" in finding.what
+
+
+def test_without_a_decode_engine_it_is_not_known_who_has_read() -> None:
+    prefill = engine("pp", EXPIRED, role="kv_producer")
+    (finding,) = found(prefill, check="expired leases")
+    assert finding.what.endswith("(cmpl-p): no decode engine was asked")
+    silent = EngineReport(address=Address("h", 1), problem="it hangs", problem_kind="HandshakeTimeout")
+    (finding,) = found(engine("d"), prefill, silent, check="expired leases")
+    assert "the records of d, h:1 do not reach" in finding.what
+    another_p = replace(silent, named_by=("d",))
+    assert "none of d has read" in found(engine("d"), prefill, another_p, check="expired leases")[0].what
 
 
 def test_releases_of_what_is_not_lent() -> None:

@@ -149,15 +149,16 @@ def ps(
 
 def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = None, json: AsJson = False) -> None:
     """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
-    from connector.observe.diagnosis import diagnose
+    from connector.observe.diagnosis import RECORDS_ASKED, diagnose
     from connector.observe.live import Question, survey
     from connector.observe.ucx_devices import opened_for
     from connector.wire.inspection import WHATS
 
-    questions = [Question(what=what, rows_max=2048) for what in WHATS]
-    named = _addresses(engine)
-    found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access_of(keys))
-    findings = diagnose(found, named, opened_for(found.engines))
+    questions = [Question(what=what, rows_max=RECORDS_ASKED) for what in WHATS]
+    named, access = _addresses(engine), access_of(keys)
+    found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access)
+    found, looked_for = _with_readers_of_expired(found, timeout, access)
+    findings = diagnose(found, named, opened_for(found.engines), looked_for)
     if json:
         engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
         _print_json({"engines": engines, "findings": findings})
@@ -212,6 +213,26 @@ def _survey_everything(addresses: list[Address], timeout: float, access: Access)
 
     questions = [Question(what=what) for what in WHATS if what != "records"]
     return survey(addresses, questions, seconds=timeout, followed_seconds=timeout, access=access)
+
+
+def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> tuple[Survey, frozenset[str]]:
+    """What all records say of leases that expired and that the newest records do not show as read; and of which request
+    ids on P every worker has told that."""
+    from connector.observe.diagnosis import leases_to_look_for
+    from connector.observe.live import LOOKED_UP_MAX, Question, survey
+    from connector.wire.inspection import RecordRow
+
+    wanted = leases_to_look_for(found)[:LOOKED_UP_MAX]
+    if not wanted:
+        return found, frozenset()
+    known = [each.address for each in found.engines if each.answers]
+    questions = [Question(what="engine"), *(Question(what="records", match=name) for name in wanted)]
+    more = survey(known, questions, follow=False, seconds=timeout, access=access)
+    if any(each.problem or any(rank.problem for rank in each.ranks) for each in more.engines):
+        return found.with_rows_of(more), frozenset()
+    # P tells only of those whose ids it shows whole.
+    told = {row.record.subject for _, row in more.of(RecordRow) if row.record.machine == "lease"}
+    return found.with_rows_of(more), frozenset(told.intersection(wanted))
 
 
 def _records_of(directory: Path) -> list[Any]:
