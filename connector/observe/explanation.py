@@ -44,6 +44,9 @@ FACTORS_NAMED_MAX = 3
 """Of what makes two engines incompatible, in the first line."""
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""
+QUEUED_SECONDS_MIN = 0.001
+QUEUED_SHARE_MIN = 0.01
+"""A shorter wait in vLLM's queue, or one that is less of the whole time, is not worth a word."""
 
 
 class Said(NamedTuple, Generic[R]):
@@ -363,6 +366,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         advice = WHAT_TO_DO.get(kind, advice)
     if row.proven_seconds is not None:
         facts.append(f"P is known to keep the blocks for {_seconds(max(0.0, row.proven_seconds))} more")
+    facts += [fact for each in case.story.requests if each.rank == said.rank for fact in _queue_facts(each)]
     return Explanation(
         request=row.request_id,
         cause=cause,
@@ -425,7 +429,9 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     peer = live.peer_of(ended.engine_id, ended.peer)
     facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
     if ended.state == "done":
-        cause = f"Done: its KV was loaded in {_seconds(ended.seconds)}"
+        cause = f"Done: its KV was loaded in {_seconds(ended.whole_seconds)}"
+        if _is_worth_a_word(ended):
+            cause += f", {_seconds(ended.queued_seconds)} of them in vLLM's queue on D"
         blocks = f"{_blocks(ended.blocks)}, {ended.length_bytes / 1e6:.1f} MB"
         facts = [blocks, *_one_sided(case, live)]
         outcome, follows, advice = "served", "nothing", "nothing"
@@ -436,7 +442,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
             cause = (
                 f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
             )
-        facts += differing[FACTORS_NAMED_MAX:]
+        facts += [*differing[FACTORS_NAMED_MAX:], *_queue_facts(ended)]
         outcome, follows = "failed", _after_failure(live.facts(ended.engine_id))
         advice = WHAT_TO_DO.get(kind or "", "look at the log of D")
     if kind == "AbortedByClient":
@@ -537,7 +543,7 @@ def _explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
         next=follows,
         advice="ask the running engines (without --trace), or see whether D has ended",
         happened=_happened(case),
-        facts=tuple(_facts_of_leases(case)),
+        facts=(*_queue_facts(open_one), *_facts_of_leases(case)),
     )
 
 
@@ -640,10 +646,23 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str]) -> str:
 
 
 def _worst(ranks: Sequence[History]) -> History | None:
-    """The rank whose end decides: one that failed, else one that has not ended, else any."""
+    """The rank whose end decides: one that failed, else one that has not ended, else the slowest."""
     failed = [each for each in ranks if each.is_over and each.state != "done"]
     open_ones = [each for each in ranks if not each.is_over]
-    return next(iter([*failed, *open_ones, *ranks]), None)
+    slowest = sorted(ranks, key=lambda each: -each.whole_seconds)
+    return next(iter([*failed, *open_ones, *slowest]), None)
+
+
+def _is_worth_a_word(history: History) -> bool:
+    """How long it was in vLLM's queue."""
+    queued_seconds = history.queued_seconds or 0.0
+    return queued_seconds >= max(QUEUED_SECONDS_MIN, QUEUED_SHARE_MIN * history.whole_seconds)
+
+
+def _queue_facts(history: History) -> list[str]:
+    if not _is_worth_a_word(history):
+        return []
+    return [f"before its blocks were allocated it was {_seconds(history.queued_seconds)} in vLLM's queue on D"]
 
 
 def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
@@ -696,16 +715,22 @@ def _silent_facts(live: Live) -> list[str]:
 def _happened(case: Case) -> tuple[Happened, ...]:
     """Both sides in one order. Ranks that went through the same count as one."""
     lines: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def note(side: str, what: str, wall: float) -> None:
+        first, ranks = lines.get((side, what), (wall, 0))
+        lines[side, what] = (min(first, wall), ranks + 1)
+
     for side, group in (("D", case.story.requests), ("D", case.story.holds), ("P", case.story.leases)):
         for history in group:
+            if _is_worth_a_word(history):
+                heard = history.records[0].wall - (history.queued_seconds or 0.0)
+                note(side, f"{history.machine} in vLLM's queue", heard)
             for number, visit in enumerate(history.visits):
                 reason = f" ({visit.reason})" if visit.reason else ""
                 what = f"{history.machine} {visit.state}, by {visit.event}{reason}"
                 # A state that is entered again is another line.
                 again = sum(each.state == visit.state for each in history.visits[:number])
-                key = (side, what + " again" * again)
-                wall, ranks = lines.get(key, (visit.wall, 0))
-                lines[key] = (min(wall, visit.wall), ranks + 1)
+                note(side, what + " again" * again, visit.wall)
     if not lines:
         return ()
     in_order = sorted(lines.items(), key=lambda item: item[1][0])

@@ -121,6 +121,11 @@ class History:
         return self.records[0].age_seconds
 
     @property
+    def whole_seconds(self) -> float:
+        """All that is known of it: the wait in vLLM's queue, and from the first record to the last."""
+        return (self.queued_seconds or 0.0) + self.seconds
+
+    @property
     def blocks(self) -> int:
         return max(record.blocks or 0 for record in self.records)
 

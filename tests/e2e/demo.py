@@ -23,6 +23,7 @@ from shlex import quote
 from types import FrameType
 
 from connector.observe.history import Story, histories, matching, stories
+from connector.observe.summary import slow
 from connector.observe.timeline.export import EXPLAIN, export_html
 from connector.observe.trace_log import read_trace
 from tests.e2e.client import Answer, PrefillDecode
@@ -203,9 +204,8 @@ def report_timeline(traces: Path) -> None:
     page = traces / TIMELINE
     export_html(told, page, title=f"make demo, {traces.name.removeprefix('demo-')}")
     print(f"timeline: {page}")
-    slowest = max((each for story in told for each in story.requests), key=lambda each: each.seconds, default=None)
-    if slowest is not None:
-        command = EXPLAIN.replace("REQUEST", quote(slowest.subject)).replace("DIRECTORY", quote(str(traces)))
+    for slowest in slow(told, 1):
+        command = EXPLAIN.replace("REQUEST", quote(slowest.request_id)).replace("DIRECTORY", quote(str(traces)))
         # The one of this environment, which is not activated where `make demo` was called.
         command = os.path.join(quote(os.path.relpath(Path(sys.executable).parent)), command)
         print(f"the slowest request took {slowest.seconds * 1e3:.0f} ms; what it waited for: {command}")

@@ -6,8 +6,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from connector.observe.history import histories
 from tests.e2e.demo import TIMELINE, report_timeline
 from tests.unit.traced_run import calm_run, write_run
 
@@ -17,7 +19,15 @@ def test_the_page_is_there_and_the_command_explains_the_slowest_request(
 ) -> None:
     traces = tmp_path / "demo 20260101"  # what is printed has to be fit for a shell
     traces.mkdir()
-    write_run(traces, calm_run())
+    # The wait in vLLM's queue counts, and here it is all that makes one the slowest.
+    delayed = min(
+        (each for each in histories(calm_run()) if each.machine == "request" and each.state == "done"),
+        key=lambda each: each.seconds,
+    )
+    records = [
+        msgspec.structs.replace(each, age_seconds=60.0) if each is delayed.records[0] else each for each in calm_run()
+    ]
+    write_run(traces, records)
     report_timeline(traces)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"timeline: {traces / TIMELINE}"
@@ -31,14 +41,16 @@ def test_the_page_is_there_and_the_command_explains_the_slowest_request(
     assert named is not None
     assert named[1] in asked.stdout
     begun, took = {}, {}
-    for record in calm_run():
+    for record in records:
         instance = record.engine_id, record.rank, record.subject
         if record.machine == "request":
-            begun.setdefault(instance, record.mono_ns)
+            begun.setdefault(instance, record.mono_ns - round((record.age_seconds or 0.0) * 1e9))
             took[instance] = record.mono_ns - begun[instance]
     longest = max(took.values())
     assert longest in [ns for (_, _, subject), ns in took.items() if subject == named[1]]
     assert int(said[1]) == round(longest / 1e6)
+    assert named[1] == delayed.subject
+    assert "in vLLM's queue on D" in asked.stdout
 
 
 def test_traces_without_a_request_have_a_page_and_no_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO
@@ -359,6 +360,37 @@ def test_both_sides_are_one_order_with_offsets() -> None:
         ("D", 2.25),
         ("D", 4.25),
     ]
+
+
+def queued(found: list[TransitionRecord], seconds: float) -> list[TransitionRecord]:
+    """The same, after a wait in vLLM's queue."""
+    first, *others = found
+    return [msgspec.structs.replace(first, age_seconds=seconds), *others]
+
+
+def test_the_wait_in_the_queue_of_vllm_is_part_of_the_time() -> None:
+    answer = the_answer(queued(pulled(at=20.0), 12.8))
+    assert answer.cause == "Done: its KV was loaded in 15.8 s, 12.8 s of them in vLLM's queue on D"
+    assert [(line.offset_seconds, line.what) for line in answer.happened][:2] == [
+        (0.0, "request in vLLM's queue"),
+        (12.8, "request pending_handshake, by Created"),
+    ]
+    assert the_answer(queued(pulled(), 0.02)).cause == "Done: its KV was loaded in 3.0 s"
+    assert the_answer(pulled()).cause == "Done: its KV was loaded in 3.0 s"
+
+
+def test_of_ranks_that_have_loaded_it_the_slowest_counts() -> None:
+    found = [*queued(pulled(rank=0), 0.5), *queued(pulled(rank=1), 2.0)]
+    assert the_answer(found).cause == "Done: its KV was loaded in 5.0 s, 2.0 s of them in vLLM's queue on D"
+
+
+def test_one_that_failed_or_waits_says_how_long_it_was_in_the_queue() -> None:
+    word = "it was 12.8 s in vLLM's queue on D"
+    failed = the_answer(queued(ended_with(failures.ConnectionRefused(peer="P")), 12.8))
+    assert any(word in fact for fact in failed.facts)
+    assert any(word in fact for fact in the_answer(queued(pulled(PULLED[:2]), 12.8)).facts)
+    live = Live(requests=(row("reading"),))
+    assert any(word in fact for fact in the_answer(queued(pulled(PULLED[:2]), 12.8), live).facts)
 
 
 def test_ranks_that_went_the_same_way_are_one_line_and_the_one_that_failed_decides() -> None:
