@@ -70,6 +70,21 @@ def test_times_are_microseconds_since_the_first_record() -> None:
     assert passed[-1] - passed[0] == pytest.approx((records[-1].mono_ns - records[0].mono_ns) / 1e3, abs=1)
 
 
+def test_the_wait_in_the_queue_of_vllm_is_before_the_first_step() -> None:
+    """Of the first request too, where the document begins with it."""
+    records = [
+        msgspec.structs.replace(each, age_seconds=2.5) if each.event == "Created" and each.machine != "hold" else each
+        for each in trace(30)
+    ]
+    made, before = document(stories(histories(records)), title="t"), document(told(), title="t")
+    assert made.zero_wall == pytest.approx(before.zero_wall - 2.5)
+    for row in made.stories:
+        assert [made.histories[number].queued for number in (*row.requests, *row.leases)] == [2_500_000] * 2
+        assert [made.histories[number].queued for number in row.holds] == [None]
+    assert min(made.histories[row.leases[0]].steps[0] or 0 for row in made.stories) == 2_500_000
+    assert {each.queued for each in before.histories} == {None}
+
+
 def test_what_is_left_of_a_lease_is_in_its_steps() -> None:
     made = document(told(), title="t")
     lent = made.histories[made.stories[0].leases[0]]

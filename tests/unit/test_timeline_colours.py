@@ -17,6 +17,8 @@ import pytest
 
 from connector.observe.timeline.export import OUTCOMES
 
+SOLID = (*OUTCOMES, "queued")
+"""What a bar may be filled with: how it ended; and the wait in vLLM's queue before, whatever came of it."""
 STYLE = Path(__file__).parents[2] / "connector" / "observe" / "timeline" / "page.css"
 APART_MIN = 15.0
 WORDS_CONTRAST_MIN = 4.5
@@ -112,10 +114,10 @@ def test_the_reckoning() -> None:
 
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("theme", ["light", "dark reader"])
-def test_outcomes_are_told_apart_by_their_colours(theme: str, vision: str) -> None:
+def test_outcomes_and_the_queue_are_told_apart_by_their_colours(theme: str, vision: str) -> None:
     colours = themes()[theme]
     found = {
-        (one, other): apart(colours[one], colours[other], VISIONS[vision]) for one, other in combinations(OUTCOMES, 2)
+        (one, other): apart(colours[one], colours[other], VISIONS[vision]) for one, other in combinations(SOLID, 2)
     }
     assert {pair: round(each, 1) for pair, each in found.items() if each < APART_MIN} == {}
 
@@ -124,7 +126,7 @@ def test_dark_is_the_same_whoever_asks_for_it() -> None:
     found = themes()
     assert found["dark system"] == found["dark reader"]
     assert set(found["light"]) == set(found["dark reader"])
-    assert set(OUTCOMES) < set(found["light"])
+    assert set(SOLID) < set(found["light"])
 
 
 @pytest.mark.parametrize("theme", ["light", "dark reader"])
@@ -135,6 +137,8 @@ def test_colours_are_seen_and_words_can_be_read(theme: str) -> None:
         on = "#ffffff" if outcome == "withdrawn" else "#0c1418"  # `--on`, in the chart and on bars
         assert contrast(colours[outcome], on) > WORDS_CONTRAST_MIN, outcome
         assert contrast(colours[f"{outcome}-tint"], colours["fg"]) > WORDS_CONTRAST_MIN, outcome
+    assert contrast(colours["queued"], "#ffffff") > WORDS_CONTRAST_MIN
     for ground in ("bg", "lane"):
+        assert contrast(colours["queued"], colours[ground]) > MARKS_CONTRAST_MIN
         for words in ("fg", "muted", "accent", "fault"):
             assert contrast(colours[words], colours[ground]) > WORDS_CONTRAST_MIN, (words, ground)

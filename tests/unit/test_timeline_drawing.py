@@ -5,12 +5,15 @@ Two ways to see it: the calls that one drawing makes, and the pixels that are th
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from connector.observe.history import histories, stories
 from tests.unit.browser import Browser
-from tests.unit.timeline_page import middle_of, told, written
+from tests.unit.timeline_load import trace
+from tests.unit.timeline_page import QUEUED, middle_of, told, with_queue, written
 
 SMALL = 60
 MANY = 400
@@ -241,6 +244,32 @@ def test_where_rows_are_low_the_badge_of_a_retry_is_a_notch(page: Browser, many:
     ]
     ((seen,),) = pixels(page, x - 0.5, y, 1, 1)
     assert likeness(seen, colour(page, "bg"), colour(page, "strong")) > 0.8
+
+
+# --- the queue ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_wait_in_the_queue_of_vllm_is_the_first_part_of_a_bar(page: Browser, tmp_path: Path, dark: bool) -> None:
+    page.size(1280, 800, dark=dark)
+    page.open(written(stories(histories(with_queue(trace(SMALL)))), tmp_path))
+    page.evaluate(f"app.choose(doc.byKey.get('{QUEUED}'), true)")
+    page.frame()
+    request = "app.selected.requests[0]"
+    begun, created, top, high = page.evaluate(
+        f"[lanes.x({request}.start), lanes.x({request}.steps[0].at), lanes.rowTop({request}), lanes.rowHeight - 2]"
+    )
+    assert created - begun > 300
+    ((first,),) = pixels(page, begun + 2, top + 2, 1, 1)
+    ((last,),) = pixels(page, created - 3, top + 2, 1, 1)
+    assert {first, last} == {colour(page, "queued")}
+    ((before,),) = pixels(page, begun - 6, top + high / 2, 1, 1)
+    assert before != first
+    assert QUEUED in [text for text, *_ in texts(page)]  # upon the longest part
+    x, y = middle_of(page, QUEUED)
+    page.move(x, y)
+    page.frame()
+    assert "in vLLM's queue for 12.8 s" in page.evaluate("byId('tip').innerText")
 
 
 # --- how it ended ---------------------------------------------------------------------------------------------------

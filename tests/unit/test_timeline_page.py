@@ -13,7 +13,7 @@ from connector.observe.history import histories, stories
 from connector.observe.timeline.export import MACHINES, Complaint, Fault, SimulatedRun
 from tests.unit.browser import Browser
 from tests.unit.timeline_load import LEASE_SECONDS, MARGIN_SECONDS, trace
-from tests.unit.timeline_page import chosen, count, fill, middle_of, told, written
+from tests.unit.timeline_page import QUEUED, chosen, count, fill, middle_of, told, with_queue, written
 
 SMALL = 60
 
@@ -46,6 +46,29 @@ def test_filters_by_outcome_peer_and_duration(page: Browser, tmp_path: Path) -> 
     assert 0 < int(count(page).split()[0]) < of_one
     fill(page, "longest", "soon")
     assert page.evaluate("byId('longest').hasAttribute('aria-invalid')")
+
+
+def test_the_wait_in_the_queue_of_vllm_counts(page: Browser, tmp_path: Path) -> None:
+    """In the duration, which the filter and the slowest go by; in what lived at a moment; and in the times."""
+    page.open(written(stories(histories(with_queue(trace(SMALL)))), tmp_path))
+    took = page.evaluate(f"doc.byKey.get('{QUEUED}').took")
+    read = page.evaluate(f"(([bar]) => bar.end - bar.steps[0].at)(doc.byKey.get('{QUEUED}').requests)")
+    assert took == pytest.approx(read + 12.8e6, abs=2)
+    fill(page, "shortest", "12.8 s")
+    assert page.evaluate("app.stories.map((story) => story.name)") == [QUEUED]
+    assert page.evaluate("slowestOf(doc.stories, 1)[0].name") == QUEUED
+    page.evaluate("app.goTo(app.stories[0].start + 1e6)")
+    page.wait_for("document.querySelectorAll('.alive li').length > 0")
+    assert "in vLLM's queue" in page.evaluate("document.querySelector('.alive').innerText")
+    times = page.evaluate("stateTimes(doc, doc.stories, 'request')[0]")
+    assert (times["state"], times["count"], times["p99"]) == ("in vLLM's queue", 1, 12.8e6)
+    page.evaluate("app.choose(app.stories[0], true)")
+    assert "12.8 s" in page.evaluate("document.querySelector('.facts').innerText")
+    assert page.evaluate("document.querySelectorAll('.sides .state.queued').length") == 1
+    assert "in vLLM's queue" in page.evaluate("document.querySelector('.legend').innerText")
+    assert page.evaluate("document.querySelectorAll('.steps tbody tr')[1].innerText").startswith("+")
+    page.evaluate("showKeys(app, byId('keys'))")
+    assert "in vLLM's queue" in page.evaluate("byId('keys').innerText")
 
 
 def test_a_filter_that_matches_nothing_says_so_and_can_be_cleared(page: Browser, small: str) -> None:

@@ -5,14 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from connector.observe.history import Story, histories, stories
 from connector.observe.timeline.export import export_html
+from statemachine.trace import TransitionRecord
 from tests.unit.browser import Browser
 from tests.unit.timeline_load import trace
 
 
 def told(requests: int) -> list[Story]:
     return stories(histories(trace(requests)))
+
+
+QUEUED = "cmpl-00020-0-d"
+"""A request on D."""
+
+
+def with_queue(records: list[TransitionRecord]) -> list[TransitionRecord]:
+    """The same, where this one was in vLLM's queue for 12.8 s before its blocks were allocated."""
+    return [
+        msgspec.structs.replace(each, age_seconds=12.8) if each.subject == QUEUED and each.event == "Created" else each
+        for each in records
+    ]
 
 
 def written(shown: list[Story], directory: Path, **options: Any) -> str:

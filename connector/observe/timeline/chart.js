@@ -188,17 +188,17 @@ function bothSides(doc, story, cursor) {
     const isLease = bar.machine === "lease", at = y.get(bar), group = svg("g", { class: "o" + bar.outcome });
     root.append(svg("text", { x: 2, y: at + SIDES_ROW / 2 + 4, class: "who" },
       (isLease ? "P" : "D") + " rank " + bar.process.rank));
-    for (const visit of bar.visits) {
+    for (const visit of bar.queue ? [bar.queue, ...bar.visits] : bar.visits) {
       const width = Math.max(2, x(visit.end) - x(visit.start));
       if (visit === bar.visits[bar.visits.length - 1] && bar.isOver) continue;
-      const title = svg("title");
+      const title = svg("title"), kind = visit === bar.queue ? "queued" : visit.state;
       title.textContent = words(visit.state) + " for " + duration(visit.end - visit.start);
       const rect = svg("rect", {
-        x: x(visit.start), y: at, width, height: SIDES_ROW, rx: 3, class: "state " + visit.state,
+        x: x(visit.start), y: at, width, height: SIDES_ROW, rx: 3, class: "state " + kind,
       }, title);
       group.append(rect);
       if (width > words(visit.state).length * 6.4 + 6) {
-        const label = svg("text", { x: x(visit.start) + 5, y: at + SIDES_ROW - 7, class: "on " + visit.state }, words(visit.state));
+        const label = svg("text", { x: x(visit.start) + 5, y: at + SIDES_ROW - 7, class: "on " + kind }, words(visit.state));
         if (!isLease || visit.state !== "held") group.append(label);
       }
     }

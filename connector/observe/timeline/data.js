@@ -2,9 +2,9 @@
 /* The document of export.py, read into objects; filters, lanes and figures. Nothing here draws.
 
    A bar is one history (one machine instance): `visits` are the states that it was in, `steps` everything that happened
-   to it. Times are microseconds since the beginning of the document. */
+   to it, `queue` its wait in vLLM's queue before the first of them, or null. Times are microseconds since the beginning of the document. */
 
-const STEP = 6, NARROW_NAME = 5;
+const STEP = 6, NARROW_NAME = 5, QUEUED = "in vLLM's queue";
 
 function readDocument(text) {
   const raw = JSON.parse(text);
@@ -17,11 +17,11 @@ function readDocument(text) {
   }
 
   const bars = raw.histories.map(function (row, number) {
-    const [machine, process, subject, peer, remote, blocks, lengthBytes, descriptors, flat] = row;
+    const [machine, process, subject, peer, remote, blocks, lengthBytes, descriptors, queued, flat] = row;
     const bar = {
       number, machine: machineNames[machine], process: raw.processes[process], subject: strings[subject],
-      peer: strings[peer], remote: strings[remote], blocks, lengthBytes, descriptors,
-      steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false, counting: 0,
+      peer: strings[peer], remote: strings[remote], blocks, lengthBytes, descriptors, queued,
+      queue: null, steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false, counting: 0,
     };
     let at = 0;
     for (let i = 0; i < flat.length; i += STEP) {
@@ -40,7 +40,8 @@ function readDocument(text) {
     }
     const last = bar.visits[bar.visits.length - 1];
     bar.state = last.state;
-    bar.start = bar.steps[0].at;
+    bar.start = bar.steps[0].at - (queued || 0);
+    if (queued) bar.queue = { state: QUEUED, start: bar.start, end: bar.steps[0].at };
     bar.end = bar.steps[bar.steps.length - 1].at;
     bar.isOver = terminal[bar.machine].has(bar.state);
     const final = bar.steps[bar.steps.length - 1];
@@ -211,21 +212,21 @@ function percentile(sorted, share) {
 
 let countings = 0;
 
-/* Of the states of one machine in these stories: how often, percentiles and sum of the time in them. */
+/* Of the states of one machine in these stories, and of vLLM's queue before the first: how often, percentiles and sum of the time in them. */
 function stateTimes(doc, stories, machine) {
-  const { states } = doc.machines[machine], times = states.map(() => []);
+  const { states } = doc.machines[machine], times = states.map(() => []), queues = [];
   countings++; // a lease that several requests have read is counted once
   for (const story of stories) {
     for (const bar of machine === "lease" ? story.leases : story.requests) {
       if (bar.counting === countings) continue;
       bar.counting = countings;
+      if (bar.queued !== null) queues.push(bar.queued);
       const { visits } = bar;
       for (let i = 0; i < visits.length - 1; i++) times[visits[i].number].push(visits[i].end - visits[i].start);
     }
   }
   const found = [];
-  for (const [number, state] of states.entries()) {
-    const all = times[number];
+  for (const [state, all] of [[QUEUED, queues], ...states.map((state, number) => [state, times[number]])]) {
     if (!all.length) continue;
     const sorted = Float64Array.from(all).sort();
     found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
@@ -247,6 +248,7 @@ function slowestOf(stories, most) {
 }
 
 function visitAt(bar, time) {
+  if (bar.queue && time >= bar.queue.start && time < bar.queue.end) return bar.queue;
   for (const visit of bar.visits) if (time >= visit.start && time < visit.end) return visit;
   return null;
 }

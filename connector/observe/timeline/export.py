@@ -32,6 +32,7 @@ from statemachine.trace import TransitionRecord
 
 SCRIPTS = ("data.js", "chart.js", "lanes.js", "panel.js", "page.js")
 NS_PER_US = 1_000
+US_PER_SECOND = NS_PER_SECOND // NS_PER_US
 
 EXPLAIN = "nixl-actor why REQUEST --trace DIRECTORY"
 """The command that says why a request took so long, or has failed."""
@@ -101,6 +102,9 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryRow(msgspec.Struct, frozen=True, array_like=True):
     """One machine instance. `machine`, `process`: which of the document's; texts are numbers of strings, 0 for none.
 
+    `queued`: how many microseconds its engine knew it before the first record, in vLLM's queue; None where that is not
+    known.
+
     `steps`: of every record the microseconds since the one before (of the first: since the document's beginning),
     event, state that it led to, reason, detail, and how many microseconds longer the blocks are kept, None where
     nothing is promised.
@@ -114,6 +118,7 @@ class HistoryRow(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
     length_bytes: int
     descriptors: int
+    queued: int | None
     steps: list[int | None]
 
 
@@ -155,7 +160,9 @@ def document(stories: Iterable[Story], *, title: str, simulated: SimulatedRun | 
     stories = list(stories)
     histories = list(all_histories(stories))
     clock_of = clocks(stories)
-    zero_ns = min((clock_of[id(each)].at(each.records[0].mono_ns) for each in histories), default=0)
+    zero_ns = min(
+        (clock_of[id(each)].at(each.records[0].mono_ns) - _queued_us(each) * NS_PER_US for each in histories), default=0
+    )
     if simulated is not None:
         zero_ns = round(simulated.zero_wall * NS_PER_SECOND)
     strings = _Strings()
@@ -292,8 +299,13 @@ def _row(history: History, process: int, offset_ns: int, strings: _Strings) -> H
         history.blocks,
         history.length_bytes,
         max(record.descriptors or 0 for record in records),
+        None if history.queued_seconds is None else _queued_us(history),
         steps,
     )
+
+
+def _queued_us(history: History) -> int:
+    return round((history.queued_seconds or 0.0) * US_PER_SECOND)
 
 
 def _chart(machine: Machine[Any]) -> MachineChart:

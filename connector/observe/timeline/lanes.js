@@ -92,7 +92,7 @@ class Lanes {
   dress(style) {
     const value = (name) => style.getPropertyValue(name).trim();
     this.ink = {};
-    for (const name of ["fg", "muted", "line", "bg", "lane", "accent", "fault", "strong"]) this.ink[name] = value("--" + name);
+    for (const name of ["fg", "muted", "line", "bg", "lane", "accent", "fault", "strong", "queued"]) this.ink[name] = value("--" + name);
     this.solid = this.doc.outcomes.map((name) => value("--" + name));
     this.tint = this.doc.outcomes.map((name) => value("--" + name + "-tint"));
     this.hatch = this.doc.outcomes.map((name, i) => hatched(this.solid[i], this.tint[i]));
@@ -293,7 +293,7 @@ class Lanes {
   request(bar, x0, x1, y, high) {
     const c = this.context, o = bar.outcome;
     let widest = null, most = 0;
-    for (const visit of bar.visits) {
+    for (const visit of bar.queue ? [bar.queue, ...bar.visits] : bar.visits) {
       const from = Math.max(this.x(visit.start), this.gutter - 2), to = Math.min(this.x(visit.end), this.width + 2);
       if (to <= from) continue;
       c.fillStyle = fillOf(this, visit.state, o);
@@ -314,13 +314,18 @@ class Lanes {
       const isBefore = badge - BADGE.left > from + 24, isLined = visit.state === "draining" || visit.state === "proving";
       this.write(bar.subject, isBefore ? from + 5 : Math.max(from, badge + BADGE.right) + 5,
         isBefore ? Math.min(to - 18, badge - BADGE.left - 3) : to - 18, y + high / 2,
-        visit.state === "pending_handshake" || isLined ? this.ink.fg : "#0c1418", isLined);
+        visit === bar.queue ? "#ffffff" : visit.state === "pending_handshake" || isLined ? this.ink.fg : "#0c1418", isLined);
     }
     if (bar.retries) this.badge(bar, y, high);
   }
 
   lease(bar, x0, x1, y, high) {
     const c = this.context, o = bar.outcome;
+    if (bar.queue) {
+      const from = Math.max(this.x(bar.queue.start), this.gutter - 2), to = Math.min(this.x(bar.queue.end), this.width + 2);
+      c.fillStyle = fillOf(this, QUEUED, o);
+      if (to > from) c.fillRect(from, y, Math.max(1, to - from), high);
+    }
     for (const visit of bar.visits) {
       const from = Math.max(this.x(visit.start), this.gutter - 2), to = Math.min(this.x(visit.end), this.width + 2);
       if (to <= from) continue;
@@ -688,6 +693,7 @@ class Lanes {
 }
 
 function fillOf(lanes, state, outcome) {
+  if (state === QUEUED) return lanes.ink.queued;
   if (state === "pending_handshake") return lanes.tint[outcome];
   if (state === "draining") return lanes.hatch[outcome];
   if (state === "proving") return lanes.stripes[outcome];

@@ -163,6 +163,8 @@ function showStory(app, panel) {
   ];
   if (worst.reason) parts.push(make("p", { class: "reason o" + story.outcome }, make("b", {}, worst.reason), worst.detail && worst.detail !== worst.reason ? make("span", {}, worst.detail) : null));
   const facts = [[story.isOver ? "took" : "so far", duration(story.took)]];
+  const queued = Math.max(...own.map((each) => each.queued || 0));
+  if (queued) facts.push([QUEUED, duration(queued)]);
   const reading = longestVisit(story.requests, "reading");
   if (reading) {
     facts.push(["READ", duration(reading.end - reading.start)]);
@@ -184,7 +186,7 @@ function showStory(app, panel) {
     also ? make("span", { class: "wall" }, also) : null)))));
   if (!story.leases.length) parts.push(make("p", { class: "quiet" }, "P's lease is not in this trace."));
   parts.push(make("h3", {}, "Both sides"), bothSides(doc, story, app.cursor));
-  if (story.leases.length) parts.push(sidesLegend(story));
+  parts.push(sidesLegend(story));
   const all = [...story.requests, ...story.holds, ...story.leases];
   parts.push(make("h3", {}, "Path"));
   parts.push(make("div", { class: "tabs", role: "tablist" }, ...all.map((each) => make("button", {
@@ -230,10 +232,11 @@ function marginOf(story) {
 }
 
 function sidesLegend(story) {
-  return make("p", { class: "legend o" + story.leases[0].outcome },
-    make("span", {}, make("i", { class: "swatch drain" }), "left of P's lease"),
-    story.holds.length ? make("span", {}, make("i", { class: "swatch proof" }), "proven by D") : null,
-    story.holds.length ? make("span", {}, make("i", { class: "swatch gap" }), "the margin") : null);
+  const { leases, holds } = story, isQueued = [...leases, ...story.requests].some((bar) => bar.queue);
+  const item = (kind, text) => make("span", {}, make("i", { class: "swatch " + kind }), text);
+  return make("p", { class: "legend o" + (leases[0] || story.worst).outcome },
+    isQueued ? item("queued", QUEUED) : null, leases.length ? item("drain", "left of P's lease") : null,
+    ...(leases.length && holds.length ? [item("proof", "proven by D"), item("gap", "the margin")] : []));
 }
 
 function stepsTable(app, bar) {
@@ -245,7 +248,7 @@ function stepsTable(app, bar) {
     // The whole row can be clicked; its button is what the keyboard reaches, and its click is the row's.
     return make("tr", { class: stays ? "stays" : "", onclick: () => app.goTo(step.at) },
       make("td", { class: "figure" }, make("button", { type: "button", title: "Move the cursor here" },
-        index ? "+" + duration(step.at - bar.start) : moment(step.at, 1e3))),
+        index ? "+" + duration(step.at - bar.steps[0].at) : moment(step.at, 1e3))),
       make("td", {}, make("b", {}, step.event), stays ? null : make("span", { class: "to" }, " → " + words(step.state)),
         step.reason && (!before || before.reason !== step.reason) ? make("div", { class: "why" }, step.reason) : null,
         kept ? make("div", { class: "quiet" }, kept) : null),
@@ -279,7 +282,7 @@ function showKeys(app, dialog) {
         make("ul", { class: "key" }, ...[...doc.outcomes.keys()].reverse().map((o) => row(mark(doc, o), doc.outcomes[o] + ": " + outcomes[doc.outcomes[o]]))),
         make("h3", {}, "Pattern: the state"),
         make("ul", { class: "key" },
-          row(sampleOf("pending"), "pending handshake: D waits for P"), row(sampleOf("solid"), "reading"),
+          row(sampleOf("queued"), QUEUED + ", before the first state"), row(sampleOf("pending"), "pending handshake: D waits for P"), row(sampleOf("solid"), "reading"),
           row(sampleOf("proving"), "proving: was the lease still held?"), row(sampleOf("draining"), "draining: READs may still write"),
           row(sampleOf("computing"), "P computes the prompt"), row(sampleOf("lease"), "P's lease drains; solid is what D can prove of it"),
           row(make("b", { class: "sign" }, "↻ 1"), "tried again, once"), row(make("b", { class: "sign" }, "→"), "grant → READ → release"))),
