@@ -71,6 +71,13 @@ def test_the_wait_in_the_queue_of_vllm_counts(page: Browser, tmp_path: Path) -> 
     assert "in vLLM's queue" in page.evaluate("byId('keys').innerText")
 
 
+def test_a_trace_of_one_side_has_the_times_of_that_side(page: Browser, tmp_path: Path) -> None:
+    records = [each for each in trace(SMALL) if each.machine != "lease"]
+    page.open(written(stories(histories(records)), tmp_path))
+    assert page.evaluate("document.querySelectorAll('#panel table.times').length") == 1
+    assert "null" not in page.evaluate("panel.innerText")
+
+
 def test_a_filter_that_matches_nothing_says_so_and_can_be_cleared(page: Browser, small: str) -> None:
     page.open(small)
     fill(page, "query", "nobody has this id")

@@ -40,7 +40,7 @@ function showSummary(app, panel) {
         make("span", { class: "bar" }, barOf(story.took / most, story.outcome)))))));
   }
   parts.push(...clockNote(doc));
-  panel.replaceChildren(...parts);
+  panel.replaceChildren(...parts.filter(Boolean));
   showAlive(app);
 }
 
