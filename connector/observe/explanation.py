@@ -134,15 +134,20 @@ class Case:
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of what happened. `offset_seconds`: from the first of them."""
+    """One line of what happened. `offset_seconds`: from the first of them; `wall`: Unix time."""
 
     offset_seconds: float
+    wall: float
     side: str
     what: str
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `outcome`: served, failed, computed_locally or waiting."""
+    """The answer. `outcome`: served, failed, computed_locally or waiting.
+
+    `since_seconds`: for how long a running engine has had it in its state; `since_wall`: the Unix time from which on
+    records have it there, which is that of its end where it has ended.
+    """
 
     request: str
     cause: str
@@ -154,6 +159,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str | None
     peer: str | None
     since_seconds: float | None
+    since_wall: float | None
     waits_for: str | None
     until_seconds: float | None
     next: str
@@ -378,6 +384,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         engine_id=said.engine_id,
         peer=row.peer,
         since_seconds=row.since_seconds,
+        since_wall=None,
         waits_for=row.waits_for,
         until_seconds=row.until_seconds,
         next=follows,
@@ -458,6 +465,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         engine_id=ended.engine_id,
         peer=ended.peer,
         since_seconds=None,
+        since_wall=ended.visits[-1].wall,
         waits_for=None,
         until_seconds=None,
         next=follows,
@@ -538,6 +546,7 @@ def _explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
         engine_id=open_one.engine_id,
         peer=open_one.peer,
         since_seconds=None,
+        since_wall=open_one.visits[-1].wall,
         waits_for=None,
         until_seconds=None,
         next=follows,
@@ -574,6 +583,7 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
         engine_id=said.engine_id,
         peer=None,
         since_seconds=row.age_seconds,
+        since_wall=None,
         waits_for=None,
         until_seconds=None,
         next="nothing: the client gets a right answer, later than it could",
@@ -620,6 +630,7 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         engine_id=engine_id,
         peer=None,
         since_seconds=since,
+        since_wall=recorded.visits[-1].wall if recorded is not None else None,
         waits_for="a decode engine" if state == "held" else None,
         until_seconds=until,
         next=follows,
@@ -737,7 +748,10 @@ def _happened(case: Case) -> tuple[Happened, ...]:
     first = in_order[0][1][0]
     happened = tuple(
         Happened(
-            offset_seconds=round(wall - first, 6), side=side, what=what + (f" ({ranks} ranks)" if ranks > 1 else "")
+            offset_seconds=round(wall - first, 6),
+            wall=wall,
+            side=side,
+            what=what + (f" ({ranks} ranks)" if ranks > 1 else ""),
         )
         for (side, what), (wall, ranks) in in_order
     )

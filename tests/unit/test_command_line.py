@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -10,10 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.observe.cli.main import app
-from connector.observe.live import Address, AddressError, chosen_addresses, parse_address
+from connector.observe.live import Address, AddressError, Survey, chosen_addresses, parse_address
 from connector.observe.trace_log import open_trace_log
+from connector.wire.inspection import RecordRow
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
+from tests.unit.test_diagnosis import engine
 from tests.unit.test_explanation import ended_with, lent, pulled
 from tests.unit.test_failures import EXAMPLES
 
@@ -37,6 +41,29 @@ def test_why_reads_a_trace_directory(tmp_path: Path) -> None:
     first, *rest = answer.output.splitlines()
     assert first.startswith("Done: its KV was loaded in")
     assert any("lease held" in line for line in rest)
+
+
+def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    begun = 1_790_000_000.25
+    try:
+        traced(tmp_path, pulled(at=begun))
+        said = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)]).output
+        assert "state     done, since 2026-09-21 19:43:23.250+05:30\n" in said
+        assert "happened  from 2026-09-21 19:43:20.250+05:30 on\n" in said
+        traced(tmp_path / "open", pulled(at=begun)[:2])
+        said = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path / "open")]).output
+        assert "state     reading, since 2026-09-21 19:43:21.250+05:30\n" in said
+        now, ended = time.time(), [RecordRow(record=each, age_seconds=0.0) for each in pulled(at=time.time() - 103.0)]
+        d = engine("D", *reversed(ended))
+        monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([d]))
+        said = runner.invoke(app, ["why", "abc"]).output
+        (since,) = re.findall(r"state     done, since \S+ \S+, ([0-9.]+) s ago", said)
+        assert 99.9 <= float(since) <= 100.0 + time.time() - now + 0.1
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("failure", EXAMPLES[:3], ids=lambda failure: failure.kind)

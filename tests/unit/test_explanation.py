@@ -343,6 +343,7 @@ def test_a_lease_of_which_no_decode_engine_knows(
     answer = the_answer(lent(steps), Live(leases=rows))
     assert word in answer.cause
     assert (answer.outcome, answer.side) == (outcome, "P")
+    assert answer.since_wall == len(steps) - 1
 
 
 # --- what happened, and which request is meant ------------------------------------------------------------------------
@@ -352,6 +353,8 @@ def test_both_sides_are_one_order_with_offsets() -> None:
     found = [*lent(), *pulled(at=1.25)]
     answer = the_answer(found)
     assert answer.cause.startswith("Done")
+    assert answer.since_wall == 4.25
+    assert [line.wall - line.offset_seconds for line in answer.happened] == [0.0] * 6
     assert [(line.side, line.offset_seconds) for line in answer.happened] == [
         ("P", 0.0),
         ("P", 1.0),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +99,7 @@ def why(
     if json:
         _print_json({"matches": explanations})
     elif len(explanations) == 1:
-        _print_explanation(explanations[0])
+        _print_explanation(explanations[0], None if trace is not None else time.time())
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
         for each in explanations[-MATCHES_SHOWN_MAX:]:
@@ -286,11 +287,17 @@ def _print_json(data: dict[str, Any]) -> None:
     say_json({"schema": JSON_SCHEMA, **data})
 
 
-def _print_explanation(each: Explanation) -> None:
+def _print_explanation(each: Explanation, now: float | None) -> None:
+    """`now`: Unix time, where running engines have said it."""
     say(each.cause, bold=True)
     where = f"{each.request} on {each.side} ({each.engine_id})"
     say(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
-    since = f", for {each.since_seconds:.3g} s" if each.since_seconds is not None else ""
+    since = ""
+    if each.since_seconds is not None:
+        since = f", for {each.since_seconds:.3g} s"
+    elif each.since_wall is not None:
+        since = f", since {_wall_clock(each.since_wall)}"
+        since += f", {_age(now - each.since_wall)} ago" if now is not None else ""
     waits = f", waits for {each.waits_for}" if each.waits_for else ""
     until = f", until {each.until_seconds:.3g} s from now at the latest" if each.until_seconds is not None else ""
     say(f"  state     {each.state}{since}{waits}{until}")
@@ -298,6 +305,8 @@ def _print_explanation(each: Explanation) -> None:
         say(f"  detail    {each.detail}")
     for fact in each.facts:
         say(f"  also      {fact}")
+    for line in each.happened[:1]:
+        say(f"  happened  from {_wall_clock(line.wall)} on")
     for line in each.happened:
         say(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
     say(f"  next      {each.next}")
@@ -515,6 +524,10 @@ def _shown(value: object) -> str:
     if value is None:
         return ""
     return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
+
+
+def _wall_clock(wall: float) -> str:
+    return datetime.fromtimestamp(wall, UTC).astimezone().isoformat(" ", "milliseconds")
 
 
 def _age(seconds: float | None) -> str:
