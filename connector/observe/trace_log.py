@@ -1,7 +1,7 @@
 """The state-transition trace on disk: JSON lines, one transition per line, a sequence of files for each process.
 
 `open_trace_log` makes the sink that the machines of one process write to; `read_processes` and `read_trace` give the
-records of all processes back.
+records of all processes back, `read_trace_about` those of some requests.
 
 What a file holds. The first line is a `FileHeader`: the version of the schema, who writes (engine, rank, role, process,
 version of the connector) and which file of the sequence this is. Every other line is one `TransitionRecord` with all
@@ -42,7 +42,7 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
@@ -396,13 +396,7 @@ class ProcessTrace(NamedTuple):
 
 def read_trace_file(path: Path) -> TraceFile:
     """One file. Raises OSError, TraceFileError and TraceSchemaError."""
-    whole, end, torn = path.read_bytes().rpartition(b"\n")
-    header, start = None, 0
-    if whole.startswith(_HEADER_START):
-        first, _, rest = whole.partition(b"\n")
-        header, whole, start = _read_header(path, first), rest, 1
-        if not rest:
-            end = b""
+    header, start, whole, end, torn = _split(path)
     try:
         records = _decoder.decode_lines(whole) if end else []
         if len(records) != whole.count(b"\n") + bool(end):  # empty lines are skipped
@@ -410,6 +404,19 @@ def read_trace_file(path: Path) -> TraceFile:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         records = list(_decode_one_by_one(path, whole.split(b"\n"), start))
     return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+
+
+def _split(path: Path) -> tuple[FileHeader | None, int, bytes, bytes, bytes]:
+    """Header, the number of lines that it takes, the other lines without the end of the last one, that end (empty:
+    there are none), and what was torn."""
+    whole, end, torn = path.read_bytes().rpartition(b"\n")
+    header, start = None, 0
+    if whole.startswith(_HEADER_START):
+        first, _, rest = whole.partition(b"\n")
+        header, whole, start = _read_header(path, first), rest, 1
+        if not rest:
+            end = b""
+    return header, start, whole, end, torn
 
 
 def _decode_one_by_one(path: Path, lines: Sequence[bytes], start: int) -> Iterator[TransitionRecord]:
@@ -438,22 +445,30 @@ def read_processes(directory: str | Path) -> list[ProcessTrace]:
 
     Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
     """
+    return _with_warning(_read_processes(directory, read_trace_file), directory)
+
+
+def _with_warning(processes: list[ProcessTrace], directory: str | Path) -> list[ProcessTrace]:
+    torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
+    if torn_files:
+        get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
+    return processes
+
+
+def _read_processes(directory: str | Path, read: Callable[[Path], TraceFile]) -> list[ProcessTrace]:
     sequences: dict[str, list[tuple[int, Path]]] = {}
     directory = Path(directory)
     for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
         if (named := _FILE_NAME.fullmatch(path.name)) is not None:
             sequences.setdefault(named["stem"], []).append((int(named["part"] or 0), path))
-    processes = [ProcessTrace(tuple(_read_parts(parts))) for parts in sequences.values()]
-    torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
-    if torn_files:
-        get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
+    processes = [ProcessTrace(tuple(_read_parts(parts, read))) for parts in sequences.values()]
     return [process for process in processes if process.files]
 
 
-def _read_parts(parts: Iterable[tuple[int, Path]]) -> Iterator[TraceFile]:
+def _read_parts(parts: Iterable[tuple[int, Path]], read: Callable[[Path], TraceFile]) -> Iterator[TraceFile]:
     for _, path in sorted(parts):
         with contextlib.suppress(FileNotFoundError):  # its process has deleted it meanwhile
-            yield read_trace_file(path)
+            yield read(path)
 
 
 def merged(processes: Iterable[ProcessTrace]) -> list[TransitionRecord]:
@@ -473,3 +488,73 @@ def merged(processes: Iterable[ProcessTrace]) -> list[TransitionRecord]:
 def read_trace(directory: str | Path) -> list[TransitionRecord]:
     """The records of all processes that wrote to `directory`; `merged`, and raises as `read_processes` does."""
     return merged(read_processes(directory))
+
+
+# --- reading about some requests ------------------------------------------------------------------------------------
+
+NAMES_SOUGHT_MAX = 32
+"""Ids that files are searched for at once; for more it is quicker to read everything."""
+
+_OF_A_PEER = b'"machine":"peer"'
+
+
+def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]:
+    """As `read_trace`, but only what bears on requests with `text` in an id: all records that name such an id or the
+    one on the other side, and those of connections. There may be others among them.
+
+    Lines are chosen by their bytes and only these are decoded, so a line that is not a record is found only where it is
+    one of them, or the first of its file.
+    """
+    found = _read_with(directory, [_as_written(text)])
+    names = {
+        name
+        for process in found
+        for record in process.records
+        for name in (record.subject if record.machine in ("request", "lease") else None, record.remote_request_id)
+        if name is not None and (text in record.subject or text in (record.remote_request_id or ""))
+    }
+    # What contains the text has been found by it: this looks for the ids that do not.
+    sought = [_as_written(text), *map(_as_written, sorted(name for name in names if text not in name))]
+    if len(sought) > NAMES_SOUGHT_MAX:
+        return read_trace(directory)
+    return merged(_with_warning(_read_with(directory, [*sought, _OF_A_PEER]), directory))
+
+
+def _as_written(name: str) -> bytes:
+    """As it is in a line, without the quotation marks."""
+    return msgspec.json.encode(_expressible(name))[1:-1]
+
+
+def _read_with(directory: str | Path, needles: Sequence[bytes]) -> list[ProcessTrace]:
+    """Only the lines in which one of them is."""
+    return _read_processes(directory, lambda path: _read_file_with(path, needles))
+
+
+def _read_file_with(path: Path, needles: Sequence[bytes]) -> TraceFile:
+    header, start, whole, end, torn = _split(path)
+    if not end:
+        return TraceFile(path=path, header=header, records=[], torn_bytes=len(torn))
+    first = whole.partition(b"\n")[0]
+    if [render_line(record) for record in _decode_one_by_one(path, [first], start)] != [first]:
+        return read_trace_file(path)  # not as it was written: a tool has put it in another form, or a later version
+    records = []
+    for begin, after in _lines_with(whole, needles):
+        try:
+            records.append(_decoder.decode(whole[begin:after]))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            number = start + 1 + whole.count(b"\n", 0, begin)
+            raise TraceFileError(path, number, shorten(str(error), 200)) from None
+    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+
+
+def _lines_with(lines: bytes, needles: Sequence[bytes]) -> list[tuple[int, int]]:
+    """From where to where those reach in which one of them is."""
+    found: dict[int, int] = {}
+    for needle in needles:
+        at = lines.find(needle)
+        while at >= 0:
+            after = lines.find(b"\n", at)
+            after = len(lines) if after < 0 else after
+            found[lines.rfind(b"\n", 0, at) + 1] = after
+            at = lines.find(needle, after + 1)
+    return sorted(found.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -26,6 +28,8 @@ from hypothesis import strategies as st
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import trace_log
+from connector.observe.explanation import Live, explain, find
+from connector.observe.history import histories, stories
 from connector.observe.log import get_logger
 from connector.observe.trace_log import (
     SCHEMA,
@@ -39,6 +43,7 @@ from connector.observe.trace_log import (
     open_trace_log,
     read_processes,
     read_trace,
+    read_trace_about,
     read_trace_file,
     render_line,
 )
@@ -49,6 +54,7 @@ from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
 from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
+from tests.unit.traced_run import faulty_run, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -609,3 +615,78 @@ def test_an_excerpt_without_a_header_is_read(tmp_path: Path) -> None:
 
 def test_an_empty_directory_is_an_empty_trace(tmp_path: Path) -> None:
     assert read_trace(tmp_path) == []
+
+
+# --- reading about some requests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With ids on P that say nothing of those on D, some of which JSON writes otherwise."""
+    directory = tmp_path_factory.mktemp("faulty")
+    write_run(directory, map(_renamed, faulty_run()))
+    return directory
+
+
+def _renamed(found: TransitionRecord) -> TransitionRecord:
+    names: dict[str, Any] = {}
+    if found.remote_request_id is not None:
+        names["remote_request_id"] = _on_p(found.remote_request_id)
+    if found.machine == "lease":
+        names["subject"] = _on_p(found.subject)
+    elif found.machine == "hold":
+        name, _, rank = found.subject.rpartition("/")
+        names["subject"] = f"{_on_p(name)}/{rank}"
+    elif found.machine == "request":
+        names["subject"] = f'"ü\\{found.subject}\x1b'
+    return msgspec.structs.replace(found, **names)
+
+
+def _on_p(name: str) -> str:
+    return f"lent-{zlib.crc32(name.encode())}"
+
+
+def test_what_is_read_about_a_request_explains_it_as_everything_does(faulty: Path) -> None:
+    everything = read_trace(faulty)
+    names = {each for story in stories(histories(everything)) for each in story.names}
+    sought = [*sorted(names)[::7], "ü", 'r1"', "r2", "lent-1", "", "nobody", "p0", "\udc80"]
+    matched = 0
+    for text in sought:
+        chosen = read_trace_about(faulty, text)
+        explained = [explain(case, Live()) for case in find(text, chosen, Live())]
+        assert explained == [explain(case, Live()) for case in find(text, everything, Live())], text
+        matched += len(explained)
+    assert matched > 200
+    assert len(read_trace_about(faulty, min(names))) < len(everything) / 3
+
+
+def test_a_trace_that_a_tool_has_written_anew_is_read_as_a_whole(faulty: Path, tmp_path: Path) -> None:
+    for path in faulty.iterdir():
+        anew = (json.dumps(json.loads(line)) + "\n" for line in path.read_text().splitlines())
+        (tmp_path / path.name).write_text("".join(anew))
+    for text in ("ü", "r2", "nobody"):
+        explained = [
+            [explain(case, Live()) for case in find(text, read_trace_about(directory, text), Live())]
+            for directory in (faulty, tmp_path)
+        ]
+        assert explained[0] == explained[1]
+
+
+def test_of_lines_about_a_request_the_wrong_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [render_line(FULL), b"nonsense", render_line(FULL), b'{"subject":"' + FULL.subject.encode() + b'"}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([*lines[:3], b"torn"]))
+    with caplog.at_level(logging.WARNING):
+        assert read_trace_about(tmp_path, FULL.subject) == [FULL, FULL]
+    assert len([each for each in caplog.messages if "unfinished last line of 1" in each]) == 1
+    path.write_bytes(b"\n".join([*lines, b""]))
+    with pytest.raises(TraceFileError, match="line 4"):
+        read_trace_about(tmp_path, FULL.subject)
+    path.write_bytes(b"nonsense\n")
+    with pytest.raises(TraceFileError, match="line 1"):
+        read_trace_about(tmp_path, "x")
+    path.write_bytes(b'{"schema":99,"version":"7.1.0"}\n')
+    with pytest.raises(TraceSchemaError):
+        read_trace_about(tmp_path, "x")
+    path.write_bytes(b"")
+    assert read_trace_about(tmp_path, "x") == []

@@ -73,7 +73,7 @@ def why(
     from connector.observe.explanation import Live, explain, explain_nothing, find, live_of
 
     if trace is not None:
-        live, records = Live(), _records_of(trace)
+        live, records = Live(), _records_about(request, trace)
         looked_at = [str(trace)]
     else:
         from connector.observe.live import look_up
@@ -236,11 +236,11 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
     return found.with_rows_of(more), frozenset(told.intersection(wanted))
 
 
-def _records_of(directory: Path) -> list[Any]:
-    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_trace
+def _records_about(request: str, directory: Path) -> list[Any]:
+    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_trace_about
 
     try:
-        return list(read_trace(directory))
+        return read_trace_about(directory, request)
     except (OSError, TraceFileError, TraceSchemaError) as error:
         say(str(error), err=True)
         raise typer.Exit(UNASKED) from None
