@@ -145,6 +145,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `outcome`: served, failed, computed_locally or waiting.
 
+    `engine_id`, `rank`: whose word it is; of several ranks, that which decides.
     `since_seconds`: for how long a running engine has had it in its state; `since_wall`: the Unix time from which on
     records have it there, which is that of its end where it has ended.
     """
@@ -157,6 +158,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     side: str
     engine_id: str | None
+    rank: int | None
     peer: str | None
     since_seconds: float | None
     since_wall: float | None
@@ -382,6 +384,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         state=row.state,
         side="D",
         engine_id=said.engine_id,
+        rank=said.rank,
         peer=row.peer,
         since_seconds=row.since_seconds,
         since_wall=None,
@@ -463,6 +466,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         state=ended.state,
         side="D",
         engine_id=ended.engine_id,
+        rank=ended.rank,
         peer=ended.peer,
         since_seconds=None,
         since_wall=ended.visits[-1].wall,
@@ -544,6 +548,7 @@ def _explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
         state=open_one.state,
         side="D",
         engine_id=open_one.engine_id,
+        rank=open_one.rank,
         peer=open_one.peer,
         since_seconds=None,
         since_wall=open_one.visits[-1].wall,
@@ -581,6 +586,7 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
         state="computed locally",
         side="P" if is_prefill else "D",
         engine_id=said.engine_id,
+        rank=said.rank,
         peer=None,
         since_seconds=row.age_seconds,
         since_wall=None,
@@ -598,7 +604,8 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
     recorded = case.story.leases[0] if case.story.leases else None
     said = case.leases[0] if case.leases else None
     state = said.row.state if said is not None else recorded.state if recorded is not None else ""
-    engine_id = said.engine_id if said is not None else recorded.engine_id if recorded is not None else None
+    teller = said or recorded
+    engine_id = teller.engine_id if teller is not None else None
     since = said.row.since_seconds if said is not None else None
     until = said.row.deadline_seconds if said is not None else None
     kind, outcome, advice, follows = None, "waiting", "see whether the router sent it to a decode engine", "nothing"
@@ -628,6 +635,7 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         state=state,
         side="P",
         engine_id=engine_id,
+        rank=teller.rank if teller is not None else None,
         peer=None,
         since_seconds=since,
         since_wall=recorded.visits[-1].wall if recorded is not None else None,
@@ -640,8 +648,8 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
     )
 
 
-def explain_nothing(text: str, live: Live, looked_at: Sequence[str]) -> str:
-    """When nothing matches: what that may mean."""
+def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace: bool = False) -> str:
+    """When nothing matches: what that may mean. `is_trace`: traces were looked at, and no running engine."""
     where = ", ".join(looked_at) or "nothing"
     reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
     back = f" Their records reach back {_seconds(min(reach))}." if reach else ""
@@ -649,8 +657,14 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str]) -> str:
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent} Either the router never sent it to "
         "these engines, or under another id; or it ended before their records begin; or it was fully in D's prefix "
-        "cache and nothing had to be read."
+        "cache and nothing had to be read." + (TRACE_LACKS if is_trace else "")
     )
+
+
+TRACE_LACKS = (
+    " Or it came without kv_transfer_params and was computed where it came to: traces do not have such requests, the "
+    "running engines do (without --trace)."
+)
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,22 @@ def test_why_lists_several_that_match(tmp_path: Path) -> None:
     assert "cmpl-abcd-0-x" in answer.output
 
 
+def test_equal_ids_of_several_engines_are_told_apart(tmp_path: Path) -> None:
+    """A router may send one id to two decode engines."""
+    same = {"subject": "same", "remote_request_id": "same"}
+    others = {"engine_id": "D2", "rank": 3, "lease_number": 2, "peer": "P2"}
+    on_d = [msgspec.structs.replace(each, **same) for each in pulled()]
+    on_d2 = [msgspec.structs.replace(each, **same | others) for each in pulled()]
+    on_p = [msgspec.structs.replace(each, subject="same-lent", lease_number=9) for each in lent()]
+    traced(tmp_path, [*on_d, *on_d2, *on_p])
+    said = runner.invoke(app, ["why", "same", "--trace", str(tmp_path)]).output.splitlines()
+    assert {line.strip() for line in said if line.startswith("  same")} == {
+        "same on D (D rank 0)",
+        "same on D (D2 rank 3)",
+        "same-lent on P (P rank 0)",
+    }
+
+
 def test_texts_from_elsewhere_do_not_steer_the_terminal(tmp_path: Path) -> None:
     *before, last = pulled()
     forged = msgspec.structs.replace(last, to_state="failed", reason="X\x1b[2J", detail="a\nConnectionRefused: forged")
@@ -113,6 +129,8 @@ def test_why_of_something_unknown(tmp_path: Path) -> None:
     assert answer.exit_code == 3
     assert "'xyz'" in answer.output
     assert str(tmp_path) in answer.output
+    assert "without kv_transfer_params" in answer.output
+    assert "the running engines do (without --trace)" in answer.output
 
 
 def test_why_of_a_directory_that_holds_something_else(tmp_path: Path) -> None:

@@ -451,6 +451,7 @@ def test_nothing_found_says_what_was_looked_at() -> None:
     said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
     for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it"):
         assert word in said
+    assert "--trace" not in said
 
 
 def test_a_case_without_anything_has_no_name() -> None:

@@ -93,7 +93,7 @@ def why(
     cases = find(request, records, live)
     explanations = [explain(case, live) for case in cases]
     if not explanations:
-        nothing = explain_nothing(request, live, looked_at)
+        nothing = explain_nothing(request, live, looked_at, is_trace=trace is not None)
         _print_json({"matches": [], "nothing": nothing}) if json else say(nothing)
         raise typer.Exit(UNKNOWN)
     if json:
@@ -103,7 +103,7 @@ def why(
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
         for each in explanations[-MATCHES_SHOWN_MAX:]:
-            say(f"  {each.request}")
+            say(f"  {each.request} on {_where(each)}")
             say(f"    {each.cause}")
     codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
     raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
@@ -290,8 +290,7 @@ def _print_json(data: dict[str, Any]) -> None:
 def _print_explanation(each: Explanation, now: float | None) -> None:
     """`now`: Unix time, where running engines have said it."""
     say(each.cause, bold=True)
-    where = f"{each.request} on {each.side} ({each.engine_id})"
-    say(f"  request   {where}" + (f", reading from {each.peer}" if each.peer else ""))
+    say(f"  request   {each.request} on {_where(each)}" + (f", reading from {each.peer}" if each.peer else ""))
     since = ""
     if each.since_seconds is not None:
         since = f", for {each.since_seconds:.3g} s"
@@ -524,6 +523,10 @@ def _shown(value: object) -> str:
     if value is None:
         return ""
     return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
+
+
+def _where(each: Explanation) -> str:
+    return f"{each.side} ({each.engine_id}" + (f" rank {each.rank})" if each.rank is not None else ")")
 
 
 def _wall_clock(wall: float) -> str:
