@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
-from connector.observe.live import Address, EngineReport, Survey
+from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
@@ -38,6 +38,13 @@ RECORDS_ASKED = 2048
 for by its id."""
 ANSWERS_APART_SECONDS = 1.0
 """Between the answers of two workers; durations of the two are compared no more exactly than that."""
+
+RECENT_SECONDS = 600.0
+LOCAL_PREFILLS_SHARE = 0.1
+LOCAL_PREFILLS_FEW = 3
+LOCAL_PREFILLS_MANY = 100
+"""Requests without parameters are a problem where they are more than this share of the recent ones, and not so few; or
+so many. The share is that of the alert NixlActorSilentLocalPrefill."""
 
 UNSET = "(not set)"
 _OF_DEVICES = ("cuda", "rocm")
@@ -338,8 +345,12 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
                     + ("" if facts.devices else ", so UCX has TCP between machines and shared memory within one")
                 ),
             )
-            yield from _transports_of(engine, facts, tls, chosen)
-            yield from _opened(engine, facts, opened.get(_name(engine)))
+            known = opened.get(_name(engine)) if "UCX" in facts.backends else None
+            # Where UCX says what it opens, nobody need guess it from the variable.
+            if known is None or known.problem:
+                yield from _chosen_transports(engine, facts)
+            yield from _chosen_devices(engine, facts, chosen)
+            yield from _opened(engine, facts, known)
     for one, other in combinations(engines, 2):
         first, second = _first_facts(one), _first_facts(other)
         if first is None or second is None:
@@ -364,22 +375,38 @@ def _about_transports(engine: EngineReport, level: Level, what: str, advice: str
     return Finding(level=level, check="transports", engines=(name,), what=f"{name}: {what}", advice=advice)
 
 
-def _transports_of(engine: EngineReport, facts: EngineFacts, tls: str | None, chosen: str | None) -> Iterator[Finding]:
-    names = _transport_names(tls)
-    if facts.memory_kind == "VRAM" and names and not any(each.startswith(_OF_DEVICES) for each in names):
+def _chosen_transports(engine: EngineReport, facts: EngineFacts) -> Iterator[Finding]:
+    tls = facts.environment.get("UCX_TLS")
+    if facts.memory_kind == "VRAM" and _lacks_device_memory(facts):
         yield _about_transports(
             engine,
             "problem",
             f"its KV cache is in device memory, and UCX_TLS={tls} has no transport for it",
-            "add cuda (or rocm) to UCX_TLS, or unset it",
+            _ADD_DEVICE_MEMORY,
         )
-    if facts.devices and names and names <= {"tcp", "self", "sm", "shm", "posix", "sysv", "cma"}:
+    if facts.devices and _lacks_rdma(facts):
         yield _about_transports(
-            engine,
-            "warning",
-            f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
-            "unset UCX_TLS, or add rc",
+            engine, "warning", f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused", _ADD_RDMA
         )
+
+
+_ADD_DEVICE_MEMORY = "add cuda (or rocm) to UCX_TLS, or unset it"
+_ADD_RDMA = "unset UCX_TLS, or add rc"
+
+
+def _lacks_device_memory(facts: EngineFacts) -> bool:
+    """UCX_TLS names transports, and none for it."""
+    names = _transport_names(facts.environment.get("UCX_TLS"))
+    return bool(names) and not any(each.startswith(_OF_DEVICES) for each in names)
+
+
+def _lacks_rdma(facts: EngineFacts) -> bool:
+    """UCX_TLS names transports, and none for it."""
+    names = _transport_names(facts.environment.get("UCX_TLS"))
+    return bool(names) and names <= {"tcp", "self", "sm", "shm", "posix", "sysv", "cma"}
+
+
+def _chosen_devices(engine: EngineReport, facts: EngineFacts, chosen: str | None) -> Iterator[Finding]:
     wanted = {each.split(":")[0].strip() for each in (chosen or "").split(",")} - {"", "all"}
     missing = sorted(
         each for each in wanted if re.match(r"(mlx|bnxt|irdma|efa|hfi)", each) and each not in facts.devices
@@ -424,7 +451,9 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
             engine,
             "problem",
             "its KV cache is in device memory, and UCX opens no transport for it",
-            "see whether this NIXL is built for the device, and whether the process sees it",
+            _ADD_DEVICE_MEMORY
+            if _lacks_device_memory(facts)
+            else "see whether this NIXL is built for the device, and whether the process sees it",
         )
     network = opened.of_kind(NETWORK)
     if opened.transports and not network:
@@ -439,7 +468,9 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
             engine,
             "warning",
             f"UCX opens none of the RDMA devices {', '.join(facts.devices)}: KV travels over TCP between machines",
-            "see whether the process may use them: /dev/infiniband in the container, and locked memory without "
+            _ADD_RDMA
+            if _lacks_rdma(facts)
+            else "see whether the process may use them: /dev/infiniband in the container, and locked memory without "
             "limit (ulimit -l)",
         )
 
@@ -532,11 +563,17 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for engine in engines:
-        count = max((row.counts.get("local prefills", 0) for row in engine.of(EngineRow)), default=0)
+        ranks = [(row.counts.get("local prefills", 0), rank) for rank in engine.ranks for row in rank.of(EngineRow)]
+        # Every worker is told of all of them.
+        count, rank = max(ranks, key=lambda each: each[0])
         if not count:
             continue
-        example = next(iter(engine.of(LocalPrefillRow)), None)
-        last = f"; the last one was {example.request_id}" if example is not None else ""
+        recent, others, seconds = _recent_local_prefills(rank, "lease" if engine.role == "kv_producer" else "request")
+        share = recent / (recent + others) if recent else 0.0
+        is_many = recent >= LOCAL_PREFILLS_MANY or (recent >= LOCAL_PREFILLS_FEW and share > LOCAL_PREFILLS_SHARE)
+        last = f"; in the last {_minutes(seconds)} {recent} of {recent + others} requests ({share:.0%})"
+        if (example := next(iter(rank.of(LocalPrefillRow)), None)) is not None:
+            last += f"; the last one was {example.request_id}, {_minutes(example.age_seconds)} ago"
         if engine.role == "kv_producer":
             what = f"{count} request(s) came to {_name(engine)} without do_remote_decode, and were not lent{last}"
             advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
@@ -546,12 +583,26 @@ def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             )
             advice = WHAT_TO_DO[NO_PARAMETERS]
         yield Finding(
-            level="note" if engine.role == "kv_both" else "problem",
+            level="note" if engine.role == "kv_both" else "problem" if is_many else "warning",
             check="silent local prefill",
             engines=(_name(engine),),
             what=what,
             advice=advice,
         )
+
+
+def _recent_local_prefills(rank: RankReport, machine: str) -> tuple[int, int, float]:
+    """How many requests came without parameters, how many others of which `machine` has one each, in how many seconds:
+    the last RECENT_SECONDS, as far as the records reach."""
+    ages = sorted(row.age_seconds for row in rank.of(RecordRow))
+    assert rank.engine is not None
+    reach_seconds = ages[RECORDS_ASKED - 1] if len(ages) >= RECORDS_ASKED else rank.engine.uptime_seconds
+    seconds = min(RECENT_SECONDS, reach_seconds)
+    others = sum(
+        row.record.machine == machine and row.record.from_state is None and row.age_seconds <= seconds
+        for row in rank.of(RecordRow)
+    )
+    return sum(row.age_seconds <= seconds for row in rank.of(LocalPrefillRow)), others, seconds
 
 
 def leases_to_look_for(found: Survey) -> list[str]:
@@ -670,6 +721,10 @@ def _would_know(reader: EngineReport, expired: RecordRow, looked_for: Collection
         if reach_seconds < needed_seconds:
             return False
     return True
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _name(engine: EngineReport) -> str:

@@ -156,6 +156,19 @@ def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> Non
     assert str(port) in answer.output
 
 
+def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([None, None])
+
+    def sleep(_: float) -> None:
+        if next(looks, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("connector.observe.cli.live._survey_everything", lambda *_: Survey([engine("D")]))
+    monkeypatch.setattr("connector.observe.cli.live.time.sleep", sleep)
+    lines = runner.invoke(app, ["ps", "--watch", "--json"]).output.splitlines()
+    assert [msgspec.json.decode(line)["engines"][0]["engine_id"] for line in lines] == ["D"] * 3
+
+
 def test_doctor_says_which_address_was_given_twice() -> None:
     address = f"127.0.0.1:{free_port()}"
     answer = runner.invoke(app, ["doctor", "--engine", address, "--engine", address])

@@ -231,6 +231,24 @@ def test_devices_that_are_left_unused() -> None:
     assert any(each.level == "warning" and "mlx5_0" in each.what for each in findings)
 
 
+@pytest.mark.parametrize(
+    ("environment", "advice"), [({"UCX_TLS": "tcp,sm"}, "unset UCX_TLS, or add rc"), ({}, "/dev/infiniband")]
+)
+def test_what_ucx_opens_is_not_told_again_by_what_its_variable_says(environment: dict[str, str], advice: str) -> None:
+    d = engine("d", environment=environment, memory_kind="DRAM")
+    (finding,) = [each for each in diagnose(Survey([d]), opened={"d": Opened((TCP, CUDA))}) if each.level == "warning"]
+    assert "UCX opens none of the RDMA devices mlx5_0" in finding.what
+    assert advice in finding.advice
+    d = engine("d", environment={"UCX_TLS": "tcp"})
+    found_vram = [each for each in diagnose(Survey([d]), opened={"d": Opened((TCP,))}) if each.level == "problem"]
+    assert [(each.what, each.advice) for each in found_vram] == [
+        ("d: its KV cache is in device memory, and UCX opens no transport for it",
+         "add cuda (or rocm) to UCX_TLS, or unset it"),
+    ]  # fmt: skip
+    unknown = diagnose(Survey([d]), opened={"d": Opened(problem="ModuleNotFoundError: nixl")})
+    assert any("UCX_TLS=tcp has no transport for it" in each.what for each in unknown)
+
+
 def test_engines_without_a_transport_in_common() -> None:
     one = engine("d", environment={"UCX_TLS": "rc,cuda,self"})
     other = engine("pp", role="kv_producer", environment={"UCX_TLS": "tcp,rocm,self"})
@@ -301,18 +319,65 @@ def test_quarantined_blocks() -> None:
 @pytest.mark.parametrize(
     ("role", "level", "word"),
     [
-        ("kv_consumer", "problem", "with HTTP 200"),
-        ("kv_producer", "problem", "do_remote_decode"),
+        ("kv_consumer", "warning", "with HTTP 200"),
+        ("kv_producer", "warning", "do_remote_decode"),
         ("kv_both", "note", "with HTTP 200"),
     ],
 )
 def test_silent_local_prefill(role: str, level: str, word: str) -> None:
-    row = LocalPrefillRow(request_id="cmpl-x", has_params=False, prompt_tokens=9, age_seconds=1.0)
-    (finding,) = found(engine("d", row, role=role, counts={"local prefills": 7}), check="silent local prefill")
+    (finding,) = found(engine("d", *lost(1), role=role, counts={"local prefills": 7}), check="silent local prefill")
     assert finding.level == level
-    for each in (word, "7 request(s)", "cmpl-x"):
+    for each in (word, "7 request(s)", "in the last 5 s 1 of 1 requests (100%)", "the last one was cmpl-x, 1 s ago"):
         assert each in finding.what
     assert found(engine("d", role=role), check="silent local prefill") == []
+
+
+def lost(number: int, age_seconds: float = 1.0) -> list[LocalPrefillRow]:
+    """Requests that came without parameters."""
+    row = LocalPrefillRow(request_id="cmpl-x", has_params=False, prompt_tokens=9, age_seconds=age_seconds)
+    return [row] * number
+
+
+@pytest.mark.parametrize(
+    ("lost_recently", "lost_before", "others", "level"),
+    [
+        (1, 0, 0, "warning"),
+        (2, 500, 10, "warning"),
+        (3, 0, 20, "problem"),
+        (3, 0, 27, "warning"),
+        (99, 0, 1000, "warning"),
+        (100, 0, 1000, "problem"),
+        (0, 1000, 0, "warning"),
+    ],
+)
+@pytest.mark.parametrize(("role", "machine"), [("kv_consumer", "request"), ("kv_producer", "lease")])
+def test_lost_parameters_are_a_problem_where_they_are_many_or_a_large_share_of_late(
+    role: str, machine: str, lost_recently: int, lost_before: int, others: int, level: str
+) -> None:
+    rows = [*lost(lost_recently), *lost(lost_before, age_seconds=601.0)]
+    made = [record(machine, "computing", f"r{number}", engine_id="d") for number in range(others)]
+    created = [
+        msgspec.structs.replace(each, record=msgspec.structs.replace(each.record, from_state=None)) for each in made
+    ]
+    report = engine("d", *rows, *created, role=role, counts={"local prefills": len(rows)})
+    row, *rest = report.ranks[0].rows
+    assert isinstance(row, EngineRow)
+    known = msgspec.structs.replace(row, uptime_seconds=5000.0)
+    report = replace(report, ranks=(replace(report.ranks[0], rows=(known, *rest)),))
+    (finding,) = found(report, check="silent local prefill")
+    assert finding.level == level
+    assert f"in the last 10 min {lost_recently} of {lost_recently + others} requests" in finding.what
+
+
+def test_the_share_of_lost_parameters_is_that_of_the_time_that_the_records_reach() -> None:
+    report = busy(recorded_seconds=60.0)
+    rank = report.ranks[0]
+    row, *rest = rank.rows
+    assert isinstance(row, EngineRow)
+    known = msgspec.structs.replace(row, counts={"local prefills": 50})
+    rank = replace(rank, rows=(known, *rest, *lost(2, age_seconds=0.5), *lost(48, age_seconds=30.0)))
+    (finding,) = found(replace(report, ranks=(rank,)), check="silent local prefill")
+    assert "in the last 1 s 2 of 2 requests" in finding.what
 
 
 def record(machine: str, state: str, name: str, **fields: Any) -> RecordRow:

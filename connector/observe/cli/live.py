@@ -140,7 +140,7 @@ def ps(
             while True:
                 found = _survey_everything(addresses, timeout, access)
                 if screen is None:
-                    _print_json(_as_data(found))
+                    _print_json(_as_data(found), is_one_of_many=True)
                 else:
                     screen.update(Group(*_tables(found)), refresh=True)
                 time.sleep(interval)
@@ -283,8 +283,8 @@ def _first_problem(engine: EngineReport) -> str | None:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def _print_json(data: dict[str, Any]) -> None:
-    say_json({"schema": JSON_SCHEMA, **data})
+def _print_json(data: dict[str, Any], *, is_one_of_many: bool = False) -> None:
+    say_json({"schema": JSON_SCHEMA, **data}, is_one_of_many=is_one_of_many)
 
 
 def _print_explanation(each: Explanation, now: float | None) -> None:

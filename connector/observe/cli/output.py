@@ -29,9 +29,10 @@ def say(line: object, **style: Any) -> None:
     typer.secho(plain(line), **style)
 
 
-def say_json(value: Any) -> None:
-    """One document, for people and programs."""
+def say_json(value: Any, *, is_one_of_many: bool = False) -> None:
+    """A document, for people and programs; one of many takes a line, so that a program sees where it ends."""
     import msgspec
 
-    encoded = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    typer.echo(_STEERS_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded))
+    encoded = msgspec.json.encode(value)
+    text = (encoded if is_one_of_many else msgspec.json.format(encoded, indent=2)).decode()
+    typer.echo(_STEERS_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
