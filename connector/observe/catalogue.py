@@ -274,8 +274,8 @@ LOOP_LAG_SECONDS = Metric(
 UP = Metric(
     name=f"{PREFIX}up",
     kind="gauge",
-    documentation="1 while every rank can read and lend KV; 0 when the actors of one have died or its NIXL agent is "
-    "broken. Restart the engine then.",
+    documentation="1 while every rank can read and lend KV; 0 when the actors of one have died, its NIXL agent is "
+    "broken, or the handshake listener has died. Restart the engine then.",
     side="both",
 )
 DRAINING = Metric(

@@ -198,7 +198,7 @@ class ConnectorScheduler:
         self._heard_ns: dict[str, int] = {}
         # Leases of the requests that run and will be lent, by request id.
         self._computing: dict[str, LeaseName] = {}
-        # Why this engine lends nothing any more; None: it does.
+        # Why this engine lends nothing any more; None: it does. The listener's thread may set it too.
         self._stopped: str | None = None
         self._commands: list[Command] = []
         # Requests without parameters that concern us, since the last step: how many, and the first of them.
@@ -366,7 +366,8 @@ class ConnectorScheduler:
             listener, draining = self._listener, State.SERVING
             if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
                 draining = self._draining.show()  # not asked while it serves: this is done with every step
-            return self._figures.take(len(self._waiting), len(self._computing), draining)
+            is_up = self._stopped is None
+            return self._figures.take(len(self._waiting), len(self._computing), draining, is_up=is_up)
         except Exception as error:
             self._crashes.note("figures of the engine", error)
             return None
@@ -442,7 +443,6 @@ class ConnectorScheduler:
     def _stop_lending(self, reason: str) -> None:
         """A worker cannot serve its KV any more. What is lent already is given back by the workers, as it ends."""
         self._stopped = reason
-        self._figures.note_stop()
         _log.critical(
             "a worker serves no KV any more (%s): prefills are answered without kv_transfer_params from now on, so "
             "decode engines compute the prompts themselves; restart this engine",

@@ -39,11 +39,11 @@ class EngineFigures:
         # How many ranks keep each block out of the pool; never 0.
         self._quarantined: Counter[int] = Counter()
         self._by_rank: dict[int, Mapping[str, float]] = {}
-        self._is_up = True
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
-        # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains.
-        self._shown = (0, 0, State.SERVING)
+        # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains,
+        # whether it is up.
+        self._shown = (0, 0, State.SERVING, True)
 
     @property
     def leases_held(self) -> int:
@@ -100,20 +100,18 @@ class EngineFigures:
             self._by_rank.update(by_rank)
             self._has_news = True
 
-    def note_stop(self) -> None:
-        """A rank serves no more."""
-        self._is_up = False
-        self._has_news = True
-
-    def take(self, queued: int, computing: int, draining: State = State.SERVING) -> EngineStats | None:
+    def take(
+        self, queued: int, computing: int, draining: State = State.SERVING, *, is_up: bool = True
+    ) -> EngineStats | None:
         """Figures since the last call; None: nothing has changed.
 
         Args:
             queued: requests that will load KV and are not scheduled yet.
             computing: of the leases that are not granted yet.
             draining: whether this engine is to end.
+            is_up: it serves KV.
         """
-        shown = (queued, computing, draining)
+        shown = (queued, computing, draining, is_up)
         if not self._has_news and self._shown == shown:
             return None
         self._has_news, self._shown = False, shown
@@ -121,7 +119,7 @@ class EngineFigures:
         stats.set_gauges(self._gauges(*shown))
         return stats
 
-    def _gauges(self, queued: int, computing: int, draining: State) -> dict[str, float]:
+    def _gauges(self, queued: int, computing: int, draining: State, is_up: bool) -> dict[str, float]:
         gauges: dict[str, float] = {}
         for of_rank in self._by_rank.values():
             for key, value in of_rank.items():
@@ -133,7 +131,7 @@ class EngineFigures:
             _LENT_BLOCKS: self._lent_blocks,
             _LENT_TOKENS: self._lent_tokens,
             _QUARANTINED: len(self._quarantined),
-            _UP: int(self._is_up),
+            _UP: int(is_up),
             _DRAINING: int(draining is not State.SERVING),
             _DRAINED: int(draining is State.DRAINED),
         }

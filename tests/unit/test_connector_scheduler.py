@@ -219,6 +219,27 @@ def test_requests_that_nobody_reads_are_served_as_ever_when_a_worker_has_stopped
     assert engine.finished["a"] == "length"
 
 
+def is_up(engine: HybridEngine) -> bool:
+    """What the gauge shows after the engine's last step."""
+    figures = side(engine)._figures
+    return bool(figures._gauges(*figures._shown)[catalogue.UP.key()])
+
+
+@pytest.mark.parametrize("worker_stops", [False, True])
+def test_the_gauge_of_an_engine_whose_listener_has_died_is_0(worker_stops: bool) -> None:
+    engine = HybridEngine([full()], caches_prefixes=False)
+    side(engine)._listener = Refusals()  # type: ignore[assignment]
+    engine.step()
+    assert is_up(engine)
+    side(engine)._note_listener_death("the handshake listener died: RuntimeError()")
+    engine.run("a", TOKENS, REMOTE_DECODE)
+    assert "a" not in engine.params
+    assert not is_up(engine)
+    if worker_stops:
+        engine.step(STOPPED)
+        assert not is_up(engine)
+
+
 # --- requests without parameters --------------------------------------------------------------------------------------
 
 

@@ -432,8 +432,7 @@ def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:
     assert stats.data["counts"] == {"granted_leases": 2, "granted_blocks": 6, "granted_tokens": 140}
     figures.lift([1, 2])
     figures.end_leases(["b"])
-    figures.note_stop()
-    stats = figures.take(0, 0)
+    stats = figures.take(0, 0, is_up=False)
     assert stats is not None
     assert not any(stats.data["gauges"].values())
 
