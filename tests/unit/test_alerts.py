@@ -69,6 +69,23 @@ def wrong_in(expression: str, *suffixes: str) -> list[str]:
     return wrong
 
 
+ONCE_A_REQUEST = (
+    catalogue.KV_WAIT_SECONDS,
+    catalogue.LOCAL_PREFILLS,
+    catalogue.PREFILLS_NOT_LENT,
+    catalogue.GRANTED_LEASES,
+    catalogue.GRANTED_BLOCKS,
+    catalogue.GRANTED_TOKENS,
+)
+"""What the scheduler's process counts. All other counters and histograms add up what each rank counts."""
+
+
+def counts_unlike(expression: str) -> bool:
+    """Whether it has counters of which some count a request once, and some once for each rank."""
+    metrics = [metric for name, _ in _NAME.findall(expression) if (metric := metric_shown_as(name)) is not None]
+    return len({metric in ONCE_A_REQUEST for metric in metrics if metric.kind != "gauge"}) == 2
+
+
 def test_what_is_wrong_in_an_expression_is_found() -> None:
     assert wrong_in('rate(vllm:nixl_actor_retries[5m]) + vllm:nixl_actor_peers{state="busy", kind="x"}') == [
         "vllm:nixl_actor_retries",
@@ -82,6 +99,11 @@ def test_what_is_wrong_in_an_expression_is_found() -> None:
 def test_an_alert_asks_for_what_exists(name: str) -> None:
     assert _NAME.search(RULES[name]["expr"])
     assert wrong_in(RULES[name]["expr"]) == []
+
+
+def test_an_alert_compares_only_what_is_counted_alike() -> None:
+    """Otherwise its threshold depends on the number of ranks. One divides by that number."""
+    assert [name for name, rule in RULES.items() if counts_unlike(rule["expr"])] == ["NixlActorLeasesExpire"]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -138,9 +160,43 @@ def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
 READING = on_d("nixl_actor_requests", flat(2), 'state="reading"')
 QUEUED = on_d("nixl_actor_requests", flat(2), 'state="queued"')
 LOADED = on_d("nixl_actor_completed_receives_total", growing(100))
-NONE_LOADED = on_d("nixl_actor_completed_receives_total", flat(0))
 HELD = on_p("nixl_actor_leases", flat(3), 'state="held"')
-GRANTED = on_p("nixl_actor_granted_leases_total", growing(100))
+
+
+def waits_ended(per_minute: float, outcome: str) -> dict[str, str]:
+    """Requests of D, however many ranks it has."""
+    return on_d("nixl_actor_kv_wait_seconds_count", growing(per_minute), f'outcome="{outcome}"')
+
+
+def loads(requests_per_minute: float, ranks: int = 1) -> list[dict[str, str]]:
+    """D loads so many requests."""
+    by_ranks = on_d("nixl_actor_completed_receives_total", growing(requests_per_minute * ranks))
+    return [waits_ended(requests_per_minute, "loaded"), by_ranks]
+
+
+def fails(requests_per_minute: float, reason: str, ranks: int = 1) -> list[dict[str, str]]:
+    """So many requests of D fail, on so many of its ranks."""
+    return [waits_ended(requests_per_minute, "failed"), failing(requests_per_minute * ranks, reason)]
+
+
+def leases(granted_per_minute: float, expired_per_minute: float, ranks: int = 1) -> list[dict[str, str]]:
+    """P lends so many, of which so many expire and all others are read."""
+    done_per_minute = granted_per_minute - expired_per_minute
+    return [
+        on_p("nixl_actor_granted_leases_total", growing(granted_per_minute)),
+        entered(growing(granted_per_minute * ranks), "lease", "held", "none", on_p),
+        entered(growing(done_per_minute * ranks), "lease", "done", "none", on_p),
+        entered(growing(expired_per_minute * ranks), "lease", "expired", "none", on_p),
+    ]
+
+
+def computed_here(per_minute: float) -> dict[str, str]:
+    return on_d("nixl_actor_local_prefills_total", growing(per_minute), 'reason="absent"')
+
+
+def one_lease_expires(ranks: int) -> list[dict[str, str]]:
+    """Of one that is lent each minute."""
+    return [*leases(1, 0, ranks)[:3], entered(f"0x25 {ranks}x5", "lease", "expired", "none", on_p)]
 
 
 NONE_BELOW_15 = on_d("nixl_actor_lease_margin_seconds_bucket", flat(0), 'le="15.0"')
@@ -172,8 +228,18 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[READING, LOADED], [READING, failing(1, "LeaseOver")], [QUEUED]],
     ),
     "NixlActorReceivesFail": (
-        [[failing(10, "LeaseOver"), LOADED], [failing(10, "BadParams"), NONE_LOADED]],
-        [[failing(4, "LeaseOver"), LOADED], [failing(90, "AbortedByClient"), LOADED], [LOADED]],
+        [
+            [*fails(10, "LeaseOver"), *loads(100)],
+            [*fails(10, "BadParams"), *loads(0)],
+            # One rank of eight fails, and with it the request.
+            [*fails(10, "TransferError"), *loads(100, ranks=8)],
+        ],
+        [
+            [*fails(4, "LeaseOver"), *loads(100)],
+            [*fails(4, "LeaseOver", ranks=8), *loads(100, ranks=8)],
+            [failing(90, "AbortedByClient"), *loads(100)],
+            loads(100),
+        ],
     ),
     "NixlActorHandshakesFail": (
         [[on_d("nixl_actor_failed_handshakes_total", growing(1))]],
@@ -195,8 +261,8 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         ],
     ),
     "NixlActorSilentLocalPrefill": (
-        [[on_d("nixl_actor_local_prefills_total", growing(20), 'reason="absent"'), LOADED]],
-        [[on_d("nixl_actor_local_prefills_total", growing(5), 'reason="absent"'), LOADED]],
+        [[computed_here(20), *loads(100)], [computed_here(20), *loads(100, ranks=8)], [computed_here(20), *loads(0)]],
+        [[computed_here(5), *loads(100)], [computed_here(5), *loads(100, ranks=8)]],
     ),
     "NixlActorBlocksQuarantined": (
         [[on_d("nixl_actor_quarantined_blocks", flat(4))]],
@@ -207,10 +273,12 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[failing(9, "Quarantined"), LOADED]],
     ),
     "NixlActorLeasesExpire": (
-        [[on_p("nixl_num_kv_expired_reqs_total", growing(5)), GRANTED]],
+        [leases(100, 5), leases(100, 5, ranks=8)],
         [
-            [on_p("nixl_num_kv_expired_reqs_total", growing(0.5)), GRANTED],
-            [on_p("nixl_num_kv_expired_reqs_total", "0x25 1x5"), on_p("nixl_actor_granted_leases_total", growing(1))],
+            leases(100, 0.5),
+            leases(1000, 2, ranks=8),
+            one_lease_expires(ranks=1),
+            one_lease_expires(ranks=8),
         ],
     ),
     "NixlActorLateReaders": (

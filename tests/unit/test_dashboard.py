@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from connector.observe import catalogue
-from tests.unit.test_alerts import _NAME, metric_shown_as, wrong_in
+from tests.unit.test_alerts import _NAME, counts_unlike, metric_shown_as, wrong_in
 
 GRAFANA = Path(__file__).parents[2] / "docs" / "operations" / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "nixl-actor.json").read_text())
@@ -39,6 +39,11 @@ def test_every_query_asks_for_what_exists_and_for_what_is_chosen() -> None:
         assert wrong_in(expression) == [], expression
         for _, conditions in _NAME.findall(expression):
             assert 'job=~"$job", instance=~"$instance", model_name=~"$model"' in conditions, expression
+
+
+def test_a_query_compares_only_what_is_counted_alike() -> None:
+    """Otherwise what it shows depends on the number of ranks."""
+    assert [expression for expression in EXPRESSIONS if counts_unlike(expression)] == []
 
 
 def test_every_metric_is_on_the_dashboard() -> None:

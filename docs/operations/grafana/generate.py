@@ -20,6 +20,8 @@ WIDTH, HEIGHT = 24, 8
 CHOSEN = 'job=~"$job", instance=~"$instance", model_name=~"$model"'
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
+EACH_RANK_COUNTS = "Each rank counts: what meets all ranks of an engine is counted as many times."
+
 Query = tuple[str, str]
 """An expression in which {} stands for what is chosen above, and its legend."""
 
@@ -141,14 +143,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             [
                 (
                     f"{rate('vllm:nixl_actor_state_seconds_sum', 'state', machine='request')} / on () group_left () "
-                    f"{rate('vllm:nixl_actor_kv_wait_seconds_count')}",
+                    f"{rate('vllm:nixl_actor_transitions_total', machine='request', state='~done|failed|expired')}",
                     "{{state}}",
                 ),
                 (mean("vllm:nixl_actor_kv_wait_seconds"), "all of the wait, vLLM's queue included"),
             ],
             unit="s",
             width=12,
-            description="Means. What is missing to the whole was spent in vLLM's queue, or waiting for its next step.",
+            description="Means over all ranks. What is missing to the whole was spent in vLLM's queue, or waiting for "
+            "its next step, or for the slowest rank.",
         ),
         panel(
             "95th percentile of each state",
@@ -184,6 +187,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 )
             ],
             unit="ops",
+            description=EACH_RANK_COUNTS,
         ),
         panel(
             "How long they are held (P)",
@@ -206,6 +210,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (rate("vllm:nixl_actor_renewals_total", "side"), "renewals, {{side}}"),
             ],
             unit="ops",
+            description=EACH_RANK_COUNTS,
         ),
     ],
     "Peers (D)": [
@@ -226,15 +231,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (rate("vllm:nixl_actor_retries_total"), "requests tried again"),
             ],
             unit="ops",
+            description=EACH_RANK_COUNTS,
         ),
     ],
     "Failures": [
         panel(
-            "Requests without their KV, by kind (D)",
+            "Requests without their KV on a rank, by kind (D)",
             [(f"{rate('vllm:nixl_actor_failed_receives_total', 'reason')} > 0", "{{reason}}")],
-            unit="reqps",
+            unit="ops",
             width=12,
             stacked=True,
+            description=f"{EACH_RANK_COUNTS} How many requests fail is in the overview.",
         ),
         panel(
             "Prompts that D computes without anybody having asked",
@@ -250,12 +257,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (rate("vllm:nixl_num_failed_transfers_total"), "all, as the built-in connector counts"),
             ],
             unit="ops",
+            description=EACH_RANK_COUNTS,
         ),
         panel(
             "Blocks out of the pool (D)",
             [
                 (most("vllm:nixl_actor_quarantined_blocks"), "blocks"),
-                (rate("vllm:nixl_actor_quarantined_receives_total"), "requests per second"),
+                (rate("vllm:nixl_actor_quarantined_receives_total"), "requests per second, counted by each rank"),
             ],
         ),
         panel(
@@ -266,6 +274,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 (rate("vllm:nixl_actor_stray_releases_total"), "releases of what was not lent"),
             ],
             unit="ops",
+            description=EACH_RANK_COUNTS,
         ),
     ],
     "Health": [
