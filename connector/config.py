@@ -242,6 +242,14 @@ def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) 
         "a request would end with DeadlineExceeded before it is known that its prefill engine does not answer",
     )
     require(
+        options.handshake_timeout_seconds < lease_seconds,
+        "handshake_timeout_seconds",
+        "not less than",
+        "kv_lease_duration",
+        "a prefill engine is asked to keep blocks only after the handshake, so one that took its time would end in a "
+        "lease that is over; set both",
+    )
+    require(
         options.quiesce_timeout_seconds > options.backend_grace_seconds,
         "quiesce_timeout_seconds",
         "not more than",

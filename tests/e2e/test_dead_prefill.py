@@ -45,7 +45,8 @@ answer takes longer."""
 STALL_SECONDS = 2.0
 """After which D's stacks are taken. vLLM's queue spins for a second before it sleeps."""
 ATTEMPTS = 3
-SHORT_LEASE_SECONDS = 3.0
+SHORT_LEASE = {"kv_lease_duration": 3.0, "handshake_timeout_seconds": 2.0}
+"""Options of P, which makes no handshakes; but one must not take as long as a lease."""
 
 
 def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
@@ -308,7 +309,7 @@ def test_killed_before_the_handshake(unmended: OnePrefillTwoDecode) -> None:
 
 def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
     """At the address where D has only met a dead engine. It lends for three seconds now, which the next test needs."""
-    unmended.restart_prefill(engine_id=None, extra_config={"kv_lease_duration": SHORT_LEASE_SECONDS})
+    unmended.restart_prefill(engine_id=None, extra_config=SHORT_LEASE)
     assert_serves(unmended, "new-id")
 
 
@@ -318,8 +319,8 @@ def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
 def test_a_lease_that_has_lapsed(cluster: OnePrefillTwoDecode) -> None:
     """P frees the blocks and computes other prompts into them before D is told of them. D must not read them as if they
     were the request's, and says `expired`. Scenario 1."""
-    if cluster.prefill.options.extra_config.get("kv_lease_duration") != SHORT_LEASE_SECONDS:
-        cluster.restart_prefill(extra_config={"kv_lease_duration": SHORT_LEASE_SECONDS})
+    if cluster.prefill.options.extra_config != SHORT_LEASE:
+        cluster.restart_prefill(extra_config=SHORT_LEASE)
     keys = ["lapsed-fail", "lapsed-recompute"]
     params = [prefilled(service, key) for service, key in zip(cluster.services, keys, strict=True)]
     for key in keys:

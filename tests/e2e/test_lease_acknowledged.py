@@ -55,7 +55,6 @@ class PrefillAndTwoRanks:
             "model": tiny_llama(),
             "logs": directory / "logs",
             "context_tokens": CONTEXT_TOKENS,
-            "extra_config": {"kv_lease_duration": LEASE_SECONDS, "handshake_timeout_seconds": HANDSHAKE_SECONDS},
             "trace_directory": self.trace_directory,
         }
         self._engines = EngineSet()
@@ -64,6 +63,7 @@ class PrefillAndTwoRanks:
                 name="prefill",
                 core=0,
                 kv_role="kv_producer",
+                extra_config={"kv_lease_duration": LEASE_SECONDS},
                 arguments=("--num-gpu-blocks-override", str(PREFILL_BLOCKS)),
                 **common,
             ),
@@ -71,6 +71,11 @@ class PrefillAndTwoRanks:
                 name="decode",
                 kv_role="kv_consumer",
                 kv_load_failure_policy="recompute",
+                # Of leases P's own word counts; this only has to be longer than a handshake may take.
+                extra_config={
+                    "kv_lease_duration": HANDSHAKE_SECONDS + 1,
+                    "handshake_timeout_seconds": HANDSHAKE_SECONDS,
+                },
                 arguments=(
                     *("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
                     *("--data-parallel-size", "2"),

@@ -29,9 +29,9 @@ def test_defaults() -> None:
 
 def test_values_are_taken_over() -> None:
     options = parse_options(
-        {"kv_lease_duration": 0.5, "backends": ["UCX", "GDS"], "num_threads": 4, "trace_directory": "/tmp/trace"}, {}
+        {"kv_lease_duration": 5.5, "backends": ["UCX", "GDS"], "num_threads": 4, "trace_directory": "/tmp/trace"}, {}
     )
-    assert (options.kv_lease_duration, options.backends, options.num_threads) == (0.5, ("UCX", "GDS"), 4)
+    assert (options.kv_lease_duration, options.backends, options.num_threads) == (5.5, ("UCX", "GDS"), 4)
     assert options.trace_directory == "/tmp/trace"
 
 
@@ -48,7 +48,7 @@ def test_a_limit_below_the_lease_itself_is_refused() -> None:
 
 
 def test_whole_seconds_may_be_integers() -> None:
-    assert parse_options({"kv_lease_duration": 3}, {}).kv_lease_duration == 3.0
+    assert parse_options({"kv_lease_duration": 6}, {}).kv_lease_duration == 6.0
 
 
 def test_unknown_option_suggests_the_nearest() -> None:
@@ -157,6 +157,9 @@ def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
         ({"kv_lease_duration": 3, "lease_margin_seconds": 1.6}, "lease_margin_seconds"),
         ({"request_timeout_seconds": 4}, "request_timeout_seconds"),
         ({"handshake_timeout_seconds": 121}, "request_timeout_seconds"),
+        ({"handshake_timeout_seconds": 30}, "handshake_timeout_seconds"),
+        ({"kv_lease_duration": 3}, "handshake_timeout_seconds"),
+        ({"kv_lease_duration": 4, "handshake_timeout_seconds": 4}, "handshake_timeout_seconds"),
         ({"quiesce_timeout_seconds": 0.5}, "quiesce_timeout_seconds"),
         ({"backend_grace_seconds": 40}, "quiesce_timeout_seconds"),
         ({"engine_ttl": 20, "backoff_max_seconds": 30}, "engine_ttl"),
@@ -174,13 +177,19 @@ def test_options_that_contradict_each_other(extra: dict[str, float], option: str
     [
         {"engine_ttl": 20},
         {"engine_ttl": 0, "backoff_max_seconds": 30},
-        {"kv_lease_duration": 3, "lease_margin_seconds": 1.5},
+        {"kv_lease_duration": 3, "lease_margin_seconds": 1.5, "handshake_timeout_seconds": 2.9},
+        {"kv_lease_duration": 5.5},
         {"request_timeout_seconds": 5},
         {"quiesce_timeout_seconds": 0.6},
     ],
 )
 def test_options_that_go_together(extra: dict[str, float]) -> None:
     parse_options(extra, {})
+
+
+def test_a_lease_of_a_builtin_configuration_that_is_too_short_is_refused_with_both_names() -> None:
+    said = "option handshake_timeout_seconds (5) is not less than kv_lease_duration (3): "
+    assert said in str(_error({"kv_lease_duration": 3}))
 
 
 def test_what_is_in_force_names_what_matters_and_what_was_changed() -> None:
@@ -261,3 +270,7 @@ def test_what_the_readme_says_of_options_that_contradict_each_other_is_so() -> N
         parse_options({"request_timeout_seconds": 4, "handshake_timeout_seconds": 5}, {})
     with pytest.raises(OptionError, match="lease_margin_seconds"):
         parse_options({"lease_margin_seconds": 16}, {})
+    with pytest.raises(OptionError, match="handshake_timeout_seconds"):
+        parse_options({"handshake_timeout_seconds": 30}, {})
+    with pytest.raises(OptionError, match="handshake_timeout_seconds"):
+        parse_options({"kv_lease_duration": 5}, {})
