@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from connector.observe.log import get_logger
-from connector.observe.trace_log import FILE_BYTES, FILES_KEPT
+from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
 from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted
 from statemachine.introduction import PLACES_MAX
 
@@ -185,6 +185,17 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
     return options
+
+
+def check_trace_directory(options: ConnectorOptions) -> None:
+    """Raises OptionError when an engine with these options could not start, because its workers could not trace."""
+    if options.trace_directory is None:
+        return
+    try:
+        make_writable(options.trace_directory)
+    except TraceDirectoryError as error:
+        problem = f"option trace_directory (or environment variable {TRACE_DIRECTORY_VARIABLE}): {error}"
+        raise OptionError("trace_directory", problem) from None
 
 
 def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOptions) -> None:

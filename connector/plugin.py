@@ -42,10 +42,12 @@ def check_options(config: KVTransferConfig) -> None:
         for child in config.kv_connector_extra_config.get("connectors", []):
             check_options(KVTransferConfig(**{"engine_id": config.engine_id, **child}))
     elif _is_ours(config):
-        from connector.config import parse_options
+        from connector.config import check_trace_directory, parse_options
         from connector.key_files import check_key_files
 
-        check_key_files(parse_options(config.kv_connector_extra_config))
+        options = parse_options(config.kv_connector_extra_config)
+        check_key_files(options)
+        check_trace_directory(options)
 
 
 def _is_ours(config: KVTransferConfig) -> bool:

@@ -298,6 +298,19 @@ def _expressible(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
+def make_writable(directory: str | Path) -> None:
+    """Create `directory` if needed, and make sure that files can be created in it. Leaves none.
+
+    Raises TraceDirectoryError.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise TraceDirectoryError(shorten(str(directory), 300), str(error)) from error
+
+
 def open_trace_log(
     directory: str | Path,
     *,
@@ -316,13 +329,8 @@ def open_trace_log(
     Raises TraceDirectoryError.
     """
     directory = Path(directory)
+    make_writable(directory)
     name = _NOT_IN_FILE_NAMES.sub("_", engine_id)[:FILE_NAME_LENGTH_MAX]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise TraceDirectoryError(shorten(str(directory), 300), str(error)) from error
     header = FileHeader(
         schema=SCHEMA,
         part=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,15 +90,32 @@ def test_the_error_is_that_of_the_option(monkeypatch: pytest.MonkeyPatch, settin
     assert refused.value.option == "kv_lease_durations"
 
 
-def test_options_that_contradict_each_other_and_files_that_are_missing(tmp_path: Any) -> None:
+def test_options_that_contradict_each_other_and_files_that_are_missing(tmp_path: Path) -> None:
+    a_file = tmp_path / "file"
+    a_file.touch()
     for option, wrong in {
         "lease_margin_seconds": {"lease_margin_seconds": 3, "kv_lease_duration": 4},
         "params_keys_file": {"params_keys_file": str(tmp_path / "missing")},
         "curve_directory": {"curve_directory": str(tmp_path / "missing")},
+        "trace_directory": {"trace_directory": str(a_file / "below")},
     }.items():
         with pytest.raises(OptionError) as refused:
             VllmConfig(kv_transfer_config=KVTransferConfig(**OURS, kv_connector_extra_config=wrong))
         assert refused.value.option == option
+
+
+def test_a_trace_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+    directory = tmp_path / "not" / "yet"
+    options = {"trace_directory": str(directory)}
+    VllmConfig(kv_transfer_config=KVTransferConfig(**OURS, kv_connector_extra_config=options))
+    assert list(directory.iterdir()) == []
+
+
+def test_a_trace_directory_of_the_environment_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NIXL_ACTOR_TRACE_DIR", str(tmp_path / "file"))
+    with pytest.raises(OptionError, match=r"NIXL_ACTOR_TRACE_DIR.*cannot write state-transition traces"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**OURS))
 
 
 @pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, OURS)], ids=["alone", "named", "one of several"])
