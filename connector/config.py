@@ -5,8 +5,8 @@ must have its type and bounds; what is wrong is an `OptionError` that names the 
 name that was probably meant and lists all of them.
 
 The built-in connector's options keep their names, defaults and meaning, so that a configuration can be taken over.
-`kv_recompute_threshold` and `decoder_kv_blocks_ttl` have no effect without `bidirectional_kv_xfer`, there as here; a
-warning says so.
+`kv_recompute_threshold` and `decoder_kv_blocks_ttl` have no effect without `bidirectional_kv_xfer`, there as here. A
+warning says so, as of every option that has none.
 
 Options that contradict each other are refused as well: a value that is fine alone may make another one useless.
 """
@@ -31,6 +31,7 @@ TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
+_OF_TRACE = ("trace_file_bytes", "trace_files_kept", "trace_sample")
 _OF_KEYS = ("curve_directory", "params_keys_file")
 
 _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_timeout_seconds")
@@ -203,6 +204,9 @@ def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOpti
     for name in _OF_READ_BACK:
         if name in extra_config and not options.bidirectional_kv_xfer:
             _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
+    for name in _OF_TRACE:
+        if name in extra_config and options.trace_directory is None:
+            _log.warning("Option %s has no effect without trace_directory", name)
     if options.allow_insecure_peers and all(getattr(options, name) is None for name in _OF_KEYS):
         _log.warning("Option allow_insecure_peers has no effect without %s", " or ".join(_OF_KEYS))
 

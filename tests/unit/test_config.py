@@ -143,6 +143,20 @@ def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCa
     assert [record.args for record in caplog.records] == [("kv_recompute_threshold",), ("decoder_kv_blocks_ttl",)]
 
 
+def test_options_of_a_trace_that_is_not_written_are_said_to_be_idle(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"trace_sample": 0.1, "trace_file_bytes": 1 << 20, "trace_files_kept": 2}
+    with caplog.at_level(logging.WARNING):
+        warn_of_idle_options(options, parse_options(options, {"NIXL_ACTOR_TRACE_DIR": "/tmp/trace"}))
+        assert not caplog.records
+        warn_of_idle_options(options, parse_options(options, {}))
+    assert [record.args for record in caplog.records] == [
+        ("trace_file_bytes",),
+        ("trace_files_kept",),
+        ("trace_sample",),
+    ]
+    assert all("no effect without trace_directory" in record.message for record in caplog.records)
+
+
 def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_idle_options({"num_threads": 2}, parse_options({"num_threads": 2}, {}))
