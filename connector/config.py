@@ -68,7 +68,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """D computes fewer tokens than these itself, instead of reading them from P."""
 
     request_timeout_seconds: _Seconds = 120.0
-    """How long a request may wait for its KV in all, from when D hears of it."""
+    """How long a request may wait for its KV in all, from when its blocks are allocated on D."""
     handshake_timeout_seconds: _Seconds = 5.0
     """How long one attempt to reach a prefill engine may take."""
     quiesce_timeout_seconds: _Seconds = 30.0
