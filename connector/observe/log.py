@@ -5,7 +5,8 @@ Failures are data; this is the only place that makes them into text for a termin
     at start            what runs, with which options; what is registered, where it listens        info
     a peer              connected; lost or out of reach: what was noticed first, what to do; back  info
     a request           it ended otherwise than loaded: kind, request, engine, age, what to do     warning
-                        it has waited for WAIT_SAID_AFTER_SECONDS: for what, and how much longer   info
+                        it has waited for WAIT_SAID_AFTER_SECONDS: in vLLM's queue; or for what,
+                        and how much longer                                                    info
     a lease on P        nobody released it in time: who held it, for how long, what to do          warning
     the quarantine      its limit is reached, and nothing is read any more; blocks have come back  warning
     what others send    it makes no sense, or names what is not lent                               warning
@@ -61,7 +62,7 @@ CAUSES_COUNTED_MAX = 16
 """Pairs of kind and engine whose lines are counted apart within a window; the others are counted together."""
 
 WAIT_SAID_AFTER_SECONDS = 2.0
-"""A request that waits longer is said once while it waits."""
+"""A request that waits longer is said once while it waits: for blocks in vLLM's queue, and then for its KV."""
 
 SUBJECT_LENGTH_MAX = 200
 SENTENCE_LENGTH_MAX = 1000
@@ -243,6 +244,11 @@ class EventLog:
     def waits(self, subject: str, what: str) -> None:
         """A request has waited for a while; `what` says for what, and until when."""
         self.write("waiting", f"{subject} still waits: {what}")
+
+    def queued(self, subject: str, request_id: str) -> None:
+        """A request has waited for a while before vLLM has allocated blocks for it."""
+        what = "in vLLM's queue, for blocks to load its KV into"
+        self.write("queued", f"{subject} still waits: {what}; what to do: nixl-actor why {shorten(request_id)}")
 
     def leaves(self, engine: str, grace_seconds: float) -> None:
         """An engine is to end."""

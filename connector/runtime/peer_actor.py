@@ -28,7 +28,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.layout.geometry import BlockIdError
-from connector.observe.log import WAIT_SAID_AFTER_SECONDS, describe_wait
+from connector.observe.log import WAIT_SAID_AFTER_SECONDS, EventLog, describe_wait
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
@@ -99,8 +99,11 @@ class PeerActor:
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer()),
         )
-        # Requests that may come to wait for long, with the moment at which that is said; in the order of these.
-        self._to_be_said: deque[tuple[int, str]] = deque()
+        # What may come to wait for long, with the moment at which that is said; in the order of these.
+        self._to_be_said: deque[tuple[int, TrackLease | StartPull]] = deque()
+        # Of these the requests in vLLM's queue. It is one for all ranks, so the first one says it.
+        self._queued: dict[str, TrackLease] = {}
+        self._says_who_is_queued = context.event_log is not None and local.tp_rank == 0
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
         self._pulls: dict[str, _Pull] = {}
@@ -189,8 +192,8 @@ class PeerActor:
     def _next_deadline(self) -> int | None:
         """Of the core, and of what is to be said."""
         next_ns = self.core.next_deadline()
-        while self._to_be_said and self._to_be_said[0][1] not in self._pulls:
-            self._to_be_said.popleft()  # it has ended: nobody has to wake up for it
+        while self._to_be_said and not self._may_wait(self._to_be_said[0][1]):
+            self._to_be_said.popleft()  # it waits no more: nobody has to wake up for it
         if not self._to_be_said:
             return next_ns
         said_ns = self._to_be_said[0][0]
@@ -222,22 +225,46 @@ class PeerActor:
             self._context.recorder.catch_up()
 
     def _say_who_waits(self) -> None:
-        """Once for each request that has waited for a while and has not ended."""
+        """Once for each request that has waited for a while and still does: for its blocks, and then for its KV."""
         log, now_ns = self._context.event_log, self._context.clock.now_ns()
         while self._to_be_said and self._to_be_said[0][0] <= now_ns:
-            request_id = self._to_be_said.popleft()[1]
-            waiting, deadline_ns = self.core.request_in_hand(request_id), self.core.deadline_of(request_id)
-            if log is None or waiting is None:
+            said_ns, command = self._to_be_said.popleft()
+            if log is None or not self._may_wait(command):
                 continue
-            left = "" if deadline_ns is None else f"; it fails in {(deadline_ns - now_ns) / NS_PER_SECOND:.0f} s"
-            log.waits(self._subject(request_id), describe_wait(waiting, self.core.state) + left)
+            if isinstance(command, StartPull):
+                self._say_what_it_waits_for(log, command.request_id, now_ns)
+            elif self._is_queued(self._queued.pop(command.request_id)):
+                came_ns = said_ns - to_ns(WAIT_SAID_AFTER_SECONDS)
+                log.queued(self._named(command, came_ns), command.request_id)
+
+    def _say_what_it_waits_for(self, log: EventLog, request_id: str, now_ns: int) -> None:
+        waiting, deadline_ns = self.core.request_in_hand(request_id), self.core.deadline_of(request_id)
+        if waiting is None:
+            return
+        left = "" if deadline_ns is None else f"; it fails in {(deadline_ns - now_ns) / NS_PER_SECOND:.0f} s"
+        log.waits(self._subject(request_id), describe_wait(waiting, self.core.state) + left)
+
+    def _may_wait(self, command: TrackLease | StartPull) -> bool:
+        """Whether nothing has followed this command yet."""
+        if isinstance(command, TrackLease):
+            return self._queued.get(command.request_id) is command
+        pull = self._pulls.get(command.request_id)
+        return pull is not None and pull.command is command
+
+    def _is_queued(self, command: TrackLease) -> bool:
+        """Whether this actor is still the one that holds its lease, and no READ of it was asked for."""
+        claim = self.core.view_claim(command.lease)
+        return claim is not None and command.request_id in claim.queued
 
     def _subject(self, request_id: str) -> str:
-        """What the log calls a request."""
+        """What the log calls a request that was started."""
         pull = self._pulls[request_id]
-        since_ns = self._context.clock.now_ns() - pull.began_ns
-        age_seconds = pull.command.age_seconds + since_ns / NS_PER_SECOND
-        return f"request {request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
+        return self._named(pull.command, pull.began_ns)
+
+    def _named(self, command: TrackLease | StartPull, came_ns: int) -> str:
+        since_ns = self._context.clock.now_ns() - came_ns
+        age_seconds = command.age_seconds + since_ns / NS_PER_SECOND
+        return f"request {command.request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
 
     def _log_of_peer(self) -> LogSteps | None:
         log = self._context.event_log
@@ -316,15 +343,21 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address)
             case StartPull(awaited=False):
+                self._queued.pop(command.request_id, None)
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
+                self._queued.pop(command.request_id, None)
                 if self._context.event_log is not None:
-                    self._to_be_said.append((now_ns + to_ns(WAIT_SAID_AFTER_SECONDS), command.request_id))
+                    self._to_be_said.append((now_ns + to_ns(WAIT_SAID_AFTER_SECONDS), command))
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
+                if self._says_who_is_queued:
+                    self._queued[command.request_id] = command
+                    said_ns = self._context.clock.now_ns() + to_ns(WAIT_SAID_AFTER_SECONDS)
+                    self._to_be_said.append((said_ns, command))
                 kind = core.Announced
         return kind(
             request_id=command.request_id,

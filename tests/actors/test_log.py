@@ -12,7 +12,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from connector.runtime.lease_keeper import LeaseKeeper
-from tests.actors.engines import engine, lend_by_all, until
+from tests.actors.engines import engine, lease_of, lend_by_all, parallel_engine, until
 from tests.actors.test_peers import failure_of, nobody, reads
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole, free_port
@@ -88,6 +88,82 @@ def test_a_request_that_waits_is_said_once(said: Callable[[str], list[str]], mon
                 await trio.sleep(2 * SOON_SECONDS)
                 assert [line for line in said("d") if "still waits" in line] == waiting
                 assert d.received("waits") is None
+
+    run(test)
+
+
+def queued(lines: list[str]) -> list[str]:
+    return [line for line in lines if "in vLLM's queue" in line]
+
+
+def test_a_request_that_waits_in_the_queue_of_vllm_is_said_once(
+    said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again when it waits for its KV, which is another wait."""
+    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            hung = nobody("hung", silent.port)
+            async with engine("d") as d:
+                d.wait_for("waits", lease_of("remote-waits"), hung)
+                d.wait_for("goes", lease_of("remote-goes"), hung)
+                d.wait_for("starts", lease_of("remote-starts"), hung)
+                await trio.sleep(SOON_SECONDS / 2)
+                d.pull("goes", hung, [], [], awaited=False)
+                d.pull("starts", hung, [2], [2])
+                lines = await until(lambda: queued(said("d")))
+                assert re.match(
+                    rf"request waits, engine hung at 127.0.0.1:{silent.port} \(TP 1\), known for 0\.\d s still waits: "
+                    r"in vLLM's queue, for blocks to load its KV into; what to do: nixl-actor why waits \[d rank 0\]$",
+                    lines[0],
+                )
+                await trio.sleep(2 * SOON_SECONDS)
+                assert queued(said("d")) == lines, "it is said once, and of no other"
+                d.pull("waits", hung, [1], [1])
+                await until(
+                    lambda: [line for line in said("d") if line.startswith("request waits") and "fails" in line]
+                )
+                assert queued(said("d")) == lines
+
+    run(test)
+
+
+def test_a_request_that_is_named_again_waits_from_then_on(
+    said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", 2 * SOON_SECONDS)
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            hung = nobody("hung", silent.port)
+            async with engine("d") as d:
+                d.wait_for("a", lease_of("remote-a"), hung)
+                await trio.sleep(SOON_SECONDS)
+                d.pull("a", hung, [], [], awaited=False)
+                d.wait_for("a", lease_of("remote-a"), hung)
+                await trio.sleep(1.5 * SOON_SECONDS)
+                assert queued(said("d")) == []
+                await until(lambda: queued(said("d")))
+
+    run(test)
+
+
+def test_of_several_ranks_the_first_says_who_is_in_the_queue(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one queue."""
+    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+    caplog.set_level(logging.INFO, logger="vllm.nixl_actor_connector")
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            async with parallel_engine("d", 2) as ranks:
+                for rank in reversed(ranks):
+                    rank.wait_for("waits", lease_of("remote-waits"), nobody("hung", silent.port))
+                await trio.sleep(3 * SOON_SECONDS)
+                (line,) = queued([record.getMessage() for record in caplog.records])
+                assert line.endswith("[d rank 0]")
 
     run(test)
 
