@@ -1,8 +1,8 @@
 """The KV cache as plain memory: bytes by address, for zeroing what no READ has written.
 
-On the engine thread, before vLLM is told that the request is loaded, so that the forward pass that uses the blocks
-comes after it on the same stream. Where KV is staged on the host, it is the host's memory that is zeroed, before the
-blocks are copied to the device.
+On the engine thread, in the current stream, which on a device is one beside that of forward passes. vLLM is told that
+the request is loaded when the device has done it, so no pass uses the blocks before (`finishing`). Where KV is staged
+on the host, it is the host's memory that is zeroed, before the blocks are copied to the device.
 
 There may be thousands of stretches: one for each head of each layer of a block that is filled in part. All of one
 allocation are zeroed with one operation, whose index is the only memory that it takes. Figures: docs/performance.md.

@@ -2,7 +2,8 @@
 
 On the engine thread, before vLLM is told that the request is loaded. On a processor it waits for the permutation, which
 takes about as long as the READ before it. On a device it only launches two kernels for each layer, for all requests of
-a step, on the stream of the forward pass that uses the blocks. Figures: docs/performance.md.
+a step, in the current stream, which is one of their own beside that of forward passes (`finishing`). Figures:
+docs/performance.md.
 """
 
 from __future__ import annotations
