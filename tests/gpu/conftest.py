@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gpu.device_memory import use
 from tests.gpu.prefill_ranks import PrefillProcess
 
 
@@ -26,7 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     device = torch.device(request.config.getoption("--device", default="cpu"))
-    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+    if device.type != "cpu":
+        device = torch.device(device.type, device.index or 0)
+    use(device)
+    return device
 
 
 @pytest.fixture(scope="session")

@@ -77,13 +77,19 @@ class DeviceMemory:
             torch.cuda.synchronize(self.device)
 
 
+def use(device: torch.device) -> None:
+    """Make it the current device of this thread, as vLLM's workers do: what names no device or stream is of cuda:0."""
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+
+
 def make_current(device: torch.device) -> Callable[[], None] | None:
     """What the agent's thread has to do first, as in the product."""
     if device.type == "cpu":
         return None
 
     def prepare() -> None:
-        torch.cuda.set_device(device)
+        use(device)
         torch.zeros(1, device=device)  # its context is made with the first use
 
     return prepare

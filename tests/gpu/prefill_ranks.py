@@ -20,7 +20,7 @@ import torch
 
 from connector.layout.geometry import RankId, RankLayout
 from connector.ports.nixl_agent import RealNixlPort
-from tests.gpu.device_memory import DeviceMemory, make_current
+from tests.gpu.device_memory import DeviceMemory, make_current, use
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
 
 START_SECONDS = 120.0
@@ -92,6 +92,7 @@ class PrefillProcess:
 
 def _main(connection: Connection, device: torch.device) -> None:
     """Entry point of the process; it ends when the test's end of the pipe is closed."""
+    use(device)
     RealNixlPort.open("warm-up", []).close_blocking(CLOSE_SECONDS)  # loads NIXL, which brings torch
     connection.send("ready")
     with contextlib.suppress(EOFError):

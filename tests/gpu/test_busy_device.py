@@ -69,13 +69,13 @@ def test_blocks_are_put_in_order_and_zeroed(cache: torch.Tensor) -> None:
 
 @contextmanager
 def forward_pass(device: torch.device) -> Iterator[torch.Event]:
-    """In the current stream; the event is its end."""
+    """In the device's current stream; the event is its end."""
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     torch.cuda.synchronize(device)
     for _ in range(200):
         matrix = torch.mm(matrix, matrix).clamp_(-1, 1)
     end = torch.Event(device)
-    end.record()
+    end.record(torch.cuda.current_stream(device))
     yield end
     torch.cuda.synchronize(device)
 

@@ -22,7 +22,7 @@ import trio
 from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from tests.bench.source import Source, other_process, pages, tell, wait_for_end
-from tests.gpu.device_memory import DeviceMemory, make_current
+from tests.gpu.device_memory import DeviceMemory, make_current, use
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -167,6 +167,7 @@ def test_a_read_is_about_as_fast_as_nixl_alone(
 def main() -> None:
     """The other process: its memory is read."""
     device = torch.device(sys.argv[1])
+    use(device)
     memory = DeviceMemory(device)
     memory.place(np.ones(length_bytes(device), np.uint8))
     memory.upload()
