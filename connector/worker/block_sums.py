@@ -12,7 +12,8 @@ in whatever order a device adds them.
 
 On the engine thread, in pieces of a few megabytes. On a device the kernels run in a stream of their own, beside the
 forward pass: what they read has been written and is not written again before the sums are known. The thread waits for
-these kernels alone. Figures: docs/performance.md.
+these kernels alone, and vLLM, which can look for waits of the engine thread (VLLM_GPU_SYNC_CHECK), is told that this
+one is meant. Figures: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class BlockSums:
             sums = [part for stretch in stretches for part in self._of(stretch)]
             if not sums:
                 return np.empty(0, np.int64)
-            found: Numbers = torch.cat(sums).cpu().numpy()
+            with _may_wait():
+                found: Numbers = torch.cat(sums).cpu().numpy()
             return found
 
     def _of(self, stretch: Stretch) -> Iterable[torch.Tensor]:
@@ -78,6 +80,16 @@ class BlockSums:
         if found is None:
             found = self._factors[words] = to_device(factors(words), self._device)
         return found
+
+
+def _may_wait() -> contextlib.AbstractContextManager[None]:
+    """Imported here because tests on a device run without vLLM, and nobody looks for waits then."""
+    try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    except ModuleNotFoundError:
+        return contextlib.nullcontext()
+    allowed: contextlib.AbstractContextManager[None] = gpu_sync_allowed()
+    return allowed
 
 
 def factors(words: int) -> Numbers:

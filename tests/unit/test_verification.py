@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.utils import gpu_sync_debug
 
 from connector.layout.advertised import describe
 from connector.layout.geometry import BlockIdError, LayoutMismatch, RankLayout
@@ -87,6 +88,23 @@ def test_blocks_of_several_allocations_in_pieces(monkeypatch: pytest.MonkeyPatch
     wanted = [stretch(memory, 64, 64, list(range(20))) for memory in memories]
     assert BlockSums(memories).of(wanted).tolist() == sums_of(wanted).tolist()
     assert BlockSums(memories).of([]).tolist() == []
+
+
+def test_vllm_is_told_that_the_engine_thread_may_wait_for_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under VLLM_GPU_SYNC_CHECK=error any other wait for the device raises."""
+    memory = torch.zeros(1_000, dtype=torch.uint8)
+    may_wait: list[bool] = []
+    fetch = torch.Tensor.cpu
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        may_wait.append(gpu_sync_debug._allow_depth.get() > 0)
+        return fetch(tensor)
+
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+    monkeypatch.setattr(torch.Tensor, "cpu", noted)
+    BlockSums([memory]).of([stretch(memory, 64, 64, [1, 2])])
+    assert may_wait == [True]
+    assert gpu_sync_debug._allow_depth.get() == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, SAMPLED_BLOCKS, SAMPLED_BLOCKS + 1, 1000])
