@@ -341,6 +341,16 @@ class PackingFailed(Failure, frozen=True, kw_only=True):
         return f"its KV has arrived, and attention on CPUs could not put it in its own order: {self.error}"
 
 
+class DeviceMemoryExhausted(Failure, frozen=True, kw_only=True):
+    """The blocks of a request have arrived, and the device had not even the memory to put one of them in order, or for
+    an index of what is to be zeroed. Like PackingFailed it comes after the end of the request's machine."""
+
+    error: str
+
+    def __str__(self) -> str:
+        return f"its KV has arrived, and the device had no memory left for putting it in order: {self.error}"
+
+
 class AbortedByClient(Failure, frozen=True, kw_only=True):
     """The request was aborted by the engine (client gone, or stopped)."""
 

@@ -4,8 +4,8 @@ Blocks that were left in the peer's order are put in ours (`landing`), what no R
 (`cache_memory`), what needs the order of attention on CPUs is packed (`packing`), and what is staged on the host is
 copied to the device (`host_staging`).
 
-Of these only packing, for which a kernel of vLLM is called, can fail for one request: it is told why (`failed`),
-and the others are finished.
+Two things can fail, and then the requests are told why (`failed`), and the engine goes on: packing, for which a kernel
+of vLLM is called, for one request alone; and where a device has no memory left, all that is left to do in that step.
 
 When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
 past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
@@ -31,7 +31,7 @@ from connector.protocol import Landed, Memory
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.landing import LandedBlocks
 from connector.worker.packing import PackedBlocks
-from statemachine.failures import PackingFailed
+from statemachine.failures import DeviceMemoryExhausted, Failure, PackingFailed
 
 if TYPE_CHECKING:
     from connector.worker.host_staging import HostStaging
@@ -79,8 +79,8 @@ class Finishing:
         self._staging = staging
         self._packed_blocks = packed_blocks
         # Of requests in `running`.
-        self._not_packed: dict[str, PackingFailed] = {}
-        self.failed: dict[str, PackingFailed] = {}
+        self._spoilt: dict[str, Failure] = {}
+        self.failed: dict[str, Failure] = {}
         """Requests that the last call of `finish` has done with, and that may not be used."""
         self._synchronizes = synchronizes
         self.running: deque[tuple[Callable[[], bool], set[str]]] = deque()
@@ -99,17 +99,26 @@ class Finishing:
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
-        if self._not_packed or self.failed:
-            self.failed = {each: self._not_packed.pop(each) for each in finished & self._not_packed.keys()}
+        if self._spoilt or self.failed:
+            self.failed = {each: self._spoilt.pop(each) for each in finished & self._spoilt.keys()}
             finished -= self.failed.keys()
         return finished
 
     def _change(self, loaded: Sequence[Loaded]) -> None:
         """All memory that these have left to be changed."""
         landed = [each.landed for each in loaded if each.landed is not None and not each.landed.packs]
-        self._landed_blocks.put_in_order(landed)
-        # What has landed to be packed is zeroed where it lies now.
-        self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
+        try:
+            self._landed_blocks.put_in_order(landed)
+            # What has landed to be packed is zeroed where it lies now.
+            self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
+        except torch.OutOfMemoryError as error:
+            # Which of these are as they should be is not known. What was begun is in the stream, and they are told
+            # after it.
+            failure = DeviceMemoryExhausted(error=str(error))
+            for each in loaded:
+                if each.landed is not None or each.unfilled is not None:
+                    self._spoilt[each.request_id] = failure
+            return
         for each in loaded:
             if each.landed is not None and each.landed.packs:
                 self._pack(each.request_id, each.landed)
@@ -119,7 +128,7 @@ class Finishing:
         try:
             self._packed_blocks.pack(landed)
         except Exception as error:  # a kernel that does not want one request's blocks must not end the engine
-            self._not_packed[request_id] = PackingFailed(error=repr(error))
+            self._spoilt[request_id] = PackingFailed(error=repr(error))
 
 
 def run_on(device: torch.device) -> Run:

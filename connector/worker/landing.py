@@ -20,7 +20,7 @@ from connector.protocol import Landed
 from connector.worker.cache_memory import Numbers, to_device, word_of
 
 MOVED_AT_ONCE_BYTES = 64 << 20
-"""Of one layer: device memory that is taken for a moment, of which vLLM leaves little."""
+"""Of one layer: device memory that is taken for a moment, of which vLLM leaves little. Less where less is left."""
 
 
 def landing_caches(layout: RankLayout, caches: Mapping[str, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
@@ -66,9 +66,19 @@ class _Views(NamedTuple):
     lands: torch.Tensor
 
     def put_in_order(self, blocks: torch.Tensor) -> None:
+        """Raises torch.OutOfMemoryError where not even one block fits beside the cache."""
         at_once = max(1, MOVED_AT_ONCE_BYTES // self.stays[0].nbytes)
-        for some in blocks.split(at_once):
-            self.stays.index_copy_(0, some, self.lands.index_select(0, some))
+        first = 0
+        while first < len(blocks):
+            some = blocks[first : first + at_once]
+            try:
+                self.stays.index_copy_(0, some, self.lands.index_select(0, some))
+            except torch.OutOfMemoryError:  # nothing of `some` has been written then: memory is taken before that
+                if len(some) == 1:
+                    raise
+                at_once = len(some) // 2
+            else:
+                first += at_once
 
 
 def _views(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> _Views | None:

@@ -41,6 +41,7 @@ EXAMPLES: list[Failure] = [
     failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
     failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
     failures.PackingFailed(error="RuntimeError('no kernel')"),
+    failures.DeviceMemoryExhausted(error="CUDA out of memory"),
     failures.AbortedByClient(),
     failures.Quarantined(reads=3, waited_seconds=30.0, cause="LeaseOver"),
     failures.QuarantineFull(blocks=513, limit=512),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
 from connector.worker.packing import PackedBlocks
-from statemachine.failures import PackingFailed
+from statemachine.failures import DeviceMemoryExhausted, PackingFailed
 
 
 class LateDevice:
@@ -132,6 +132,29 @@ def test_a_block_that_cannot_be_packed_fails_its_request_alone() -> None:
     assert ours.failed == {"b": PackingFailed(error="RuntimeError('no kernel')")}
     assert torch.equal(cache[3, :, :-1], -before[3, :, :-1])
     assert ours.finish([plain("b")]) == {"b"}, "the next request of that name has nothing to do with it"
+    assert not ours.failed
+
+
+def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others() -> None:
+    """And not before it has done what it had begun with."""
+    device = LateDevice()
+    _, cache = finishing(device)
+
+    class Full(LandedBlocks):
+        def put_in_order(self, landed: Sequence[Landed]) -> None:
+            if any(4 in each.kernel_blocks[0] for each in landed):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().put_in_order(landed)
+
+    ours = Finishing(device.run, Full({0: [cache]}), CacheMemory([cache]))
+    assert ours.finish([other_order("a", 4), partly("b", cache, 3), plain("c")]) == {"c"}
+    assert ours.finish([other_order("d", 5)]) == set()
+    assert not ours.failed
+    device.do_next()
+    assert ours.finish([]) == set()
+    assert ours.failed == dict.fromkeys("ab", DeviceMemoryExhausted(error="CUDA out of memory"))
+    device.do_next()
+    assert ours.finish([]) == {"d"}
     assert not ours.failed
 
 

@@ -134,6 +134,44 @@ def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(cache, other)
 
 
+class FullDevice:
+    """Has memory for so many blocks at once. Counts the times that it had not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks_max: int) -> None:
+        self.refused = 0
+        select = torch.Tensor.index_select
+
+        def limited(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+            if len(index) > blocks_max:
+                self.refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return select(tensor, dim, index)
+
+        monkeypatch.setattr(torch.Tensor, "index_select", limited)
+
+
+@pytest.mark.parametrize("blocks_max", [1, 2, 3])
+def test_a_device_with_little_memory_moves_fewer_blocks_at_once(
+    monkeypatch: pytest.MonkeyPatch, blocks_max: int
+) -> None:
+    """Each block once all the same: a second time would spoil it."""
+    cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
+    LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1, 6, 2])])
+    device = FullDevice(monkeypatch, blocks_max)
+    LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1, 6, 2])])
+    assert torch.equal(cache, other)
+    assert 1 <= device.refused <= 2
+
+
+def test_not_even_one_block_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16)
+    before = cache.clone()
+    FullDevice(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3])])
+    assert torch.equal(cache, before)
+
+
 def test_the_engine_thread_does_not_wait_for_the_device() -> None:
     """One copy of the numbers for all layers, from a pinned clone of them; two kernels for each layer."""
     layers = [torch.empty(9, 16, 8, 64, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2) for _ in range(5)]
