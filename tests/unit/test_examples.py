@@ -115,7 +115,6 @@ def test_engines_on_one_host_have_ports_of_their_own_and_are_where_the_router_lo
         first, last = map(int, each["environment"]["UCX_TCP_PORT_RANGE"].split("-"))
         assert not {*ports} & {*range(first, last + 1)}
     assert len(set(ports)) == len(ports)
-    assert len({str(each["deploy"]["resources"]["reservations"]["devices"]) for each in engines}) == 2
     urls = {name: f"http://127.0.0.1:{port_of(services[name]['command'])}" for name in ENGINES}
     for name in ENGINES:
         assert f"{urls[name]}/health" in services[name]["healthcheck"]["test"]
@@ -125,6 +124,16 @@ def test_engines_on_one_host_have_ports_of_their_own_and_are_where_the_router_lo
     assert router.prefill_urls == [(urls["prefill"], None)]
     assert router.decode_urls == [urls["decode"]]
     assert router.port not in [port_of(services[name]["command"]) for name in ENGINES]
+
+
+def test_engines_on_one_host_use_a_device_each_and_may_open_each_others_memory() -> None:
+    engines = [compose()["services"][name] for name in ENGINES]
+    used = [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in engines]
+    assert len(set(used)) == len(engines)
+    for each in engines:
+        (devices,) = each["deploy"]["resources"]["reservations"]["devices"]
+        assert set(devices["device_ids"]) == set(used)
+        assert each["ipc"] == each["pid"] == "host"
 
 
 def test_the_router_finds_the_pods_of_each_role() -> None:
