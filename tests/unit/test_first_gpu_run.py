@@ -37,9 +37,13 @@ NOTE = """#!/bin/sh
 ANSWERS = """#!/bin/sh
 case "$*" in
   *metrics*) echo 'vllm:kv_cache_usage_perc 0'; echo 'vllm:spec_decode_num_accepted_tokens_total 7' ;;
-  *) echo '{"kv_transfer_params": {"tp_size": 1}, "choices": [{"text": "an answer"}]}' ;;
+  *:8100/*) echo "${P_SAYS:-$LENDS}" ;;
+  *) echo "${D_SAYS:-$ANSWERS}" ;;
 esac
 """
+LENDS = '{"kv_transfer_params": {"tp_size": 1}, "choices": [{"text": "a"}]}'
+AN_ANSWER = '{"kv_transfer_params": null, "choices": [{"text": "an answer"}]}'
+NO_ANSWER = '{"error": {"message": "the prompt is longer than the model takes", "code": 400}}'
 PROFILES = """#!/bin/sh
 [ "$1" = profile ] || exit 0
 while [ "$1" != vllm ]; do shift; done
@@ -72,24 +76,35 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Call]]:
 
 
 def run(check: str, directory: Path) -> list[Call]:
-    tools, noted = directory / "bin", directory / "calls"
-    tools.mkdir()
-    noted.mkdir()
-    for name, text in STAND_INS.items():
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    script = FUNCTIONS.replace("/tmp/kv-", f"{directory}/kv-") + BEFORE_A_CHECK + f"{check}\nwait\n"
-    environment = {"PATH": f"{tools}:/usr/bin:/bin", "CALLS": str(noted), "LC_ALL": "C"}
-    ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    """What it starts."""
+    ended = run_bash(check, directory)
     assert "not found" not in ended.stderr, ended.stderr
     found = []
-    for path in sorted(noted.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted((directory / "calls").iterdir(), key=lambda path: path.stat().st_mtime_ns):
         variables, _, words = path.read_text().partition("\036")
         name, *arguments = words.split("\037")[:-1]
         while arguments and name in ("vllm", "vllm bench"):
             name = f"{name} {arguments.pop(0)}"
         found.append(Call(name, arguments, dict(line.split("=", 1) for line in variables.splitlines())))
     return found
+
+
+def run_bash(command: str, directory: Path, **said: str) -> subprocess.CompletedProcess[str]:
+    """A command after all blocks of the page. `said`: what engines answer (P_SAYS, D_SAYS)."""
+    tools, noted = directory / "bin", directory / "calls"
+    tools.mkdir()
+    noted.mkdir()
+    for name, text in STAND_INS.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = (
+        FUNCTIONS.replace("/tmp/kv-", f"{directory}/kv-")
+        + BEFORE_A_CHECK
+        + f"{command}\nstatus=$?; wait; exit $status\n"
+    )
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "CALLS": str(noted), "LC_ALL": "C"}
+    environment |= {"LENDS": LENDS, "ANSWERS": AN_ANSWER, **said}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
 
 
 def started(calls: dict[str, list[Call]], program: str) -> list[Call]:
@@ -133,6 +148,44 @@ def test_engines_are_given_what_vllm_and_the_connector_take(calls: dict[str, lis
         assert variables <= set(envs.environment_variables)
         devices = call.environment["CUDA_VISIBLE_DEVICES"].split(",")
         assert len(devices) == arguments.tensor_parallel_size * arguments.data_parallel_size
+
+
+@needs_jq
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"D_SAYS": NO_ANSWER},
+        {"P_SAYS": NO_ANSWER},
+        {"P_SAYS": AN_ANSWER},
+        {"D_SAYS": '{"choices": [{"text": ""}]}'},
+        {"D_SAYS": '{"choices": [{"text": null}]}'},
+        {"D_SAYS": "Internal Server Error"},
+    ],
+    ids=["D refuses", "P refuses", "P lends nothing", "empty", "null", "no JSON"],
+)
+def test_two_answers_that_lack_are_not_equal(said: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    ended = run_bash("many", tmp_path / "many", **said)
+    assert "no answer to prompt 1\n0 of 64 answers differ, 1 prompts have none" in ended.stdout
+    assert ended.returncode == 1
+    (tmp_path / "one").mkdir()
+    assert "equal" not in run_bash("check_1", tmp_path / "one", **said).stdout.splitlines()
+
+
+@needs_jq
+def test_answers_that_are_there_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    ended = run_bash("many", tmp_path / "many")
+    assert "0 of 64 answers differ, 0 prompts have none" in ended.stdout
+    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "one").mkdir()
+    assert "equal" in run_bash("check_1", tmp_path / "one").stdout.splitlines()
+
+
+def test_prompts_are_as_long_as_the_experts_take() -> None:
+    """Where every digit and every blank is a token."""
+    (last,) = re.findall(r"LAST=(\d+) MODEL=Qwen", PAGE)
+    assert sum(len(f"{number} ") for number in range(1, int(last) + 1)) + 100 < 8192
 
 
 @needs_jq
