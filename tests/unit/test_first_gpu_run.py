@@ -46,6 +46,7 @@ AN_ANSWER = '{"kv_transfer_params": null, "choices": [{"text": "an answer"}]}'
 NO_ANSWER = '{"error": {"message": "the prompt is longer than the model takes", "code": 400}}'
 PROFILES = """#!/bin/sh
 [ "$1" = profile ] || exit 0
+{ printf '\\036'; printf '%s\\037' nsys "$@"; } > "$CALLS/nsys-$$"
 while [ "$1" != vllm ]; do shift; done
 exec "$@"
 """
@@ -242,6 +243,14 @@ def test_the_router_and_the_load_fit_the_engines(calls: dict[str, list[Call]]) -
         load = parser.parse_args(call.arguments)
         assert load.base_url == f"http://localhost:{router.port}"
         assert load.max_concurrency == 64
+
+
+@needs_jq
+def test_the_profiler_leaves_the_engine_alone_and_sees_what_it_forks(calls: dict[str, list[Call]]) -> None:
+    (profile,) = started(calls, "nsys")
+    ours = profile.arguments[: profile.arguments.index("vllm")]
+    assert ours[ours.index("--kill") + 1] == "none"
+    assert {"--trace-fork-before-exec=true", "--cuda-graph-trace=node"} <= set(ours)
 
 
 def test_the_variable_of_the_traces_is_that_of_the_connector() -> None:
