@@ -37,7 +37,8 @@ NOTE = """#!/bin/sh
 ANSWERS = """#!/bin/sh
 case "$*" in
   *metrics*) echo 'vllm:kv_cache_usage_perc 0'; echo 'vllm:spec_decode_num_accepted_tokens_total 7' ;;
-  *:8100/*) echo "${P_SAYS:-$LENDS}" ;;
+  *"http://${P_AT:-localhost}:8100/"*) echo "${P_SAYS:-$LENDS}" ;;
+  *:8100/*) exit 7 ;;
   *) echo "${D_SAYS:-$ANSWERS}" ;;
 esac
 """
@@ -183,6 +184,30 @@ def test_answers_that_are_there_are_compared(tmp_path: Path) -> None:
     assert "equal" in run_bash("check_1", tmp_path / "one").stdout.splitlines()
 
 
+TABLES = """\
+(EngineCore pid=7) [1.2] [vm:7:0]   +--------------------------+-------------------------------------------------+
+(EngineCore pid=7) [1.2] [vm:7:0]   | a cfg#0                  | active message by ucp_am_send* from host memory |
+(EngineCore pid=7) [1.2] [vm:7:0]   |   0..8184 | short              | tcp/lo  |
+(EngineCore pid=7) [1.2] [vm:7:0]   | 8185..inf | multi-frag copy-in | tcp/lo  |
+(EngineCore pid=7) [1.2] [vm:7:0]   | a cfg#0 | remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/GPU1 |
+(EngineCore pid=7) [1.2] [vm:7:0]   +-----------+--------------------+---------------+
+(EngineCore pid=7) [1.2] [vm:7:0]   |   Range   |    Description     |    Config     |
+(EngineCore pid=7) [1.2] [vm:7:0]   |   0..4000 | copy-out           | cuda_copy     |
+(EngineCore pid=7) [1.2] [vm:7:0]   | 4001..inf | zero-copy          | cuda_ipc/cuda |
+(EngineCore pid=7) [1.2] [vm:7:0]   | a cfg#0 | remote memory read by ucp_get*(multi) into host memory from host |
+(EngineCore pid=7) [1.2] [vm:7:0]   | 0..inf | zero-copy   | cma/memory |
+(EngineCore pid=7) [1.2] [vm:7:0]  ucp_context.c:1 UCX  INFO  transports: tcp cuda_copy cuda_ipc
+"""
+"""As UCX 1.23 prints them; the one of a device is made after those of main memory."""
+
+
+def test_of_ucx_tables_that_of_large_reads_into_a_device_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "d.log").write_text(TABLES)
+    (tmp_path / "run").mkdir()
+    ended = run_bash(f"transports {tmp_path}/d.log", tmp_path / "run")
+    assert " ".join(ended.stdout.split()) == "1 | 4001..inf | zero-copy | cuda_ipc/cuda |"
+
+
 def test_prompts_are_as_long_as_the_experts_take() -> None:
     """Where every digit and every blank is a token."""
     (last,) = re.findall(r"LAST=(\d+) MODEL=Qwen", PAGE)
@@ -243,6 +268,15 @@ def test_the_router_and_the_load_fit_the_engines(calls: dict[str, list[Call]]) -
         load = parser.parse_args(call.arguments)
         assert load.base_url == f"http://localhost:{router.port}"
         assert load.max_concurrency == 64
+
+
+@needs_jq
+def test_on_two_machines_engines_are_found_under_addresses(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    ended = run_bash("check_2_on_d 192.0.2.1 192.0.2.2", tmp_path / "d", P_AT="192.0.2.1")
+    assert "0 of 64 answers differ, 0 prompts have none" in ended.stdout
+    (path,) = (tmp_path / "d" / "calls").iterdir()
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=192.0.2.2" in path.read_text()
 
 
 @needs_jq
