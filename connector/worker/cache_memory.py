@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from connector.ports.nixl import MemoryKind, MemoryRange
+from connector.ports.nixl_thread import PROBE_BYTES, Scratch
 from connector.protocol import Memory
 
 Numbers = npt.NDArray[np.int64]
@@ -37,6 +39,12 @@ def to_device(numbers: Numbers, device: torch.device) -> torch.Tensor:
     """On a device in the current stream; waits neither for it nor for the copy."""
     ours = torch.from_numpy(numbers)
     return ours if device.type == "cpu" else ours.pin_memory().to(device, non_blocking=True)
+
+
+def scratch_beside(cache: torch.Tensor, device_id: int, memory_kind: MemoryKind) -> Scratch:
+    """Memory of the cache's kind, for the first READ from each peer. The other two as NIXL calls them."""
+    owner = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=cache.device)
+    return Scratch(MemoryRange(owner.data_ptr(), PROBE_BYTES, device_id, memory_kind), owner)
 
 
 class CacheMemory:

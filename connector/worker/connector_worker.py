@@ -40,9 +40,7 @@ from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
-from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.nixl_thread import PROBE_BYTES, Scratch
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
 from connector.runtime.figures import Figures
@@ -56,7 +54,7 @@ from connector.wire.administration import LEAVE_SECRET_BYTES
 from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
-from connector.worker.cache_memory import CacheMemory
+from connector.worker.cache_memory import CacheMemory, scratch_beside
 from connector.worker.control_socket import control_port, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
@@ -166,7 +164,9 @@ class ConnectorWorker:
             backends=self._options.backends,
             num_threads=self._options.num_threads,
             package="nixl_rocm" if current_platform.is_rocm() else "nixl",
-            scratch=_scratch_beside(next(iter(registered.values())), layout) if layout.memory_kind == "VRAM" else None,
+            scratch=scratch_beside(next(iter(registered.values())), layout.device_id, layout.memory_kind)
+            if layout.memory_kind == "VRAM"
+            else None,
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
@@ -449,14 +449,6 @@ def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
     messages, seconds = thread.lateness()
     late_by = seconds // LATE_SECONDS * LATE_SECONDS
     return (messages, late_by) if late_by else _NOT_LATE
-
-
-def _scratch_beside(cache: torch.Tensor, layout: RankLayout) -> Scratch:
-    """Memory of the cache's kind, for the first READ from each peer."""
-    import torch
-
-    owner = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=cache.device)
-    return Scratch(MemoryRange(owner.data_ptr(), PROBE_BYTES, layout.device_id, layout.memory_kind), owner)
 
 
 def _make_device_current(device_id: int) -> None:
