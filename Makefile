@@ -23,7 +23,8 @@
 # make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour
 # make prometheus unpacks Prometheus for the tests of alerts and dashboard, which skip without it; make programs says so
-# make test-gpu   tests/gpu on a CUDA device; needs this package, torch, NIXL, pytest and pytest-timeout, and no vLLM
+# make test-gpu   tests/gpu on a CUDA device; needs this package, torch, NIXL, pytest and pytest-timeout, and no vLLM.
+#              Skips all, and says so in its last line, where there is no device; with DEVICE=cuda (or cuda:1) it fails
 # make diagrams draws the tables and the simulated sequences again, after a change
 # make check   style, formatting and types
 # make setup   the Python environment in .venv; the other targets call it, and it costs nothing when up to date
@@ -103,12 +104,12 @@ oracle: setup
 mutants: setup
 	$(BIN)/python -m tests.simulation.mutants
 
-# With the Python that has torch for the device: make test-gpu PYTHON=...
+# With the Python that has torch for the device: make test-gpu PYTHON=... A device that is named has to be there.
 test-gpu:
 	@$(PYTHON) -c "import torch, pytest, pytest_timeout" || { \
 		echo "say which Python has torch for the device, NIXL, pytest and pytest-timeout: make test-gpu PYTHON=..." >&2; \
 		exit 1; }
-	$(PYTHON) -m pytest -s tests/gpu --device cuda
+	$(PYTHON) -m pytest -s tests/gpu --device $(or $(DEVICE),any)
 
 prometheus:
 	@$(PYTHON) .ci/fetch_prometheus.py
