@@ -21,12 +21,13 @@ import torch
 from connector.layout.geometry import RankId, RankLayout
 from connector.ports.nixl_agent import RealNixlPort
 from tests.gpu.device_memory import DeviceMemory, make_current, use
+from tests.gpu.patience import patient
 from tests.unit.layout_oracle import Case, Engine, Rank, make_content, write_prefill
 
-START_SECONDS = 120.0
+START_SECONDS = patient(120.0)
 """Imports take a few seconds, and a minute where the machine is busy and its disk cold."""
-ANSWER_SECONDS = 60.0
-CLOSE_SECONDS = 10.0
+ANSWER_SECONDS = patient(60.0)
+CLOSE_SECONDS = patient(10.0)
 
 
 class PrefillRank(msgspec.Struct, frozen=True):

@@ -17,12 +17,13 @@ from connector.protocol import Landed, Memory
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
+from tests.gpu.patience import patient
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(patient(120))
 
 BLOCKS, HEADS, TOKENS, CONTENT = 64, 8, 16, 64
 LANDED = [5, 9, 40]
-DONE_SECONDS = 30.0
+DONE_SECONDS = patient(30.0)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from connector.worker.cache_memory import CacheMemory, Numbers
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks, landing_caches
 from tests.gpu.device_memory import DeviceMemory
+from tests.gpu.patience import patient
 from tests.gpu.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
 from tests.unit.layout_oracle import (
     FAMILIES,
@@ -44,9 +45,9 @@ from tests.unit.layout_oracle import (
     make_content,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(patient(300))
 
-READ_SECONDS = 60.0
+READ_SECONDS = patient(60.0)
 SEEDS = 10_000
 """Among how many cases of a family that of a row is looked for."""
 

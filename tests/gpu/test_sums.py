@@ -11,7 +11,10 @@ import torch
 
 from connector.protocol import Stretch
 from connector.worker.block_sums import BlockSums
+from tests.gpu.patience import patient
 from tests.rig.sums import sums_of
+
+pytestmark = pytest.mark.timeout(patient(120))
 
 BYTES = 1 << 20
 BLOCKS = [5, 0, 9, 40, 40]

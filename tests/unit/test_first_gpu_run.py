@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from vllm_router.launch_router import parse_router_args
 from connector.config import TRACE_DIRECTORY_VARIABLE, parse_options
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "first-gpu-run.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "first-gpu-run.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FUNCTIONS = "\n".join(BLOCKS[1:])
 """The first block installs things."""
@@ -124,6 +126,20 @@ def test_every_block_is_one_that_bash_can_read() -> None:
         read = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert (read.returncode, read.stderr) == (0, ""), block
     assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS)
+
+
+def test_the_sanitizer_runs_what_touches_memory_and_keeps_no_device_busy() -> None:
+    (selection,) = re.findall(r'-k "(.*)"', BLOCKS[0])
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-k", selection]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100).stdout
+    names = set(re.findall(r"::(\w+)", found))
+    assert names == {
+        "test_blocks_are_put_in_order_and_zeroed",
+        "test_blocks_that_land_in_the_peers_order_are_put_in_ours",
+        "test_the_sums_are_those_of_the_host",
+        "test_all_bytes_are_right",
+        "test_one_side_on_a_device",
+    }
 
 
 def test_there_are_ten_checks_each_with_what_to_look_for() -> None:
