@@ -31,6 +31,7 @@ from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import StepMetadata
+from connector.step_overlap import require_role_that_reads
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.control_socket import require_control_ports
 from connector.worker.registration import require_supported
@@ -53,7 +54,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
     """Pull-based KV transfer between prefill and decode engines.
 
     Raises at construction OptionError for an option that it does not know, and UnsupportedCache for an engine whose KV
-    cache it cannot transfer.
+    cache it cannot transfer, or into whose blocks it could not read safely.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -62,6 +63,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = parse_options(extra_config)
+        require_role_that_reads(vllm_config, options, vllm_config.kv_transfer_config)
         require_supported(vllm_config, kv_cache_config)
         require_control_ports(vllm_config, options)
         self._scheduler: ConnectorScheduler | None = None

@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 CONNECTOR_NAME = "NixlActorConnector"
 CONNECTOR_MODULE = "connector.nixl_connector"
@@ -33,21 +33,28 @@ def register() -> None:
     _check_options_with_vllm()
 
 
-def check_options(config: KVTransferConfig) -> None:
-    """Raises OptionError when this connector is configured, alone or as one of several, with options that it could not
-    start with."""
+def check_options(vllm_config: VllmConfig) -> None:
+    """Raises OptionError or UnsupportedCache when this connector is configured, alone or as one of several, with
+    options that it could not start with, or that the rest of the configuration does not allow."""
+    _check_options(vllm_config, vllm_config.kv_transfer_config)
+
+
+def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
+    """Of one connector, and of those in it."""
     from vllm.config import KVTransferConfig
 
     if config.kv_connector == _SEVERAL:
         for child in config.kv_connector_extra_config.get("connectors", []):
-            check_options(KVTransferConfig(**{"engine_id": config.engine_id, **child}))
+            _check_options(vllm_config, KVTransferConfig(**{"engine_id": config.engine_id, **child}))
     elif _is_ours(config):
         from connector.config import check_trace_directory, parse_options
         from connector.key_files import check_key_files
+        from connector.step_overlap import require_role_that_reads
 
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
-        check_trace_directory(options)
+        require_role_that_reads(vllm_config, options, config)
+        check_trace_directory(options)  # last, because it may create it
 
 
 def _is_ours(config: KVTransferConfig) -> bool:
@@ -81,7 +88,7 @@ def _check_options_with_vllm() -> None:
     def check(self: Any) -> None:
         own(self)
         if self.kv_transfer_config is not None and self.kv_transfer_config.kv_connector is not None:
-            check_options(self.kv_transfer_config)
+            check_options(self)
 
     setattr(check, _MARK, True)
     setattr(VllmConfig, _VLLM_CHECK, check)

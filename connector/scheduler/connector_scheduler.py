@@ -98,6 +98,7 @@ from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_dig
 from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.step_overlap import may_read
 from connector.wire.params import (
     ParamsError,
     ParamsKind,
@@ -182,6 +183,7 @@ class ConnectorScheduler:
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
+        self._may_read = may_read(vllm_config)
         self._numbers_media = numbers_media(vllm_config)
         self._clock = clock
         self._life = life
@@ -480,6 +482,10 @@ class ConnectorScheduler:
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
+            if not self._may_read:
+                # A request that belongs to D. What is read for it could be overwritten: see `step_overlap`.
+                expected = "false on an engine of kv_role kv_producer with async scheduling"
+                raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
             self._check_fit(remote, request)
             self._check_prompt(remote, request)

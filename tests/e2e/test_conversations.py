@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Conversing:
-    """A producer that computes what it cannot read, and a consumer."""
+    """A prefill engine that reads too, and computes what it cannot read, and a consumer."""
 
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
@@ -58,7 +58,7 @@ class Conversing:
         self.prefill, self.decode = self._engines.start(
             EngineOptions(
                 name="reads-back",
-                kv_role="kv_producer",
+                kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 prefix_caching=False,
                 core=0,

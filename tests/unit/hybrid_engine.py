@@ -96,6 +96,7 @@ class HybridEngine:
         admits_what_fits: a prompt is begun only when there are blocks for all of it.
         options: of the connector.
         overlaps: a step may be scheduled before the one before it has ended (async scheduling).
+        role: vLLM's `kv_role`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class HybridEngine:
         admits_what_fits: bool = True,
         options: Mapping[str, Any] | None = None,
         overlaps: bool = False,
+        role: str = "kv_both",
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
@@ -126,7 +128,7 @@ class HybridEngine:
             kv_connector="NixlConnector",
             kv_connector_module_path="connector",
             engine_id=engine_id,
-            kv_role="kv_both",
+            kv_role=role,
             kv_buffer_device="cpu",
             kv_load_failure_policy="recompute" if recomputes else "fail",
             kv_connector_extra_config=dict(options or {}),
