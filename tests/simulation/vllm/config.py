@@ -52,7 +52,8 @@ class Knobs:
             which writes beyond the end; an end by length is seen to come.
         collects_early: the connector is called when the forward pass is launched, as on an accelerator, instead of
             when it is over.
-        splits_roles: P is a producer and D a consumer only; otherwise both are both.
+        splits_roles: P is a producer, unless it reads back while steps overlap, and D a consumer; otherwise both are
+            both.
         prefill_blocks, decode_blocks: of the KV cache, in blocks of the usual size, without the one that vLLM keeps for
             itself.
         batch_tokens: most tokens of a step; longer prompts are computed in chunks.
@@ -144,7 +145,9 @@ def engine_configuration(
         config.cache_config.enable_prefix_caching = caches_states
     role = "kv_both"
     if knobs.splits_roles:
-        role = "kv_producer" if is_prefill else "kv_consumer"
+        # What is read back on a producer could be overwritten where steps overlap; the connector refuses that.
+        reads = knobs.reads_back and knobs.overlaps
+        role = ("kv_both" if reads else "kv_producer") if is_prefill else "kv_consumer"
     # The actors get these from the simulator; here is what the connector accepts together.
     handshake_seconds = min(options.handshake_timeout_seconds, options.request_timeout_seconds)
     options = msgspec.structs.replace(options, handshake_timeout_seconds=handshake_seconds)
