@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.log import WAIT_SAID_AFTER_SECONDS
 from tests.actors.engines import WarpedClock, engine, lend_by_all, until
 from tests.actors.test_peers import reads
 from tests.actors.test_pull import run
@@ -78,7 +79,8 @@ def test_a_lease_is_held_at_once_when_the_next_deadline_passed_while_the_machine
             await reads(d, p, "before")
             d.wait_for("waiting", lend_by_all([p], "remote-waiting"), p.address)  # its next hold is due within 30 s
             await until(lambda: d.trace.path("hold", "remote-waiting/0")[-1:] == ["held"])
-            await trio.sleep(1.5)  # longer than it would have waited to ask again, had P not answered
+            # Longer than it would have waited to ask again, had P not answered, and to say that the request is queued.
+            await trio.sleep(WAIT_SAID_AFTER_SECONDS + 0.5)
             clock.leap(40.0)
             loan = lend_by_all([p], "remote-a")
             d.borrow("a", loan, p.address, [4], [4])
