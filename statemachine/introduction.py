@@ -202,7 +202,7 @@ class Introductions:
         # Places whose engine is this one; never empty.
         self._of_engine: dict[Engine, set[Place]] = {}
         self._kept: set[Place] = set()
-        # Since when a place waits for its turn, while it does.
+        # Since when a place pauses that was asked before.
         self._pausing_since_ns: dict[Place, int] = {}
         # Since when a place is unmet, or when it was named again after that; of those that may be forgotten. Own ones
         # are in here too: they can be displaced, and have no timer that would end them.
@@ -232,8 +232,7 @@ class Introductions:
                     continue
                 self._values[place] = Introduction(place=place)
                 self._timers.set(place, now_ns)
-            elif known.state is State.PAUSING:
-                paused_ns = self._pausing_since_ns.get(place, now_ns)
+            elif (paused_ns := self._pausing_since_ns.get(place)) is not None:
                 self._timers.set(place, max(now_ns, paused_ns + self._limits.pause_first_ns))
             if kept:
                 self._kept.add(place)

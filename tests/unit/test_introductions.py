@@ -119,6 +119,10 @@ def test_who_is_named_again_is_asked_once_a_first_pause_is_over() -> None:
     assert core.name([A], 44) == []
 
 
+def test_a_place_that_one_message_names_twice_is_asked_at_once() -> None:
+    assert Introductions(LIMITS).name([A, A], 0) == [AskWho(place=A)]
+
+
 def forgotten(place: str, unmet_ns: int) -> SayForgotten:
     return SayForgotten(place=place, unmet_ns=unmet_ns)
 
