@@ -335,8 +335,9 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
             tls = facts.environment.get("UCX_TLS")
             devices = ", ".join(facts.devices) or "none"
             chosen = facts.environment.get("UCX_NET_DEVICES")
-            yield _about_transports(
+            yield _about(
                 engine,
+                "transports",
                 "note",
                 (
                     f"NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
@@ -369,24 +370,23 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
             )
 
 
-def _about_transports(engine: EngineReport, level: Level, what: str, advice: str = "") -> Finding:
-    """About one engine, which is named before `what`."""
-    name = _name(engine)
-    return Finding(level=level, check="transports", engines=(name,), what=f"{name}: {what}", advice=advice)
-
-
 def _chosen_transports(engine: EngineReport, facts: EngineFacts) -> Iterator[Finding]:
     tls = facts.environment.get("UCX_TLS")
     if facts.memory_kind == "VRAM" and _lacks_device_memory(facts):
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "problem",
             f"its KV cache is in device memory, and UCX_TLS={tls} has no transport for it",
             _ADD_DEVICE_MEMORY,
         )
     if facts.devices and _lacks_rdma(facts):
-        yield _about_transports(
-            engine, "warning", f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused", _ADD_RDMA
+        yield _about(
+            engine,
+            "transports",
+            "warning",
+            f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
+            _ADD_RDMA,
         )
 
 
@@ -412,8 +412,9 @@ def _chosen_devices(engine: EngineReport, facts: EngineFacts, chosen: str | None
         each for each in wanted if re.match(r"(mlx|bnxt|irdma|efa|hfi)", each) and each not in facts.devices
     )
     if missing:
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "problem",
             f"UCX_NET_DEVICES names {', '.join(missing)}, and {facts.host_name} has "
             f"{', '.join(facts.devices) or 'no RDMA device'}",
@@ -426,29 +427,32 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
     if "UCX" not in facts.backends:
         return
     if opened is None:
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "note",
             f"what UCX opens can be seen on {facts.host_name} alone",
             "run nixl-actor doctor there as well, in the engine's container if it has one",
         )
         return
     if opened.complaints:
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "problem" if opened.problem else "warning",
             f"UCX, told what this engine tells it, says: {'; '.join(opened.complaints)}",
             "correct UCX_TLS and UCX_NET_DEVICES of the engine, or unset them",
         )
     if opened.problem:
         if not opened.complaints:
-            yield _about_transports(engine, "note", f"UCX could not be asked what it opens: {opened.problem}")
+            yield _about(engine, "transports", "note", f"UCX could not be asked what it opens: {opened.problem}")
         return
     listed = ", ".join(f"{each.name} ({' '.join(each.devices)})" for each in opened.transports)
-    yield _about_transports(engine, "note", f"UCX opens {listed or 'nothing that it names'}")
+    yield _about(engine, "transports", "note", f"UCX opens {listed or 'nothing that it names'}")
     if facts.memory_kind == "VRAM" and not any(each.name.startswith(_OF_DEVICES) for each in opened.transports):
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "problem",
             "its KV cache is in device memory, and UCX opens no transport for it",
             _ADD_DEVICE_MEMORY
@@ -457,15 +461,17 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
         )
     network = opened.of_kind(NETWORK)
     if opened.transports and not network:
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "warning",
             f"UCX opens no network transport, so only engines on {facts.host_name} exchange KV with it",
             "add rc (RDMA) or tcp to UCX_TLS, or unset it",
         )
     elif facts.devices and all(each.name == "tcp" for each in network):
-        yield _about_transports(
+        yield _about(
             engine,
+            "transports",
             "warning",
             f"UCX opens none of the RDMA devices {', '.join(facts.devices)}: KV travels over TCP between machines",
             _ADD_RDMA
@@ -552,13 +558,8 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         if rows:
             blocks, total = sum(row.blocks for row in rows), next((f.blocks for f in _facts(engine)), 0)
             peers = ", ".join(sorted({row.peer for row in rows}))
-            yield Finding(
-                level="problem",
-                check="quarantine",
-                engines=(_name(engine),),
-                what=f"{_name(engine)}: {blocks} of {total} KV blocks are quarantined: READs from {peers} never ended",
-                advice=WHAT_TO_DO["Quarantined"],
-            )
+            what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} never ended"
+            yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
 
 def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
@@ -628,48 +629,40 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
                 unknown.add(row.record.subject)
         names = ", ".join(map(_name, readers))
         if one_sided:
-            yield Finding(
-                level="warning",
-                check="one-sided releases",
-                engines=(_name(engine),),
-                what=(
-                    f"{_name(engine)}: {len(one_sided)} lease(s) expired although a decode engine had read them "
-                    f"({min(one_sided)})"
-                ),
-                advice="see whether D can reach P's control sockets, and whether another engine held them too",
+            yield _about(
+                engine,
+                "one-sided releases",
+                "warning",
+                f"{len(one_sided)} lease(s) expired although a decode engine had read them ({min(one_sided)})",
+                "see whether D can reach P's control sockets, and whether another engine held them too",
             )
         if unread:
-            yield Finding(
-                level="warning",
-                check="expired leases",
-                engines=(_name(engine),),
-                what=f"{_name(engine)}: {len(unread)} lease(s) expired that none of {names} has read ({min(unread)})",
-                advice=WHAT_TO_DO[LEASE_EXPIRED],
-            )
+            what = f"{len(unread)} lease(s) expired that none of {names} has read ({min(unread)})"
+            yield _about(engine, "expired leases", "warning", what, WHAT_TO_DO[LEASE_EXPIRED])
         if unknown:
             why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
-            yield Finding(
-                level="warning",
-                check="expired leases",
-                engines=(_name(engine),),
-                what=(
-                    f"{_name(engine)}: {len(unknown)} lease(s) expired of which it is not known whether they were read "
-                    f"({min(unknown)}): {why}"
-                ),
-                advice="name every decode engine that may read them (--engine), or see their traces",
+            yield _about(
+                engine,
+                "expired leases",
+                "warning",
+                f"{len(unknown)} lease(s) expired of which it is not known whether they were read "
+                f"({min(unknown)}): {why}",
+                "name every decode engine that may read them (--engine), or see their traces",
             )
         late = sum(row.counts.get("late releases", 0) for row in engine.of(EngineRow))
         if late:
-            yield Finding(
-                level="warning",
-                check="one-sided releases",
-                engines=(_name(engine),),
-                what=f"{_name(engine)}: {late} release(s) of blocks that were not lent (any more)",
-                advice=WHAT_TO_DO["ConsumerUnknown"],
-            )
+            what = f"{late} release(s) of blocks that were not lent (any more)"
+            yield _about(engine, "one-sided releases", "warning", what, WHAT_TO_DO["ConsumerUnknown"])
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _about(engine: EngineReport, check: str, level: Level, what: str, advice: str = "") -> Finding:
+    """About one engine, which is named before `what`."""
+    name = _name(engine)
+    return Finding(level=level, check=check, engines=(name,), what=f"{name}: {what}", advice=advice)
+
 
 _LeaseKey = tuple[str | None, str | None, int | None]
 """Engine id of P, request id there, number of the lease."""

@@ -242,7 +242,7 @@ def _records_about(request: str, directory: Path) -> list[Any]:
     try:
         return read_trace_about(directory, request)
     except (OSError, TraceFileError, TraceSchemaError) as error:
-        say(str(error), err=True)
+        say(error, err=True)
         raise typer.Exit(UNASKED) from None
 
 
