@@ -133,13 +133,12 @@ class Doorman:
         if self._connections and self._clock.now_ns() >= self._measured_ns + self._interval_ns():
             self._measure()
 
-    def hears(self, identity: bytes, descriptor: int | None) -> bool:
-        """Whether a message that came from `identity` over `descriptor` is to be served; None: nobody knows whose it
-        is."""
+    def hears(self, identity: bytes, first: zmq.Frame) -> bool:
+        """Whether a message that came from `identity`, and of which this is the first frame, is to be served."""
         number = self._by_identity.get(identity)
         if number is None:
             self._catch_up()
-            number = GONE if descriptor is None else self._by_descriptor.get(descriptor, GONE)
+            number = self._by_descriptor.get(_descriptor_of(first), GONE)
             if number != GONE:
                 connection = self._connections[number]
                 self._by_identity.pop(connection.identity or b"", None)
@@ -235,3 +234,11 @@ class Doorman:
         finally:
             duplicate.detach()
             os.dup2(self._nothing, self._spare, inheritable=False)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Of the connection that it came over; -1: its protocol is so old that libzmq says nothing of it."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

@@ -136,6 +136,8 @@ UNFINISHED_SLACK_BYTES = 1 << 20
 DROPPED_UNITS = 4
 DROPPED_FRAME_UNITS = 1
 """What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+UNHEARD = b""
+"""Instead of the sender, of a message that is dropped because its sender has no allowance: there is none to charge."""
 
 TAKEN_AT_A_TIME = 64
 """Messages or frames that a listener drops before other tasks have their turn."""
@@ -482,7 +484,7 @@ class ZmqListener:
         self._dropped_replies = 0
         # Large frames of replies, the one that was sent last comes last.
         self._shared: OrderedDict[bytes, zmq.Frame] = OrderedDict()
-        # Frames of a message that is being dropped are still to come; who has sent it.
+        # Frames of a message that is being dropped are still to come; who pays for it.
         self._dropping: bytes | None = None
         # Only so much was taken at a time.
         self._has_more = False
@@ -523,17 +525,19 @@ class ZmqListener:
         if self._closed:
             raise trio.ClosedResourceError("this listener is closed")
         self._doorman.look()
-        for _ in range(TAKEN_AT_A_TIME):
+        left = TAKEN_AT_A_TIME
+        while left > 0:
             if self._dropping is not None:
-                self._drop_frame(self._dropping)
+                left -= self._drop(self._dropping, left)
                 continue
             try:
                 first = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            left -= 1
             identity = first.bytes
-            if not self._doorman.hears(identity, _descriptor_of(first)):
-                self._dropping = identity
+            if not self._doorman.hears(identity, first):
+                self._dropping = UNHEARD
                 continue
             frames, oversized = self._receive_rest(identity)
             if len(frames) < 2 or frames[0] != b"":
@@ -560,13 +564,19 @@ class ZmqListener:
             frames.append(b"" if is_large else frame)
         return tuple(frames), oversized
 
-    def _drop_frame(self, identity: bytes) -> None:
-        """The next one of a message that is being dropped. They are there: libzmq delivers messages whole."""
-        if self._router.getsockopt(zmq.RCVMORE):
-            self._router.recv(zmq.NOBLOCK, copy=False)
-            self._doorman.charge(identity, DROPPED_FRAME_UNITS, understood=False)
-        else:
+    def _drop(self, sender: bytes, frames_max: int) -> int:
+        """Up to so many frames of the message that is being dropped; how many. They are there: libzmq delivers messages
+        whole. Frames are neither copied nor asked for twice: of strangers there may be many."""
+        dropped = 0
+        has_more = bool(self._router.getsockopt(zmq.RCVMORE))
+        while has_more and dropped < frames_max:
+            has_more = self._router.recv(zmq.NOBLOCK, copy=False).more
+            dropped += 1
+        if not has_more:
             self._dropping = None
+        if sender != UNHEARD:
+            self._doorman.charge(sender, DROPPED_FRAME_UNITS * dropped, understood=False)
+        return dropped
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None:
         """Raises trio.ClosedResourceError once the listener is closed."""
@@ -918,14 +928,6 @@ class Monitor:
         self._both.close()
         self._watched.disable_monitor()
         self._events.close()
-
-
-def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Of the connection that it came over; None: its protocol is so old that libzmq says nothing of it."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return None
 
 
 class _Message(msgspec.Struct, frozen=True):
