@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+
 from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
 from connector.observe.conformance import check
 from connector.observe.trace_log import merged, read_processes
@@ -66,12 +68,13 @@ class _Run:
         self._cluster = cluster
         self._load = load
         self._say = say
-        self._started = 0.0
+        self._started = time.monotonic()
         self._over = threading.Event()
         self._faults: Counter[str] = Counter()
         self._impossible: Counter[str] = Counter()
         self._disturbances: list[Disturbance] = []
         self._report = Report(connector=cluster.connector, seed=plan.seed, seconds=plan.seconds)
+        self._alive = {name: _pids(engine) for name, engine in cluster.decode.items()}
 
     def carry_out(self) -> Report:
         report = self._report
@@ -226,23 +229,22 @@ class _Run:
 
     def _watch(self) -> None:
         """Decode engines that end are counted and started again; the memory of their workers is noted."""
-        alive = {
-            name: {each.pid for each in processes(engine).values()} for name, engine in self._cluster.decode.items()
-        }
         memory_at = 0.0
         while not self._over.wait(WATCH_SECONDS):
             at_seconds = self._now()
             for name, engine in self._cluster.decode.items():
-                seen = processes(engine)
-                if {each.pid for each in seen.values()} != alive[name]:
-                    self._report.deaths.append(f"{name}: a process ended after {at_seconds:.0f} s")
-                    engine.restart().wait_healthy()
-                    alive[name] = _pids(engine)
-                used = megabytes(seen, WORKER)
+                self._start_again_if_ended(name, engine)
+                used = megabytes(processes(engine), WORKER)
                 if at_seconds >= memory_at and used is not None:
                     self._report.memory.append(Memory(engine=name, at_seconds=round(at_seconds, 1), megabytes=used))
             if at_seconds >= memory_at:
                 memory_at += MEMORY_SECONDS
+
+    def _start_again_if_ended(self, name: str, engine: Engine) -> None:
+        if _pids(engine) != self._alive[name]:
+            self._report.deaths.append(f"{name}: a process ended after {self._now():.0f} s")
+            engine.restart().wait_healthy()
+            self._alive[name] = _pids(engine)
 
     def _loads(self) -> dict[str, tuple[int, Counter[str]]]:
         """Of each decode engine of ours: loads that went well, and those that failed, by kind."""
@@ -264,7 +266,8 @@ class _Run:
             self._report.left += [f"{when}, {each}" for each in problems]
 
     def _settled(self, when: str) -> dict[str, Processes]:
-        """Wait until no engine holds anything, and say what it is if that does not come; their processes then."""
+        """Wait until no engine holds anything, and say what it is if that does not come; their processes then. An
+        engine may end now, too, of what came over it before."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(SETTLE_POLL_SECONDS)
@@ -274,9 +277,15 @@ class _Run:
     def _left(self) -> list[str]:
         live = {str(each.engine.options.engine_id) for each in self._cluster.prefill.values()}
         left: list[str] = []
+        for name, engine in self._cluster.decode.items():
+            self._start_again_if_ended(name, engine)
         for name, engine in self._cluster.engines.items():
-            with Client(engine) as client:
-                left += [f"{name}: {each}" for each in left_in_vllm(client)]
+            try:
+                with Client(engine) as client:
+                    left += [f"{name}: {each}" for each in left_in_vllm(client)]
+            except httpx.TransportError as error:
+                left.append(f"{name}: does not answer ({error})")
+                continue
             if self._cluster.connector == "ours":
                 report = self._cluster.ask(name, "engine", "peers")
                 left += [f"{name}: {each}" for each in left_in_connector(report, live)]
