@@ -171,7 +171,7 @@ class Admission:
         """A connection was accepted; its number was never used before."""
         limits = self._limits
         known = self._meet(address, now_ns)
-        if now_ns < known.shut_out_until_ns:
+        if self.is_shut_out(address, now_ns):
             return [CutOff(connection, address, SHUT_OUT)]
         if not known.connects.is_left(now_ns):
             self._shut_out(known, now_ns)
@@ -190,6 +190,10 @@ class Admission:
         if known is not None:
             self._strange.pop(connection, None)
             del self._addresses[known.address].open[connection]
+
+    def is_shut_out(self, address: str, now_ns: int) -> bool:
+        known = self._addresses.get(address)
+        return known is not None and now_ns < known.shut_out_until_ns
 
     def accept_failed(self) -> list[CutOff]:
         """There was no descriptor for a connection that wanted to be accepted."""

@@ -133,6 +133,10 @@ class Doorman:
         if self._connections and self._clock.now_ns() >= self._measured_ns + self._interval_ns():
             self._measure()
 
+    def is_shut_out(self, address: str) -> bool:
+        """For the gate; address: numeric."""
+        return self._admission.is_shut_out(address, self._clock.now_ns())
+
     def hears(self, identity: bytes, first: zmq.Frame) -> bool:
         """Whether a message that came from `identity`, and of which this is the first frame, is to be served."""
         number = self._by_identity.get(identity)

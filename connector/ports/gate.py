@@ -9,14 +9,19 @@ after the other end has proven that it has the secret of the key that it shows, 
 a task of its own, beside all others of the trio loop: whoever floods it waits, and so do other newcomers; connections
 that stand do not.
 
-Where nothing is restricted there is no gate. Where something is, libzmq is told that there must be one
-(ZAP_ENFORCE_DOMAIN): without it, connections would fail instead of being let in.
+Every socket that listens has the gate before it, also where nothing is restricted: an address that the doorman has
+shut out (`connector/ports/doorman.py`) is turned away here before libzmq hands out its messages. They would have to be
+dropped one by one, of as many connections as it can make, and each late cut lets more of them in. It may come back, as
+one whose connection was cut off. libzmq is told that there must be a gate
+(ZAP_ENFORCE_DOMAIN): without it, connections would fail instead of being let in. And it ends connections of protocols
+that are too old to be asked about.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -33,10 +38,13 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
-ZAP_DOMAIN = b"engine"
 AGAIN_SECONDS = 0.1
 """The pause after a mistake: one that is made again each time does not keep the thread busy."""
 ALLOWED, NOT_ALLOWED, FAILED = b"200", b"400", b"500"
+NOT_NOW = FAILED
+"""ZAP has 300 for this. libzmq ends no connection with it until the greeting has taken too long."""
+JUDGED_AT_A_TIME = 8
+"""Newcomers, before other tasks have their turn."""
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,17 +84,27 @@ class Gate:
         self._access = access
         self._socket = socket
         self._on_refusal = on_refusal
+        # By the domain of each socket: whether an address is shut out there.
+        self._shut_out: dict[bytes, Callable[[str], bool]] = {}
+        self._domains = itertools.count()
         socket.bind(ZAP_ENDPOINT)
         trio.lowlevel.spawn_system_task(self._answer)
 
-    def guard(self, listening: Socket) -> None:
-        """Ask here for everybody who connects to this socket, which is not bound yet."""
+    def guard(self, listening: Socket, is_shut_out: Callable[[str], bool]) -> bytes:
+        """Ask here for everybody who connects to this socket, which is not bound yet; the name for `forget`."""
+        domain = b"%d" % next(self._domains)
+        self._shut_out[domain] = is_shut_out
         listening.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        listening.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        listening.setsockopt(zmq.ZAP_DOMAIN, domain)
         keys = self._access.keys
         if keys is not None:
             listening.setsockopt(zmq.CURVE_SERVER, 1)
             listening.setsockopt(zmq.CURVE_SECRETKEY, keys.secret_key)
+        return domain
+
+    def forget(self, domain: bytes) -> None:
+        """Its socket is closed."""
+        self._shut_out.pop(domain, None)
 
     @property
     def is_closed(self) -> bool:
@@ -99,13 +117,17 @@ class Gate:
 
     async def _answer(self) -> None:
         """Until it is closed. The descriptor tells of changes only, so it is waited for when nothing is left."""
+        judged = 0
         while not self.is_closed:
             try:
                 frames = self._take()
                 if frames is None:
                     await trio.lowlevel.wait_readable(self._socket.FD)
-                else:
-                    self._reply(frames, await self._judge(frames))
+                    continue
+                self._reply(frames, await self._judge(frames))
+                judged += 1
+                if judged % JUDGED_AT_A_TIME == 0:
+                    await trio.lowlevel.checkpoint()
             except trio.ClosedResourceError:
                 return
             except Exception as error:
@@ -133,7 +155,10 @@ class Gate:
     async def _judge(self, frames: Sequence[bytes]) -> bytes:
         """What libzmq is told of a newcomer."""
         try:
-            _, _, _, _, _, address, _, mechanism, *credentials = frames
+            _, _, _, _, domain, address, _, mechanism, *credentials = frames
+            is_shut_out = self._shut_out.get(domain)
+            if is_shut_out is None or is_shut_out(address.decode()):
+                return NOT_NOW
             why = await self._find_fault(address.decode(), mechanism, credentials)
             if why is None:
                 return ALLOWED

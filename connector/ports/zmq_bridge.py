@@ -53,6 +53,7 @@ import re
 import select
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -62,7 +63,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
-from connector.ports.gate import ANYBODY, Access, Gate
+from connector.ports.gate import ANYBODY, NOT_ALLOWED, Access, Gate
 from connector.ports.host_names import HostNames, is_ip_address, unbracketed
 from connector.ports.side_channel import (
     ConnectionRefused,
@@ -468,9 +469,16 @@ class ZmqListener:
     """A bound ROUTER. Made by `ZmqSideChannel.listen`."""
 
     def __init__(
-        self, channel: ZmqSideChannel, router: Socket, doorman: Doorman, frames_max: int, frame_bytes_max: int
+        self,
+        channel: ZmqSideChannel,
+        router: Socket,
+        doorman: Doorman,
+        unguard: Callable[[], None],
+        frames_max: int,
+        frame_bytes_max: int,
     ) -> None:
         self._channel = channel
+        self._unguard = unguard
         self._router = router
         self._doorman = doorman
         self._frames_max = frames_max
@@ -616,6 +624,7 @@ class ZmqListener:
             self._closed = True
             self._channel.forget(self)
             trio.lowlevel.notify_closing(self._doorman.fileno())  # wakes the task that is parked on it
+            self._unguard()
             self._doorman.close()
             self._router.close()
 
@@ -744,25 +753,27 @@ class ZmqSideChannel:
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE, 1)
             router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
-            self._guard(router)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
                 unheard_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
                 unfinished_bytes_max=(REQUESTS_QUEUED_MAX + 2) * frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
             )
+            gate = self._open_gate()
             events = self.make_socket(zmq.PAIR, ipv6=False)
             doorman = Doorman(router, events, f"inproc://monitor-{next(self._monitors)}", limits, on_cut_off)
         except (zmq.ZMQError, OSError) as error:
             router.close()
             raise SideChannelError(host, port, str(error)) from error
+        unguard = partial(gate.forget, gate.guard(router, doorman.is_shut_out))
         try:
             router.bind(_endpoint(host, port))
         except zmq.ZMQError as error:
+            unguard()
             doorman.close()
             router.close()
             kind = PortUnavailable if error.errno in (errno.EADDRINUSE, errno.EACCES) else SideChannelError
             raise kind(host, port, str(error)) from error
-        listener = ZmqListener(self, router, doorman, frames_max, frame_bytes_max)
+        listener = ZmqListener(self, router, doorman, unguard, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener
 
@@ -811,12 +822,11 @@ class ZmqSideChannel:
             raise NotAllowed(host, port, OTHER_KEY.format(count=len(keys.accepted)))
         return key
 
-    def _guard(self, listening: Socket) -> None:
-        """Put the gate in front of a socket that is not bound yet. Raises zmq.ZMQError."""
-        if self.access.networks or self.access.keys is not None:
-            if self._gate is None:
-                self._gate = Gate(self.access, self.make_socket(zmq.ROUTER, ipv6=False), self._on_refusal)
-            self._gate.guard(listening)
+    def _open_gate(self) -> Gate:
+        """Raises zmq.ZMQError."""
+        if self._gate is None:
+            self._gate = Gate(self.access, self.make_socket(zmq.ROUTER, ipv6=False), self._on_refusal)
+        return self._gate
 
     def monitor(self, watched: Socket) -> Monitor:
         """Watch the connections of a socket that has none yet. Raises zmq.ZMQError."""
@@ -919,7 +929,7 @@ class Monitor:
             self.connection_failed |= event == zmq.EVENT_CLOSED
             self.connected |= event == zmq.EVENT_CONNECTED
             self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self.refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and parsed["value"] == int(NOT_ALLOWED)
             self.disconnected |= event == zmq.EVENT_DISCONNECTED
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -58,11 +59,9 @@ def connect(address: tuple[str, int], source: str = "", said: Sequence[bytes] = 
 def await_hello(connection: socket.socket) -> None:
     """Read what a listener of ours says first, to its end; nothing when it ends the connection instead."""
     said = b""
-    while len(said) < HELLO_BYTES:
-        received = connection.recv(HELLO_BYTES - len(said))
-        if not received:
-            return
-        said += received
+    with contextlib.suppress(ConnectionError):
+        while len(said) < HELLO_BYTES and (received := connection.recv(HELLO_BYTES - len(said))):
+            said += received
 
 
 def is_ended(connection: socket.socket, seconds: float) -> bool:

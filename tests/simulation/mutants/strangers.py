@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from connector.ports.doorman import Doorman
+from connector.ports.gate import Gate
 from connector.ports.zmq_bridge import ZmqListener
 from connector.runtime.inspector import Inspector
 from connector.runtime.lease_keeper import LeaseKeeper
@@ -144,6 +145,12 @@ MUTANTS = (
             ),
         ),
         place=ByTest(f"{DOOR}::test_somebody_elses_descriptor_is_never_shut_down"),
+    ),
+    Mutant(
+        name="who is shut out passes the gate",
+        broken="the messages of an address that is shut out are handed out, and dropped one by one",
+        changes=(Edit(Gate._judge, "is_shut_out is None or is_shut_out(address.decode())", "False"),),
+        place=ByTest(f"{DOOR}::test_messages_of_an_address_that_is_shut_out_are_not_handed_out"),
     ),
     Mutant(
         name="large replies are copied",
