@@ -116,7 +116,14 @@ class Gate:
             self._socket.close()
 
     async def _answer(self) -> None:
-        """Until it is closed. The descriptor tells of changes only, so it is waited for when nothing is left."""
+        """Until it is closed, or the trio loop ends. An open socket would keep its context from ending for ever."""
+        try:
+            await self._answer_all()
+        finally:
+            self.close()
+
+    async def _answer_all(self) -> None:
+        """The descriptor tells of changes only, so it is waited for when nothing is left."""
         judged = 0
         while not self.is_closed:
             try:

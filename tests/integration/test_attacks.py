@@ -20,7 +20,7 @@ CONNECTIONS = 5_000
 RATIO_MAX = 5.0
 SLACK_SECONDS = 0.1
 MEMORY_MAX = 400 << 20
-"""That one attack may add: 4,096 connections take 30 KB each, unfinished messages 256 MB together."""
+"""That one attack may add: 4,096 connections take 50 KB each, unfinished messages 256 MB together."""
 DESCRIPTORS_MAX = 5_000
 LEFT_MAX = 200
 """Descriptors after an attack."""

@@ -118,7 +118,7 @@ MUTANTS = (
         name="nobody is shut out",
         rule="shut out for a while",
         broken="who was cut off for a flood connects again at once, and floods again",
-        changes=(Edit(Admission.opened, "now_ns < known.shut_out_until_ns", "False"),),
+        changes=(Edit(Admission.opened, "self.is_shut_out(address, now_ns)", "False"),),
         place=ByTest(f"{CORE}::test_who_was_cut_off_for_cause_is_shut_out_longer_each_time"),
     ),
     Mutant(
