@@ -241,7 +241,7 @@ class Doorman:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Of the connection that it came over; -1: its protocol is so old that libzmq says nothing of it."""
+    """Of the connection that it came over; -1: libzmq says nothing of it."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -12,9 +12,8 @@ that stand do not.
 Every socket that listens has the gate before it, also where nothing is restricted: an address that the doorman has
 shut out (`connector/ports/doorman.py`) is turned away here before libzmq hands out its messages. They would have to be
 dropped one by one, of as many connections as it can make, and each late cut lets more of them in. It may come back, as
-one whose connection was cut off. libzmq is told that there must be a gate
-(ZAP_ENFORCE_DOMAIN): without it, connections would fail instead of being let in. And it ends connections of protocols
-that are too old to be asked about.
+one whose connection was cut off. libzmq is told that there must be a gate (ZAP_ENFORCE_DOMAIN): without it, connections
+would fail instead of being let in. And it ends connections of protocols that are too old to be asked about.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Gate:
             self.close()
 
     async def _answer_all(self) -> None:
-        """The descriptor tells of changes only, so it is waited for when nothing is left."""
+        """Until it is closed. The descriptor tells of changes only, so it is waited for when nothing is left."""
         judged = 0
         while not self.is_closed:
             try:
