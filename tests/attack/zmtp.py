@@ -49,10 +49,11 @@ def connect(address: tuple[str, int], source: str = "", said: Sequence[bytes] = 
     """A connection from the address `source` of this machine, with some bytes sent; what follows `HELLO` is sent when
     it was answered, as the protocol wants it."""
     connection = socket.create_connection(address, timeout=10, source_address=(source, 0) if source else None)
-    for each in said:
-        connection.sendall(each)
-        if each == HELLO:
-            await_hello(connection)
+    with contextlib.suppress(ConnectionError):  # the listener has ended it
+        for each in said:
+            connection.sendall(each)
+            if each == HELLO:
+                await_hello(connection)
     return connection
 
 
