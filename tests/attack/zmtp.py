@@ -48,8 +48,11 @@ def endless(part: bytes = bytes(65536)) -> bytes:
 def connect(address: tuple[str, int], source: str = "", said: Sequence[bytes] = ()) -> socket.socket:
     """A connection from the address `source` of this machine, with some bytes sent; what follows `HELLO` is sent when
     it was answered, as the protocol wants it."""
-    connection = socket.create_connection(address, timeout=10, source_address=(source, 0) if source else None)
-    with contextlib.suppress(ConnectionError):  # the listener has ended it
+    connection = socket.socket()
+    connection.settimeout(10)
+    connection.bind((source, 0))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener has ended it, maybe at once
+        connection.connect(address)
         for each in said:
             connection.sendall(each)
             if each == HELLO:
