@@ -5,7 +5,8 @@
     assumed     P is a built-in engine, which says nothing: its lease is taken to have begun when we first heard of the
                 request, and our heartbeats to have kept it alive
     releasing   nobody here wants them any more; P has not confirmed that it knows
-    gone        P does not keep them (or its assumed lease is over): whatever is read from now on may be foreign KV
+    gone        P does not keep them (or its assumed lease is over, or nobody here asks P any more because it was given
+                up): whatever is read from now on may be foreign KV
     released    P knows that we are done, or the lease must be over by now
 
 The proof. P answers a hold with how much longer it keeps the blocks. The answer was given after we asked, so on our
@@ -61,7 +62,7 @@ class HeldByPeer(Event, frozen=True, kw_only=True):
 
 
 class GoneAtPeer(Event, frozen=True, kw_only=True):
-    """P does not keep the blocks; or the assumed lease of a built-in P is over."""
+    """P does not keep the blocks; or the assumed lease of a built-in P is over; or P was given up here."""
 
     why: str
 

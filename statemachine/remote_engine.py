@@ -29,6 +29,7 @@ Rules that are nobody's machine:
   that is in its place says so.
 * A connection is given up in this order: no new READ, the end of those in flight, the removal of its agents; the next
   handshake begins after that. One whose READs do not end is left standing until they do.
+* What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew.
 
 The cost of an event does not grow with the number of requests or leases in hand, but for events that concern all of
 them (the peer is ready, or lost). Renewals of many leases travel in one message.
@@ -85,6 +86,7 @@ ASSUMED_OVER = (
 RESTARTED = "the engine is another process than the one that lent them"
 RESIZED = "the engine has come back with another number of ranks"
 LEFT = "the engine has ended, as it had said"
+RETIRED = "the engine was given up here: another one has its place, it was idle, or the connector stops"
 
 Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
@@ -1149,6 +1151,9 @@ class RemoteEngine:
     def _drop_claims(self) -> None:
         """Nothing is asked for or said any more: the leases end by themselves."""
         for claim in list(self._claims.values()):
+            for rank, each in enumerate(claim.holds):
+                if not hold.MACHINE.is_terminal(each):
+                    self._step_hold(claim, rank, hold.GoneAtPeer(why=RETIRED))
             self._drop(claim)
 
     def _ask_for_proof(self, proving: request.Request, now_ns: int) -> None:
@@ -1296,6 +1301,8 @@ class RemoteEngine:
             self._step_peer(peer.Wanted(), now_ns)
         elif (self._peer.is_retiring or self._peer.state is peer.State.GONE) and (self._waiting or self._proving):
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
+        if self.is_finished:
+            self._drop_claims()
 
     @property
     def _has_something_to_say(self) -> bool:

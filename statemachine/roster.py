@@ -18,7 +18,8 @@ Rules:
   that nobody uses looks connected: with a full table, engines that replaced others would never find a place.
 * A newcomer is refused when nobody can be retired for it, and when the connector stops. From then on nothing begins at
   a member either: it would fail with the member's end, and be told another reason than the true one.
-* When a member has connected, other engines that were looked for at the same place are gone: they are retired.
+* When a member has connected, other engines that were looked for at the same place are gone: they are retired. Not by
+  one that is retired itself: its answer has come late, after that of the engine which has replaced it.
 * Members that know one engine by different sizes stand on the same agents, which can be loaded again only when all have
   let go. When one of them has taken back its connection, unused ones that are connected are retired.
 * A member that is unused and not connected is retired when it was not asked for in a long time. A live connection is
@@ -402,7 +403,7 @@ class Roster:
 
     def _replaced_by(self, key: PeerKey) -> list[PeerKey]:
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or entry.is_retired:  # the answer of an engine that was replaced may come late
             return []
         return [other for other in self._at_place[entry.place] if other.engine_id != key.engine_id]
 

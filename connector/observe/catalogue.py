@@ -45,8 +45,9 @@ WHY_GONE = {
     remote_engine.RESIZED: "resized",
     remote_engine.LEFT: "engine_left",
     remote_engine.ASSUMED_OVER: "assumed_over",
+    remote_engine.RETIRED: "retired",
 }
-"""What P may say of a lease that it does not keep, as a label. P is another process: whatever else it says is OTHER."""
+"""Why D counts on a lease no longer, as a label. P is another process: whatever else it says is OTHER."""
 
 Kind = Literal["gauge", "counter", "histogram"]
 Side = Literal["P", "D", "both"]

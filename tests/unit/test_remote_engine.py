@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statemachine import peer, remote_engine, request
+from statemachine import hold, peer, remote_engine, request
 from statemachine.failures import (
     AbortedByClient,
     ActorCrashed,
@@ -41,6 +41,7 @@ from statemachine.remote_engine import (
     DRIFT_DIVISOR,
     RESIZED,
     RESTARTED,
+    RETIRED,
     AbortAsked,
     Announced,
     BlocksRejected,
@@ -872,6 +873,35 @@ def test_an_executor_that_ends_leaves_no_request_behind() -> None:
     assert not [effect for effect in drive.feed(Stop(failure=STOPPED)) if isinstance(effect, Report)]
     [report] = [effect for effect in drive.feed(Unwatched()) if isinstance(effect, Report)]
     assert (report.request_id, report.is_quarantined) == ("a", True)
+
+
+@pytest.mark.parametrize("end", [Retire(), Stop(failure=STOPPED)])
+def test_what_is_held_of_an_engine_that_is_given_up_ends_with_it(end: Event) -> None:
+    """And everybody sees so: what waits in the queue may have its lease held anew, by the engine's next core."""
+    ended: dict[tuple[LeaseName, int], list[tuple[hold.State, str | None]]] = {}
+
+    def observe(now_ns: int, steps: list[StepSeen]) -> None:
+        for machine, subject, _, _, after in steps:
+            if machine == "hold":
+                ended.setdefault(subject, []).append((after.state, after.why))
+
+    drive = Driver(observe=observer_of(observe))
+    for request_id, lease in (("held", A), ("owed", B)):
+        drive.announce(request_id, lease)
+    drive.connect(ranks=2)
+    drive.held(60 * S, A)
+    drive.settle("owed", B)
+    drive.feed(end)
+    drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+    gone = (hold.State.GONE, RETIRED)
+    assert {subject: steps[-1] for subject, steps in ended.items()} == {
+        (A, 0): gone,
+        (A, 1): gone,
+        (B, 0): (hold.State.RELEASED, None),
+        (B, 1): (hold.State.RELEASED, None),
+    }
+    assert drive.core.claimed() == []
 
 
 def test_a_crash_fails_what_is_in_hand_and_the_handshake_in_flight() -> None:

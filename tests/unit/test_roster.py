@@ -227,6 +227,16 @@ def test_other_engines_at_the_place_of_one_that_has_answered_are_retired() -> No
     assert drive.connect(A, "host:1") == [], "once"
 
 
+def test_one_that_was_replaced_replaces_nobody_when_its_answer_comes_late() -> None:
+    """Both were asked, and the answer of the first, which has ended since, was longer under way."""
+    drive = Driver()
+    for each in (A, B):
+        drive.ask(each, place="host:1")
+        drive.tell(Connecting(key=each, place="host:1"))
+    assert drive.tell(Connected(key=B)) == [Retire(key=A)]
+    assert drive.tell(Connected(key=A)) == []
+
+
 def test_an_engine_that_is_looked_for_elsewhere_since_is_not_retired() -> None:
     drive = Driver()
     drive.ask(A, place="host:1")
@@ -542,10 +552,8 @@ class Orders(RuleBasedStateMachine):
             return
         self.place[key] = place
         effects = self.drive.connect(key, place)
-        self.expect(
-            effects,
-            [each for each in self.drive.members if self.place[each] == place and each.engine_id != key.engine_id],
-        )
+        others = [each for each in self.drive.members if self.place[each] == place and each.engine_id != key.engine_id]
+        self.expect(effects, [] if key in self.leaving else others)
 
     @rule(key=KEYS)
     def disconnect(self, key: PeerKey) -> None:

@@ -431,6 +431,13 @@ KEEPING = (
         ),
         place=ByTest(CORE + "::test_many_leases_travel_in_few_messages_of_bounded_size"),
     ),
+    Mutant(
+        name="held of nobody",
+        rule="held no longer than its engine",
+        broken="what was held of an engine that is given up stays held in the trace",
+        changes=(Edit(RemoteEngine._drop_claims, "if not hold.MACHINE.is_terminal(each):", "if False:"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_what_is_held_of_an_engine_that_is_given_up_ends_with_it"),
+    ),
 )
 
 # --- READs ----------------------------------------------------------------------------------------------------------

@@ -80,6 +80,14 @@ MUTANTS = (
         place=ByTest("tests/actors/test_peers.py::test_engine_replaced_at_its_address_is_given_up"),
     ),
     Mutant(
+        name="the replaced replaces",
+        rule="the replaced replaces nobody",
+        row=49,
+        broken="a late answer of an engine that was replaced retires the one that has replaced it",
+        changes=(Edit(Roster._replaced_by, "entry is None or entry.is_retired", "entry is None"),),
+        place=ByTest(f"{ROSTER}::test_one_that_was_replaced_replaces_nobody_when_its_answer_comes_late"),
+    ),
+    Mutant(
         name="looked for at the first place for ever",
         rule="one engine at a place",
         broken="an engine that has moved is retired when another one takes its old address",

@@ -25,6 +25,7 @@ RULES: dict[str, Rule] = {
     "the READ does not wait": Rule(remote_engine, "The READ does not wait for the answer; the report does"),
     "released by the last": Rule(remote_engine, "The release is owed when the last of a claim's users has ended"),
     "released until confirmed": Rule(remote_engine, "is said until P has confirmed it or the lease must be over."),
+    "held no longer than its engine": Rule(remote_engine, "What is held of an engine that is given up ends with it"),
     "a released lease is consumed": Rule(
         remote_engine, "A lease that was released here is consumed: who names it again is refused."
     ),
@@ -101,6 +102,7 @@ RULES: dict[str, Rule] = {
         roster,
         "When a member has connected, other engines that were looked for at the same place are gone: they are retired.",
     ),
+    "the replaced replaces nobody": Rule(roster, "Not by one that is retired itself"),
     "sharers let go": Rule(
         roster, "When one of them has taken back its connection, unused ones that are connected are retired."
     ),
