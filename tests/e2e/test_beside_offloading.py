@@ -2,6 +2,8 @@
 
 P names this connector first, D the other one. A prompt that D has offloaded is loaded from there, or from P; whichever
 it is, the answer is the same, and P hears that its blocks are not needed any more.
+
+Both have progress threads of NIXL, as users of the built-in connector have who set `num_threads`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import pytest
 
 from connector.observe import catalogue as c
 from tests.e2e.client import Client, PrefillDecode
-from tests.e2e.cluster import BLOCK_BYTES, Room, Traces, blocks_of, prompt
-from tests.e2e.engines import EngineOptions, EngineSet
+from tests.e2e.cluster import BLOCK_BYTES, Room, Traces, blocks_of, prompt, wait_for
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
 from tests.e2e.metrics_page import (
     BYTES,
     Page,
@@ -39,6 +41,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 REQUESTS = 100
 AT_ONCE = 10
 TOKENS = 100
+OFFLOADED_BYTES = TOKENS // BLOCK_SIZE_TOKENS * BLOCK_BYTES
+"""Of one prompt: its whole blocks."""
 BLOCKS = 60
 """Of each KV cache: a tenth of what all prompts take, so that all but the last ones are cached on the host only."""
 
@@ -53,6 +57,7 @@ class Combined:
             "logs": directory,
             "context_tokens": 256,
             "trace_directory": self.traces.directory,
+            "extra_config": {"num_threads": 2},
             "arguments": ("--num-gpu-blocks-override", str(BLOCKS)),
         }
         self._engines = EngineSet()
@@ -96,6 +101,17 @@ def offloaded(client: Client) -> tuple[float, float]:
     return client.metric("vllm:kv_offload_store_bytes_total"), client.metric("vllm:kv_offload_load_bytes_total")
 
 
+def external_hits(client: Client) -> float:
+    """Tokens that vLLM has had from its connectors instead of computing them."""
+    return client.metric("vllm:external_prefix_cache_hits_total")
+
+
+def wait_for_offloaded(client: Client, stored_bytes: float, loaded_bytes: float) -> None:
+    """What was stored last is counted in the step after it."""
+    expected_bytes = (stored_bytes, loaded_bytes)
+    wait_for(lambda: offloaded(client) == expected_bytes or None, f"{expected_bytes} bytes offloaded and loaded")
+
+
 def assert_pages_are_right(service: PrefillDecode, p_before: Page, d_before: Page, requests: int) -> None:
     """They have grown by so many requests that D has read from P, and by nothing else."""
     p, d = service.prefill_client, service.decode_client
@@ -129,18 +145,25 @@ def assert_pages_are_right_of_some(service: PrefillDecode, p_before: Page, d_bef
 def test_both_do_their_part_and_are_counted(combined: Combined, service: PrefillDecode) -> None:
     p, d = service.prefill_client, service.decode_client
     p_before, d_before = meet(service, prompt(TOKENS, "they meet"))
+    p_stored, d_stored = offloaded(p)[0], offloaded(d)[0]
     ask(service, "new")
     assert_pages_are_right(service, p_before, d_before, REQUESTS)
-    stored, loaded = offloaded(p)
-    assert stored > 0 == loaded, "P has computed every prompt for the first time"
+    p_stored += REQUESTS * OFFLOADED_BYTES
+    d_stored += 2 * REQUESTS * OFFLOADED_BYTES  # what D has read, and what it has computed alone
+    wait_for_offloaded(p, p_stored, 0)
+    wait_for_offloaded(d, d_stored, 0)
     for request_id in prompts(0, REQUESTS, "new"):
         combined.traces.assert_plain(request_id)
 
     # Again: P lends blocks that it has loaded from the host, and so does D with most of what it needs.
     p_before, d_before = Page.of(p), Page.of(d)
+    d_hits = external_hits(d)
     ask(service, "again")
-    assert offloaded(p)[1] > 0
-    assert offloaded(d)[1] > 0
+    wait_for_offloaded(p, p_stored, REQUESTS * OFFLOADED_BYTES)
+    read_tokens = growth_of(grown(d_before, d), c.COMPLETED) * TOKENS
+    d_loaded = (external_hits(d) - d_hits - read_tokens) / BLOCK_SIZE_TOKENS * BLOCK_BYTES
+    assert d_loaded > 0
+    wait_for_offloaded(d, d_stored, d_loaded)
     for request_id in prompts(0, REQUESTS, "again"):
         lease = combined.traces.ended_lease(request_id)
         assert lease.states in LEASE_PATHS_PLAIN, request_id

@@ -193,6 +193,7 @@ def test_regression(path: Path) -> None:
     assert simulate(read_plan(path)).violations == []
 
 
+@pytest.mark.timeout(360)  # by itself it plays all of them
 def test_everything_that_matters_happens_in_these_seeds() -> None:
     coverage: Counter[str] = Counter()
     faults: Counter[Kind] = Counter()
