@@ -60,6 +60,8 @@ EXPECTED = (
     "abort on P in PREEMPTED",
     "abort on P in RUNNING",
     "abort on P in WAITING",
+    "abort on P in WAITING_FOR_REMOTE_KVS",
+    "abort on P in WAITING_FOR_REMOTE_KVS, loaded",
     "a device is late",
     "damaged parameters",
     "forged parameters",
@@ -99,6 +101,8 @@ EXPECTED_WITH_STATES = (
     "abort on P in PREEMPTED",
     "abort on P in RUNNING",
     "abort on P in WAITING",
+    "abort on P in WAITING_FOR_REMOTE_KVS",
+    "abort on P in WAITING_FOR_REMOTE_KVS, loaded",
     "full prefix hit on D",
     "full prefix hit on P",
     "load failed, recomputed",
@@ -120,7 +124,13 @@ EXPECTED_WITH_STATES = (
     "stopped",
 )
 """The same where models have states."""
-NOT_WHERE_STEPS_OVERLAP = {"loaded on P", "quarantine", "read back"}
+NOT_WHERE_STEPS_OVERLAP = {
+    "abort on P in WAITING_FOR_REMOTE_KVS",
+    "abort on P in WAITING_FOR_REMOTE_KVS, loaded",
+    "loaded on P",
+    "quarantine",
+    "read back",
+}
 """A state moves on with each step, so D lends none when steps overlap. And no READ hangs in these seeds."""
 EXPECTED_WITH_WINDOWS = (
     "abort on D in RUNNING",
@@ -130,6 +140,8 @@ EXPECTED_WITH_WINDOWS = (
     "abort on P in FINISHED_LENGTH_CAPPED",
     "abort on P in RUNNING",
     "abort on P in WAITING",
+    "abort on P in WAITING_FOR_REMOTE_KVS",
+    "abort on P in WAITING_FOR_REMOTE_KVS, loaded",
     "full prefix hit on D",
     "full prefix hit on P",
     "load failed, recomputed",

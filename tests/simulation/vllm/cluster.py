@@ -46,6 +46,8 @@ LOAD_FACTOR = 0.6
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
 ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
+ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
+READ_BACK_ABORT_SHARE = 0.15
 WITH_WINDOWS = "with windows"
 WITH_STATES = "with states"
 WITH_STATES_AND_OVERLAP = "with states in overlapping steps"
@@ -97,6 +99,7 @@ class VllmCluster(Cluster):
         self._forgeries = generator(plan.seed, "forgeries")
         self._mistakes = generator(plan.seed, "prompts of others")
         self._stops = generator(plan.seed, "stop tokens")
+        self._departures = generator(plan.seed, "departures while an answer is read back")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _circumstances(self) -> list[str]:
@@ -175,7 +178,7 @@ class VllmCluster(Cluster):
             # Routers ask for one token; who asks for more gets more blocks than the prompt needs.
             1 if chance.random() < 0.85 else chance.randint(2, 40),
             params=read_back or {"do_remote_decode": True, "do_remote_prefill": False},
-            abort_in=chance.choice(ABORTS_IN_PREFILL) if chance.random() < 0.1 else None,
+            abort_in=self._draw_abort_on_prefill(read_back is not None),
             may_fail=read_back is not None,  # the engine that has answered may have given the blocks up
         )
         params = await self._prefill_prompt(prefill, prefilled)
@@ -210,6 +213,12 @@ class VllmCluster(Cluster):
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
+
+    def _draw_abort_on_prefill(self, reads_back: bool) -> str | None:
+        status = self._chance.choice(ABORTS_IN_PREFILL) if self._chance.random() < 0.1 else None
+        if reads_back and self._departures.random() < READ_BACK_ABORT_SHARE:
+            return self._departures.choice(ABORTS_IN_READ_BACK)
+        return status
 
     def _prefill_ask(self, request_id: str, prompt: tuple[int, ...], max_tokens: int, **other: Any) -> Ask:
         """A request to P. Where there are states P leaves the last token to D, and says one after those before it."""
