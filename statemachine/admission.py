@@ -15,7 +15,8 @@ time. What is left to decide is how much work anybody can cause, and how much me
   there for a while is heard in a flood, however many newcomers there are.
 * There is a limit to the connections. For one too many, another is cut off: the oldest that has never said anything
   that was understood; or else, of the address that has most connections, the one that said nothing for longest.
-  The same when no connection can be accepted, for want of descriptors.
+* Somebody may wait while no descriptor is left. Then the oldest that has never said anything that was understood makes
+  room, and no other: who is heard has a quarter of the descriptors at most, so it is somebody else who uses them up.
 * A message has to come to its end. A connection that has received more bytes since its last whole message than all
   messages that may wait is in the middle of one that is too large, and is cut off; the transport would keep all of it.
   One over which no message has come at all is allowed less: some old protocols do not show whose a message is.
@@ -195,9 +196,9 @@ class Admission:
         known = self._addresses.get(address)
         return known is not None and now_ns < known.shut_out_until_ns
 
-    def accept_failed(self) -> list[CutOff]:
-        """There was no descriptor for a connection that wanted to be accepted."""
-        return [self._cut_off_one(NO_DESCRIPTORS)] if self._connections else []
+    def no_descriptor_left(self) -> list[CutOff]:
+        """There is none for a connection that waits to be accepted."""
+        return [self._cut_off_one(NO_DESCRIPTORS)] if self._strange else []
 
     def measured(self, received: Iterable[tuple[int, int]], now_ns: int) -> list[CutOff]:
         """So many bytes each of these connections has received since it was opened."""

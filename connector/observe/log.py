@@ -36,6 +36,7 @@ import importlib.metadata
 import logging
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,10 @@ WINDOW_SECONDS = 10.0
 
 CAUSES_COUNTED_MAX = 16
 """Pairs of kind and engine whose lines are counted apart within a window; the others are counted together."""
+
+STRANGERS_COUNTED_MAX = 1024
+QUIET_SECONDS = 600.0
+"""Addresses whose misdeeds are counted apart, and when one is forgotten that does nothing more."""
 
 WAIT_SAID_AFTER_SECONDS = 2.0
 """A request that waits longer is said once while it waits: for blocks in vLLM's queue, and then for its KV."""
@@ -152,19 +157,34 @@ class _Window:
         self._left_out.clear()
 
 
-class RefusalLog:
-    """Whom a listener has not let in: a line for each power of two, so that a port scanner does not fill the log."""
+class StrangerLog:
+    """What strangers do to a listener: a line for each power of two of one address.
 
-    def __init__(self, where: str) -> None:
+    So a port scanner neither fills the log nor keeps an engine out of it that is turned away because its key is
+    missing. An address of which nothing was heard for QUIET_SECONDS is counted from one again.
+
+    Args:
+        where: which listener.
+        now: monotonic clock in seconds.
+    """
+
+    def __init__(self, where: str, *, now: Now = time.monotonic) -> None:
         self._where = where
-        self._count = 0
+        self._now = now
+        self._window = _Window(where, logging.WARNING, now)
+        # How often, and when last. Who was heard of last comes last.
+        self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
-    def __call__(self, why: str) -> None:
-        self._count += 1
-        if self._count & (self._count - 1) == 0:
-            get_logger().warning(
-                "%s: refused a connection (number %d): %s", self._where, self._count, shorten(why, 500)
-            )
+    def __call__(self, stranger: str, sentence: str) -> None:
+        """`stranger`: an address, or a word for those whose address is not known."""
+        now = self._now()
+        count, heard_at = self._counts.pop(stranger, (0, now))
+        count = 1 if now - heard_at > QUIET_SECONDS else count + 1
+        self._counts[stranger] = count, now
+        if len(self._counts) > STRANGERS_COUNTED_MAX:
+            self._counts.popitem(last=False)
+        if count & (count - 1) == 0 and self._window.admits(stranger):
+            get_logger().warning("%s: %s (%s, number %d)", self._where, shorten(sentence, 500), stranger, count)
 
 
 class FailureLog:

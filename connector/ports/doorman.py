@@ -8,6 +8,8 @@ has accepted and closed, and with each message over which of them it came. That 
   may close the descriptor at any moment, and another part of the process get its number. So it is duplicated first,
   and the duplicate is shut down only if it still is a connection of our port. The duplicate takes the place of a
   descriptor that is kept for this: there may be no other.
+* libzmq tries without a pause to accept a connection for which there is no descriptor, and could tell of each time; we
+  ask the kernel instead, when connections are measured, whether somebody waits and a descriptor is left.
 * Messages that had come before are delivered all the same. They are dropped while the connection is known to be cut
   off, and afterwards are messages of a connection that has ended (`Admission.arrived`).
 
@@ -18,7 +20,6 @@ taken. They are few: no more than may wait.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import resource
 import select
@@ -30,7 +31,7 @@ from typing import TypeAlias
 import zmq
 
 from connector.clock import NS_PER_SECOND, BootClock
-from connector.ports.tcp import peer_address, received_bytes
+from connector.ports.tcp import peer_address, received_bytes, waiting
 from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -43,10 +44,16 @@ MEASURED_EVERY_NS = NS_PER_SECOND // 10
 """How often connections are measured, up to MEASURED_AT_A_TIME of them; less often in proportion if they are more."""
 MEASURED_AT_A_TIME = 256
 
+MEASURED_IDLE_EVERY_NS = NS_PER_SECOND
+"""The same while there are none."""
+
 GONE = 0
 """The number of a connection that is not known any more."""
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+NOWHERE = -1
+"""The descriptor of a ROUTER that is not bound yet."""
+
+_EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=hi")
 
 _RESET = struct.pack("ii", 1, 0)
@@ -77,6 +84,7 @@ class Doorman:
         events: a PAIR of the same context, which the doorman closes.
         endpoint: for the monitor, inproc and not used before.
         on_cut_off: told of each connection that is cut off: its address, and why.
+        on_no_room: told of so many that wait to be accepted, when nobody can make room for them.
     """
 
     def __init__(
@@ -86,10 +94,13 @@ class Doorman:
         endpoint: str,
         limits: AdmissionLimits,
         on_cut_off: Callable[[str, str], None],
+        on_no_room: Callable[[int], None],
     ) -> None:
         self._router = router
         self._events = events
         self._on_cut_off = on_cut_off
+        self._on_no_room = on_no_room
+        self._listening = NOWHERE
         self._clock = BootClock()
         self._admission = Admission(limits, self._clock.now_ns())
         self._numbers = itertools.count(1)
@@ -123,14 +134,12 @@ class Doorman:
 
     def seconds_to_look(self) -> float:
         """When to look again though there is no news."""
-        if not self._connections:
-            return math.inf
         return max(0, self._measured_ns + self._interval_ns() - self._clock.now_ns()) / NS_PER_SECOND
 
     def look(self) -> None:
         """Take in what has become of connections, and measure them when it is time."""
         self._catch_up()
-        if self._connections and self._clock.now_ns() >= self._measured_ns + self._interval_ns():
+        if self._clock.now_ns() >= self._measured_ns + self._interval_ns():
             self._measure()
 
     def is_shut_out(self, address: str) -> bool:
@@ -186,7 +195,7 @@ class Doorman:
             elif event & 0xFFFF == zmq.EVENT_DISCONNECTED:
                 self._forget(descriptor)
             else:
-                self._carry_out(self._admission.accept_failed())
+                self._listening = descriptor
 
     def _open(self, descriptor: int) -> None:
         self._forget(descriptor)
@@ -205,12 +214,26 @@ class Doorman:
             self._admission.closed(number)
 
     def _interval_ns(self) -> int:
+        if not self._connections:
+            return MEASURED_IDLE_EVERY_NS
         return MEASURED_EVERY_NS * max(MEASURED_AT_A_TIME, len(self._connections)) // MEASURED_AT_A_TIME
 
     def _measure(self) -> None:
         received = [(number, received_bytes(each.descriptor)) for number, each in self._connections.items()]
         self._measured_ns = self._clock.now_ns()
         self._carry_out(self._admission.measured(received, self._measured_ns))
+        if self._listening != NOWHERE and (waits := waiting(self._listening)) and not self._is_descriptor_left():
+            cut_off = self._admission.no_descriptor_left()
+            self._carry_out(cut_off)
+            if not cut_off:
+                self._on_no_room(waits)
+
+    def _is_descriptor_left(self) -> bool:
+        try:
+            os.close(os.dup(self._nothing))
+        except OSError:
+            return False
+        return True
 
     def _carry_out(self, cut_off: list[CutOff]) -> None:
         for each in cut_off:

@@ -76,10 +76,10 @@ class Gate:
     """The gate of one context. Made when a socket listens, in the trio loop, and closed after that.
 
     Args:
-        on_refusal: told whom it has not let in, and why. The text is bounded.
+        on_refusal: told the address that it has not let in, and in a sentence why.
     """
 
-    def __init__(self, access: Access, socket: Socket, on_refusal: Callable[[str], None]) -> None:
+    def __init__(self, access: Access, socket: Socket, on_refusal: Callable[[str, str], None]) -> None:
         self._access = access
         self._socket = socket
         self._on_refusal = on_refusal
@@ -161,14 +161,16 @@ class Gate:
     async def _judge(self, frames: Sequence[bytes]) -> bytes:
         """What libzmq is told of a newcomer."""
         try:
-            _, _, _, _, domain, address, _, mechanism, *credentials = frames
+            _, _, _, _, domain, address_bytes, _, mechanism, *credentials = frames
+            # A link-local address comes with its interface, which is no part of it.
+            address = address_bytes.decode().partition("%")[0]
             is_shut_out = self._shut_out.get(domain)
-            if is_shut_out is None or is_shut_out(address.decode()):
+            if is_shut_out is None or is_shut_out(address):
                 return NOT_NOW
-            why = await self._find_fault(address.decode(), mechanism, credentials)
+            why = await self._find_fault(address, mechanism, credentials)
             if why is None:
                 return ALLOWED
-            self._on_refusal(f"{address.decode()} may not connect: {why}")
+            self._on_refusal(address, f"{address} may not connect: {why}")
         except Exception as error:  # nobody is let in by a mistake
             log_crash("gate", error)
             return FAILED

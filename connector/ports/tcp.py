@@ -1,5 +1,5 @@
-"""What the kernel says of a TCP connection by its descriptor, which belongs to somebody else and may be closed any
-moment.
+"""What the kernel says of a TCP connection or listener by its descriptor, which belongs to somebody else and may be
+closed any moment.
 
 libzmq keeps the parts of a message until the last one has come, however many they are, and tells nobody. The bytes
 that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them.
@@ -17,10 +17,18 @@ T = TypeVar("T")
 _RECEIVED_BYTES = struct.Struct("128xQ")
 """Where `tcpi_bytes_received` is in `struct tcp_info`."""
 
+_WAITING = struct.Struct("24xI")
+"""Where `tcpi_unacked` is, which for a listener is the length of its queue."""
+
 
 def received_bytes(descriptor: int) -> int:
     """Since it was opened; 0 when the connection has ended already."""
     return _asked(descriptor, _received, 0)
+
+
+def waiting(listener: int) -> int:
+    """Connections that wait to be accepted."""
+    return _asked(listener, _queued, 0)
 
 
 def peer_address(descriptor: int) -> str:
@@ -31,6 +39,11 @@ def peer_address(descriptor: int) -> str:
 def _received(connection: socket.socket) -> int:
     facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
     return int(_RECEIVED_BYTES.unpack(facts)[0])
+
+
+def _queued(listener: socket.socket) -> int:
+    facts = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WAITING.size)
+    return int(_WAITING.unpack(facts)[0])
 
 
 def _asked(descriptor: int, question: Callable[[socket.socket], T], otherwise: T) -> T:

@@ -137,6 +137,9 @@ UNFINISHED_SLACK_BYTES = 1 << 20
 DROPPED_UNITS = 4
 DROPPED_FRAME_UNITS = 1
 """What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+NEWCOMERS = "newcomers"
+"""Who are not connected yet, and whose addresses are not known."""
+
 UNHEARD = b""
 """Instead of the sender, of a message that is dropped because its sender has no allowance: there is none to charge."""
 
@@ -634,10 +637,12 @@ class ZmqSideChannel:
 
     Args:
         access: who is let in, and where it connects to.
-        on_refusal: told whom a listener has not let in, and why.
+        on_refusal: told whom a listener has not let in, an address or NEWCOMERS, and in a sentence why.
     """
 
-    def __init__(self, access: Access = ANYBODY, on_refusal: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(
+        self, access: Access = ANYBODY, on_refusal: Callable[[str, str], None] = lambda stranger, sentence: None
+    ) -> None:
         self.access = access
         self._on_refusal = on_refusal
         self._gate: Gate | None = None
@@ -760,7 +765,8 @@ class ZmqSideChannel:
             )
             gate = self._open_gate()
             events = self.make_socket(zmq.PAIR, ipv6=False)
-            doorman = Doorman(router, events, f"inproc://monitor-{next(self._monitors)}", limits, on_cut_off)
+            endpoint = f"inproc://monitor-{next(self._monitors)}"
+            doorman = Doorman(router, events, endpoint, limits, on_cut_off, self._say_no_room)
         except (zmq.ZMQError, OSError) as error:
             router.close()
             raise SideChannelError(host, port, str(error)) from error
@@ -785,6 +791,13 @@ class ZmqSideChannel:
             if self._gate is not None:
                 self._gate.close()
             self._context.term()
+
+    def _say_no_room(self, waits: int) -> None:
+        said = (
+            f"nobody can connect: no file descriptor is left in this process, and {waits} wait; raise the limit "
+            "(ulimit -n), or see who uses them up (ls /proc/<pid>/fd)"
+        )
+        self._on_refusal(NEWCOMERS, said)
 
     def make_socket(self, kind: int, *, ipv6: bool) -> Socket:
         """A socket of this channel's context, for the classes of this module. Raises zmq.ZMQError."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from connector.clock import Clock
-from connector.observe.log import RefusalLog, get_logger, root_cause
+from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import PortUnavailable, SideChannelError
@@ -67,8 +67,7 @@ class ListenerThread:
         self._clock = clock
         self._grace_ns = grace_ns
         self._count = count
-        self._bad_frames = 0
-        self._cut_off = 0
+        self._log_stranger = StrangerLog("side channel")
         self.draining = Draining(lease_ns=lease_ns)
         """Whether the engine is to end, and how far it has come. Replaced in the listener's thread."""
         self._listener: HandshakeListener | None = None
@@ -106,7 +105,7 @@ class ListenerThread:
 
     def _made(self) -> HandshakeListener:
         self._listener = HandshakeListener(
-            side_channel=ZmqSideChannel(self._access, RefusalLog("side channel")),
+            side_channel=ZmqSideChannel(self._access, self._log_stranger),
             host=self._host,
             port=self._port,
             payloads=self._payloads(),
@@ -149,16 +148,10 @@ class ListenerThread:
         }
 
     def _log_bad_frame(self, detail: str) -> None:
-        """Powers of two only: a port scanner must not fill the log."""
-        self._bad_frames += 1
-        if self._bad_frames & (self._bad_frames - 1) == 0:
-            _log.warning("side channel: refused a bad request (number %d): %s", self._bad_frames, detail)
+        self._log_stranger("bad requests", f"refused a bad request: {detail}")
 
     def _log_cut_off(self, address: str, why: str) -> None:
-        """Powers of two only, for the same reason."""
-        self._cut_off += 1
-        if self._cut_off & (self._cut_off - 1) == 0:
-            _log.warning("side channel: ended a connection from %s (number %d): %s", address, self._cut_off, why)
+        self._log_stranger(address, f"ended a connection from {address}: {why}")
 
     def _log_error(self, error: BaseException) -> None:
         log_actor_crash("handshake listener's thread", error)

@@ -30,7 +30,7 @@ from connector.observe.log import (
     CrashCount,
     EventLog,
     FailureLog,
-    RefusalLog,
+    StrangerLog,
     distribution_version,
     get_logger,
     log_crash,
@@ -246,7 +246,7 @@ class ConnectorWorker:
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
-        side_channel = ZmqSideChannel(self._access, RefusalLog("control socket"))
+        side_channel = ZmqSideChannel(self._access, StrangerLog("control socket"))
         port = control_port(self._vllm_config, self._options, rank_number)
         control_host, control = open_control_socket(side_channel, log_failure, port)
         leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)

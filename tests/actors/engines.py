@@ -26,6 +26,7 @@ from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
 from connector.observe.log import EventLog
+from connector.ports.gate import Access
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener
@@ -353,7 +354,7 @@ async def parallel_engine(
                 await nursery.start(each.supervisor.run)
             if serves:
                 ranks[0].listener = HandshakeListener(
-                    side_channel=ZmqSideChannel(listener_access(ranks[0].options), ranks[0].refused.append),
+                    side_channel=_channel(listener_access(ranks[0].options), ranks[0].refused),
                     host=HOST,
                     port=port,
                     payloads={each.local.layout.rank: each.payload() for each in ranks},
@@ -412,7 +413,7 @@ def _rank(
     assert isinstance(port, HeardPort)
     port.clock = clock
     refused: list[str] = []
-    side_channel = ZmqSideChannel(channel_access(options), refused.append)
+    side_channel = _channel(channel_access(options), refused)
     control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
     trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
@@ -452,6 +453,10 @@ def _rank(
         refused,
         control_key=side_channel.public_key,
     )
+
+
+def _channel(access: Access, refused: list[str]) -> ZmqSideChannel:
+    return ZmqSideChannel(access, lambda stranger, said: refused.append(said))
 
 
 async def until(found: Callable[[], T | None], seconds: float = 10.0) -> T:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import random
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
@@ -33,7 +34,9 @@ M_TRIM_THRESHOLD = -1
 class Door:
     """A listener that answers everything with the same."""
 
-    def __init__(self, channel: ZmqSideChannel, units: int, **options: int) -> None:
+    def __init__(self, units: int, **options: int) -> None:
+        self.refused: list[tuple[str, str]] = []
+        channel = ZmqSideChannel(on_refusal=lambda stranger, said: self.refused.append((stranger, said)))
         self.cut_off: list[tuple[str, str]] = []
         self.channel = channel
         self.units = units
@@ -63,15 +66,14 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def door(units: int = 1, **options: int) -> AsyncIterator[Door]:
-    channel = ZmqSideChannel()
-    made = Door(channel, units, **options)
+    made = Door(units, **options)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.serve)
             yield made
             nursery.cancel_scope.cancel()
     finally:
-        channel.close()
+        made.channel.close()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -143,6 +145,87 @@ def test_a_message_without_end_is_ended_and_its_memory_given_back() -> None:
 
     with memory_goes_back():
         run(test)
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = [os.dup(0)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in kept:
+            os.close(each)
+
+
+async def knock(stranger: socket.socket, port: int) -> None:
+    """The kernel connects it, whoever accepts it."""
+    stranger.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        stranger.connect((HOST, port))
+
+
+async def is_greeted(stranger: socket.socket) -> None:
+    """It has been accepted."""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            assert stranger.recv(1) == GREETING[:1]
+            return
+        await trio.sleep(0.01)
+
+
+def test_without_descriptors_a_stranger_makes_room_and_no_engine() -> None:
+    async def test() -> None:
+        async with door() as listening:
+            engine = await listening.channel.open_link(HOST, listening.listener.port)
+            engine.send([b"hello"])
+            await engine.receive()
+            with await listening.stranger() as first, await listening.stranger(), socket.socket() as late:
+                with no_descriptor_left():
+                    await knock(late, listening.listener.port)
+                    await is_greeted(late)
+                    await trio.sleep(0.5)
+                    engine.send([b"I am here"])
+                    await engine.receive()
+                assert await trio.to_thread.run_sync(is_ended, first, 10.0)
+                assert listening.cut_off == [(STRANGER, admission.NO_DESCRIPTORS)]
+                assert listening.refused == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("engines", [0, 1])
+def test_without_descriptors_newcomers_wait_if_there_is_no_stranger(engines: int) -> None:
+    """Nothing spins meanwhile but libzmq, what it costs does not grow, and somebody is told."""
+
+    async def test() -> None:
+        async with door() as listening:
+            links = [await listening.channel.open_link(HOST, listening.listener.port) for _ in range(engines)]
+            for each in links:
+                each.send([b"hello"])
+                await each.receive()
+            with socket.socket() as late:
+                with no_descriptor_left():
+                    await knock(late, listening.listener.port)
+                    while not listening.refused:
+                        await trio.sleep(0.01)
+                    await trio.sleep(0.5)
+                    for each in links:
+                        each.send([b"I am here"])
+                        await each.receive()
+                await is_greeted(late)
+            assert listening.cut_off == []
+            stranger, said = listening.refused[0]
+            assert stranger == zmq_bridge.NEWCOMERS
+            assert "no file descriptor is left in this process, and 1 wait" in said
+            assert len(listening.refused) < 20
+
+    run(test)
 
 
 def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

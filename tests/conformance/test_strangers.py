@@ -102,8 +102,10 @@ def test_who_connects_from_outside_of_the_ranges_is_not_heard() -> None:
     """Both come from this machine: the one from 127.0.0.2, the other from 127.0.0.1."""
 
     async def main() -> None:
-        refused: list[str] = []
-        guarded = ZmqSideChannel(Access(networks=(ip_network("127.0.0.2"),)), refused.append)
+        refused: list[tuple[str, str]] = []
+        guarded = ZmqSideChannel(
+            Access(networks=(ip_network("127.0.0.2"),)), lambda address, said: refused.append((address, said))
+        )
         stranger = ZmqSideChannel()
         served = Served(guarded)
         with closing(guarded), closing(stranger), zmq.Context() as context, context.socket(zmq.DEALER) as member:
@@ -116,7 +118,7 @@ def test_who_connects_from_outside_of_the_ranges_is_not_heard() -> None:
                 await until(lambda: bool(member.poll(0)))
                 nursery.cancel_scope.cancel()
             assert served.heard == [(b"I may",)]
-            assert refused == ["127.0.0.1 may not connect: it is not in allowed_peers"]
+            assert refused == [("127.0.0.1", "127.0.0.1 may not connect: it is not in allowed_peers")]
 
     run(main)
 
@@ -191,7 +193,7 @@ def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
             def opened(channel: ZmqSideChannel) -> ZmqSideChannel:
                 return stack.enter_context(closing(channel))
 
-            serving = opened(ZmqSideChannel(Access(keys=one.keys()), refused.append))
+            serving = opened(ZmqSideChannel(Access(keys=one.keys()), lambda address, said: refused.append(said)))
             plain, keyless = opened(ZmqSideChannel()), opened(ZmqSideChannel())
             of_other, of_unknown = opened(other.channel()), opened(unknown.channel())
             async with trio.open_nursery() as nursery:
@@ -311,12 +313,47 @@ def test_a_folder_that_cannot_be_read_leaves_the_keys_of_before(fleet: Fleet, ca
             served = Served(serving)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(served.run)
-                (serving_member.accepted / "half.key").write_text("half writ")
+                serving_member.accepted.rename(serving_member.accepted.with_name("moved"))
                 await ask(asking, served.port)
                 nursery.cancel_scope.cancel()
 
     run(main)
     assert "the keys of before stay in use" in caplog.text
+
+
+def test_a_file_without_a_key_keeps_none_of_the_others_accepted(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once. The key that it had before stays: somebody may be writing it just now."""
+    monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
+    member, rolled, leaving = (fleet.member(name) for name in ("member", "rolled", "leaving"))
+    for each in (rolled, leaving):
+        fleet.accept(each, by=member)
+    (rolled_file, leaving_file) = (member.accepted / f"{each.name}.key" for each in (rolled, leaving))
+
+    async def main() -> None:
+        keys = member.keys()
+
+        async def accepted() -> set[str]:
+            await keys.look_again()
+            return set(keys.accepted.values())
+
+        (member.accepted / "notes.key").write_text("keys of the fleet")
+        written = rolled_file.read_text()
+        rolled_file.write_text("half writ")
+        for _ in range(3):
+            assert await accepted() == {"member", "rolled", "leaving"}
+        leaving_file.unlink()
+        assert await accepted() == {"member", "rolled"}
+        rolled_file.write_text(written)
+        assert await accepted() == {"member", "rolled"}
+        rolled_file.unlink()
+        assert await accepted() == {"member"}
+
+    run(main)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2
+    assert all("stays accepted until it is deleted" in each for each in errors)
 
 
 class HangingFolder:
@@ -331,7 +368,7 @@ class HangingFolder:
     def come_back(self) -> None:
         self._is_back.set()
 
-    def read(self, folder: Path) -> dict[bytes, str]:
+    def read(self, folder: Path) -> tuple[dict[bytes, str], dict[str, str]]:
         if folder == self._folder:
             self.looks += 1
             self._is_back.wait(60)

@@ -174,14 +174,23 @@ def test_of_those_who_speak_the_largest_crowd_makes_room() -> None:
     assert [each.connection for each in door.cut_off] == crowd[1:3]
 
 
-def test_without_descriptors_somebody_makes_room() -> None:
+def test_without_descriptors_the_oldest_stranger_makes_room() -> None:
     door = Door()
-    assert door.core.accept_failed() == []
+    assert door.core.no_descriptor_left() == []
     silent = door.open()
-    assert door.core.accept_failed() == [CutOff(silent, "stranger", admission.NO_DESCRIPTORS)]
+    assert door.core.no_descriptor_left() == [CutOff(silent, "stranger", admission.NO_DESCRIPTORS)]
     assert len(door.core) == 0
-    again = door.open()
-    assert [each.connection for each in door.core.accept_failed()] == [again]  # it was not shut out
+    again, later = door.open(), door.open()  # it was not shut out
+    assert [each.connection for each in door.core.no_descriptor_left()] == [again]
+    assert [each.connection for each in door.core.no_descriptor_left()] == [later]
+
+
+def test_without_descriptors_no_engine_makes_room() -> None:
+    """Somebody else has used them up, and whoever knocks may be anybody."""
+    door = Door()
+    for each in door.open_many(3, "crowd"):
+        door.says(each)
+    assert door.core.no_descriptor_left() == []
 
 
 def test_a_message_without_end_is_ended() -> None:
@@ -289,7 +298,7 @@ def test_addresses_are_forgotten_but_none_that_is_connected() -> None:
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "close", "say", "garbage", "measure", "accept failed", "wait"]),
+        st.sampled_from(["open", "close", "say", "garbage", "measure", "no descriptor", "wait"]),
         st.integers(0, 30),
         st.integers(0, 3),
     ),
@@ -318,8 +327,8 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
             case "measure":
                 received[number] = received.get(number, 0) + more * 4 * MB
                 door.measure(received.items())
-            case "accept failed":
-                door.cut_off += door.core.accept_failed()
+            case "no descriptor":
+                door.cut_off += door.core.no_descriptor_left()
             case "wait":
                 door.pass_seconds(more)
         for each in door.cut_off[before:]:

@@ -22,9 +22,12 @@ from connector.observe.log import (
     CAUSES_COUNTED_MAX,
     LINES_PER_CAUSE,
     LINES_PER_WINDOW,
+    QUIET_SECONDS,
+    STRANGERS_COUNTED_MAX,
     WINDOW_SECONDS,
     EventLog,
     FailureLog,
+    StrangerLog,
     describe_wait,
     distribution_version,
     get_logger,
@@ -192,6 +195,45 @@ def test_the_limit_of_the_quarantine_is_said_with_what_follows_and_so_is_its_end
         assert word in full
     assert "500 are left" in over
     assert [record.levelno for record in lines.records] == [logging.WARNING] * 2
+
+
+def test_a_stranger_that_goes_on_has_a_line_for_each_power_of_two(lines: Lines) -> None:
+    clock = Seconds()
+    log = StrangerLog("side channel", now=clock)
+    for _ in range(2000):
+        log("10.0.0.9", "10.0.0.9 may not connect: no key")
+        clock.now += 1
+    assert [text.rpartition(" ")[2] for text in lines.texts] == [f"{1 << power})" for power in range(11)]
+    assert lines.texts[0] == "side channel: 10.0.0.9 may not connect: no key (10.0.0.9, number 1)"
+
+
+def test_a_stranger_keeps_nobody_else_out_of_the_log(lines: Lines) -> None:
+    """Neither one that has knocked for long, nor many at once."""
+    clock = Seconds()
+    log = StrangerLog("side channel", now=clock)
+    for _ in range(5000):
+        log("10.0.0.9", "scans ports")
+        clock.now += 1
+    lines.records.clear()
+    log("10.20.0.7", "its key is not accepted")
+    assert [text.startswith("side channel: its key is not accepted") for text in lines.texts] == [True]
+
+    lines.records.clear()
+    clock.now += WINDOW_SECONDS
+    for number in range(10 * STRANGERS_COUNTED_MAX):
+        log(f"fd00::{number:x}", "scans ports")
+    assert LINES_PER_WINDOW // 2 < len(lines.texts) <= LINES_PER_WINDOW + CAUSES_COUNTED_MAX + 2
+
+
+def test_a_stranger_that_was_quiet_is_counted_from_one_again(lines: Lines) -> None:
+    clock = Seconds()
+    log = StrangerLog("side channel", now=clock)
+    for _ in range(3):
+        log("10.0.0.9", "no key")
+    clock.now += QUIET_SECONDS + 1
+    lines.records.clear()
+    log("10.0.0.9", "no key")
+    assert lines.texts == ["side channel: no key (10.0.0.9, number 1)"]
 
 
 def test_an_abort_is_a_debug_line_only(lines: Lines) -> None:

@@ -160,7 +160,9 @@ RULES: dict[str, Rule] = {
         admission,
         "For one too many, another is cut off: the oldest that has never said anything that was understood",
     ),
-    "no descriptor left": Rule(admission, "The same when no connection can be accepted, for want of descriptors."),
+    "no descriptor left": Rule(
+        admission, "Then the oldest that has never said anything that was understood makes room, and no other"
+    ),
     "a message has to end": Rule(admission, "A message has to come to its end."),
     "unfinished messages together": Rule(
         admission, "When the unfinished messages of all connections together are too large, the largest goes."

@@ -89,9 +89,16 @@ MUTANTS = (
     Mutant(
         name="no room without descriptors",
         rule="no descriptor left",
-        broken="when the descriptors are used up nobody is accepted any more, and libzmq's thread spins",
-        changes=(Edit(Admission.accept_failed, "if self._connections", "if False"),),
-        place=ByTest(f"{CORE}::test_without_descriptors_somebody_makes_room"),
+        broken="when strangers have used the descriptors up nobody is accepted any more, and libzmq's thread spins",
+        changes=(Edit(Admission.no_descriptor_left, "if self._strange", "if False"),),
+        place=ByTest(f"{CORE}::test_without_descriptors_the_oldest_stranger_makes_room"),
+    ),
+    Mutant(
+        name="engines make room for strangers",
+        rule="no descriptor left",
+        broken="while others use the descriptors up, one engine after another is cut off for whoever knocks",
+        changes=(Edit(Admission.no_descriptor_left, "if self._strange", "if self._connections"),),
+        place=ByTest(f"{CORE}::test_without_descriptors_no_engine_makes_room"),
     ),
     Mutant(
         name="a message may have no end",
