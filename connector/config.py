@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
-from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted, split_place
 from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
@@ -182,6 +182,11 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
             ipaddress.ip_network(text)
         except ValueError as error:
             raise OptionError("allowed_peers", f"option allowed_peers has {render_untrusted(text)}: {error}") from None
+    for text in options.known_peers:
+        try:
+            split_place(text)
+        except ValueError as error:
+            raise OptionError("known_peers", f"option known_peers: {error}") from None
     if options.trace_directory is None:
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)

@@ -9,7 +9,9 @@ serves or asks: keys say who belongs to the fleet, not which engine it is.
 The folder of accepted keys is looked at again, at most every LOOK_SECONDS, when somebody connects or is to be connected
 to. So a key that is added or taken away counts within seconds, for connections from then on. A folder that hangs, as on
 a network file system that is away, costs one connection LOOK_WAIT_SECONDS, and the keys of before stay in use until it
-answers. One's own pair is read once: a socket that listens keeps the key that it was bound with.
+answers. A file there that makes no sense is an error at start; later it is a line in the log, and the key that it had
+before stays accepted until the file is gone: somebody may be writing it just now. One's own pair is read once: a socket
+that listens keeps the key that it was bound with.
 """
 
 from __future__ import annotations
@@ -60,7 +62,12 @@ class CurveKeys:
             raise KeyDirectoryError(f"{own} has no secret-key")
         self.public_key = public_key
         self.secret_key = secret_key
-        self.accepted: Mapping[bytes, str] = _read_accepted(self._directory / ACCEPTED_FOLDER)
+        accepted, problems = _read_accepted(self._directory / ACCEPTED_FOLDER)
+        if problems:
+            raise KeyDirectoryError(next(iter(problems.values())))
+        self.accepted: Mapping[bytes, str] = accepted
+        # By the name of the file; of the folder itself by its own.
+        self._problems: Mapping[str, str] = problems
         # Set when the look that is under way ends; None: none is.
         self._look: trio.Event | None = None
         self._is_late = False
@@ -88,19 +95,28 @@ class CurveKeys:
         folder = self._directory / ACCEPTED_FOLDER
         try:
             # A limiter of its own, because a folder that hangs keeps its thread.
-            found = await trio.to_thread.run_sync(
+            found, problems = await trio.to_thread.run_sync(
                 _read_accepted, folder, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
             )
+            self._say(problems, "the key that it had before stays accepted until it is deleted")
+            found |= {key: name for key, name in self.accepted.items() if name in problems}
             if found != self.accepted:
                 _log.info("accepted keys in %s: %s", folder, ", ".join(sorted(found.values())) or "none")
                 self.accepted = found
         except KeyDirectoryError as error:
-            _log.error("%s; the keys of before stay in use", error)
+            self._say({ACCEPTED_FOLDER: str(error)}, "the keys of before stay in use")
         except Exception as error:  # a task of the run itself must not raise: everything would end
             log_crash("accepted keys", error)
         finally:
             self._look = None
             ended.set()
+
+    def _say(self, problems: Mapping[str, str], so: str) -> None:
+        """Each once, as long as it lasts."""
+        for name, problem in problems.items():
+            if self._problems.get(name) != problem:
+                _log.error("%s; %s", problem, so)
+        self._problems = problems
 
 
 def make_pair(directory: Path, name: str) -> tuple[Path, Path]:
@@ -131,7 +147,8 @@ def _write_new(path: Path, public_key: bytes, secret_key: bytes | None) -> None:
             file.write(f'    secret-key = "{secret_key.decode()}"\n')
 
 
-def _read_accepted(folder: Path) -> dict[bytes, str]:
+def _read_accepted(folder: Path) -> tuple[dict[bytes, str], dict[str, str]]:
+    """The keys with the names of their files, and what is wrong with the other files. Raises KeyDirectoryError."""
     try:
         paths = sorted(folder.glob("*.key"))
         if not folder.is_dir():
@@ -140,7 +157,13 @@ def _read_accepted(folder: Path) -> dict[bytes, str]:
         raise KeyDirectoryError(f"{folder} cannot be read: {error}") from None
     if len(paths) > KEYS_MAX:
         raise KeyDirectoryError(f"{folder} has {len(paths)} keys; {KEYS_MAX} are possible")
-    return {_read_certificate(path)[0]: path.stem for path in paths}
+    accepted, problems = {}, {}
+    for path in paths:
+        try:
+            accepted[_read_certificate(path)[0]] = path.stem
+        except KeyDirectoryError as error:
+            problems[path.stem] = str(error)
+    return accepted, problems
 
 
 def _read_certificate(path: Path) -> tuple[bytes, bytes | None]:

@@ -19,7 +19,7 @@ from connector.config import ConnectorOptions
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
-from connector.wire.bounded import BadFrame, DecodeFailed, shorten
+from connector.wire.bounded import BadFrame, DecodeFailed, split_place
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
 from statemachine.introduction import IntroductionLimits
@@ -34,14 +34,6 @@ BUILTIN = (
     "it runs the built-in connector, which does not say how many ranks it has; it is met when the first request comes"
 )
 TOO_MANY = f"not named: {core.PLACES_MAX} places are known already, and all are met, being asked or named by an option"
-
-
-def split_place(place: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError."""
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
-    return host.strip("[]"), int(port)
 
 
 class Introductions:
@@ -170,7 +162,10 @@ class Introductions:
     async def _question(self, place: str) -> Callable[[int], list[Effect]]:
         """What to tell the core."""
         failed = partial(self._core.failed, place)
-        host, port = split_place(place)
+        try:
+            host, port = split_place(place)
+        except ValueError as error:  # whoever has named it here was not checked
+            return partial(failed, str(error))
         try:
             with closing(self._side_channel.connect(host, port)) as requester:
                 with trio.move_on_after(self._timeout_seconds) as scope:

@@ -32,6 +32,19 @@ _INTEGER_BITS_RENDERED = 96
 _Decoded = TypeVar("_Decoded")
 
 
+def split_place(place: str) -> tuple[str, int]:
+    """Host and port of what PLACE_PATTERN describes; an IPv6 address without its brackets. Raises ValueError."""
+    host, _, port = place.rpartition(":")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(
+            f"{shorten(place)!r} is not host:port: an IPv6 address has to be in brackets, as in [::1]:5600"
+        )
+    bare = host.strip("[]")
+    if not bare or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
+    return bare, int(port)
+
+
 class DecodeFailed(Exception):
     """Bytes from outside are not what the wire format says. `detail` is bounded and fit for a log line."""
 

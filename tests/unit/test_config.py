@@ -117,6 +117,18 @@ def test_an_address_range_that_is_none_is_named(text: str) -> None:
     assert repr(text) in str(error)
 
 
+@pytest.mark.parametrize("text", ["prefill-0:0", "[::1]:99999", "::1", "fd00::1:5600", "[]:5600"])
+def test_a_known_peer_that_cannot_be_one_is_named(text: str) -> None:
+    error = _error({"known_peers": ["prefill-0:5600", text]})
+    assert error.option == "known_peers"
+    assert repr(text) in str(error)
+
+
+def test_known_peers() -> None:
+    peers = ("prefill-0:5600", "10.0.0.1:5600", "[fd00::1]:5600")
+    assert parse_options({"known_peers": list(peers)}, {}).known_peers == peers
+
+
 def test_address_ranges() -> None:
     peers = ("10.0.0.0/8", "fd00::/8", "192.0.2.7")
     assert parse_options({"allowed_peers": list(peers)}, {}).allowed_peers == peers

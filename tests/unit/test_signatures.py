@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import logging
 import os
@@ -13,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector import key_files
 from connector.config import ConnectorOptions, OptionError
-from connector.key_files import ParamsKeyFile, params_key_file, warn_of_insecurity
+from connector.key_files import ParamsKeyFile, channel_access, params_key_file, warn_of_insecurity
 from connector.protocol import RejectPull, StartPull, TrackLease
 from connector.wire.params import (
     ParamsError,
@@ -270,10 +273,41 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, caplog: pytest.Lo
         for _ in range(3):
             file.look_again()
         path.unlink()
-        file.look_again()
+        for _ in range(3):
+            file.look_again()
     assert file.keys == ParamsKeys((NEW, OLD)), "the keys of before stay in use"
     assert [record.levelname for record in caplog.records] == ["INFO", "ERROR", "ERROR"]
     assert not any(key.secret.hex() in caplog.text for key in (OLD, NEW))
+
+
+def test_a_file_that_could_not_be_read_is_read_when_it_can_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may read a file changes nothing of what shows that it was written."""
+    path = tmp_path / "keys"
+    path.write_text(format_keys(KEYS))
+    file = ParamsKeyFile(str(path))
+    path.write_text(format_keys(ParamsKeys((NEW, OLD))))
+    read = key_files._text
+
+    def forbidden(path: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(key_files, "_text", forbidden)
+    for _ in range(3):
+        file.look_again()
+    assert (file.keys, len(caplog.records)) == (KEYS, 1)
+    monkeypatch.setattr(key_files, "_text", read)
+    file.look_again()
+    assert file.keys == ParamsKeys((NEW, OLD))
+
+
+def test_ipv4_addresses_in_the_form_of_ipv6_are_ipv4() -> None:
+    """A range of them is compared with addresses that are IPv4 by then."""
+    peers = ("::ffff:10.0.0.0/104", "::ffff:192.0.2.7", "::/0", "fd00::/8")
+    assert channel_access(ConnectorOptions(allowed_peers=peers)).networks == tuple(
+        ipaddress.ip_network(each) for each in ("10.0.0.0/8", "192.0.2.7/32", "::/0", "fd00::/8")
+    )
 
 
 # --- what is said at start ------------------------------------------------------------------------------------------
