@@ -2,7 +2,8 @@
 
     stays      nothing else is known
     leaving    it has said so (`Leaving` on a control socket): what it lends can be read, for as long as it keeps it
-    left       it had said so, and its connection has ended since: its process is gone, and with it whatever it lent
+    left       it had said so, and its connection has ended since, or could not be made again: its process is gone, and
+               with it whatever it lent
 
 Leaving changes nothing for requests. Who holds a lease there goes on; who comes with a lease that was granted before is
 served; only P knows which these are, so it is asked for each, and answers at once. Nothing new is lent there, so

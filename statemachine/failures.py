@@ -385,6 +385,21 @@ class QuarantineFull(Failure, frozen=True, kw_only=True):
         )
 
 
+class RequestIdInQuarantine(Failure, frozen=True, kw_only=True):
+    """READs may still write into the blocks of an earlier request of this id, which has ended.
+
+    What is kept of those goes by the id, and vLLM gives an id free with the report.
+    """
+
+    blocks: int
+
+    def __str__(self) -> str:
+        return (
+            f"an earlier request of the same id has ended, and READs may still write into {self.blocks} KV blocks that "
+            "are kept aside for it"
+        )
+
+
 class ActorCrashed(Failure, frozen=True, kw_only=True):
     """A bug: an actor raised. Its requests fail, the actor is started again, the engine goes on."""
 

@@ -37,6 +37,10 @@ class Quarantine:
         # By whose they were.
         self._blocks_of: dict[Hashable, int] = {}
 
+    def blocks_of(self, owner: Hashable) -> int:
+        """Kept aside now of this owner's."""
+        return self._blocks_of.get(owner, 0)
+
     def keep(self, owner: Hashable, blocks: int) -> None:
         """So many blocks of `owner`, which has ended, are kept aside."""
         self._change(owner, blocks)

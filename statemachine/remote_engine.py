@@ -932,7 +932,7 @@ class RemoteEngine:
 
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
-            has_left, cause = self._departure.state is departure.State.LEFT, failure
+            has_left, cause = self._departure.state is not departure.State.STAYS, failure
             # That it has left explains all but what somebody says who is there instead.
             if has_left and not isinstance(failure, Incompatible | BadParams | NotAllowed):
                 cause = self._left(failure)

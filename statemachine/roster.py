@@ -30,6 +30,8 @@ Rules:
 * While too many blocks are in quarantine (`quarantine.py`), a request that is to be read is refused, whichever engine
   has its KV; that engine is told, as of one that needs nothing. Who only waits in the queue is handed to its member
   all the same: there may be room when its turn comes.
+* A request whose id is that of one in quarantine at the same member is refused in the same way: what is kept of that
+  one goes by its id, and its blocks must come back, not those of its namesake.
 
 Each event costs the same however many members there are, but for a newcomer to a full roster, which has all of them
 looked at. A connection concerns those who share its place or its engine.
@@ -42,7 +44,7 @@ from typing import Any, NamedTuple, Protocol
 
 from statemachine import request
 from statemachine.deadlines import Deadlines
-from statemachine.failures import Failure, ParamsFailure, QuarantineFull, TooManyPeers
+from statemachine.failures import Failure, ParamsFailure, QuarantineFull, RequestIdInQuarantine, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import Quarantine
@@ -345,14 +347,17 @@ class Roster:
         effects: list[Effect] = []
         if self._stopped is not None and (entry is None or asked.is_awaited):
             return self._turn_away(asked, self._stopped)
-        if self._quarantine.is_full and asked.is_awaited:
-            return self._turn_away_for_now(asked, entry)
+        if asked.is_awaited and self._quarantine.is_full:
+            full = QuarantineFull(blocks=self._quarantine.blocks, limit=self._quarantine.limit_blocks)
+            return self._turn_away_for_now(asked, entry, full)
+        if asked.is_awaited and (blocks := self._quarantine.blocks_of((key, asked.request_id))):
+            return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
         if entry is None:
             if self._staying >= self._members_max:
                 effects = self._make_room()
                 if not effects:
-                    full = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
-                    return self._turn_away(asked, full)
+                    crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
+                    return self._turn_away(asked, crowded)
             self._enter(key, asked.place, now_ns)
             effects.append(Admit(key=key, message=message))
         else:
@@ -365,13 +370,13 @@ class Roster:
     def _turn_away(self, asked: Asked, failure: Failure) -> list[Effect]:
         if not asked.is_awaited:
             return []
+        self._of_request.pop(asked.request_id, None)  # it is there if a member has ended without hearing of it
         failed = request.PeerFailed(failure=failure)
         return [_refuse(asked, asked.request_id, asked.lease, asked.key.engine_id, failed)]
 
-    def _turn_away_for_now(self, asked: Asked, entry: _Entry | None) -> list[Effect]:
-        """Nothing may be read at present. A member that has heard of the request holds the lease for it."""
-        full = QuarantineFull(blocks=self._quarantine.blocks, limit=self._quarantine.limit_blocks)
-        refused = self._turn_away(asked, full)
+    def _turn_away_for_now(self, asked: Asked, entry: _Entry | None, failure: Failure) -> list[Effect]:
+        """It may not be read at present. A member that has heard of the request holds the lease for it."""
+        refused = self._turn_away(asked, failure)
         return refused if entry is None else [*refused, LetGo(key=asked.key, message=asked.message)]
 
     def _keep_aside(self, owner: tuple[PeerKey, str], blocks: int) -> list[Effect]:

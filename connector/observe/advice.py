@@ -57,6 +57,10 @@ WHAT_TO_DO: dict[str, str] = {
     "QuarantineFull": (
         "see `nixl-actor ps` for the engines whose READs do not end, and restart these; or restart this engine"
     ),
+    "RequestIdInQuarantine": (
+        "send each request with an id of its own: retries, too, and unset VLLM_DISABLE_REQUEST_ID_RANDOMIZATION, with "
+        "which vLLM adds nothing of its own to ids"
+    ),
     "AbortedByClient": "nothing: the client went away",
     "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
     "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",

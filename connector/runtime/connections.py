@@ -147,7 +147,7 @@ class Connections:
             number = self._opened
             self._by_number[number] = connection
             self._listen(number, connection)
-            self._on_connected()
+            # The core first: what it has not heard of is never torn down, and its agents can never be loaded again.
             self._put(
                 core.Connected(
                     connection=number,
@@ -156,6 +156,7 @@ class Connections:
                     life=connection.life,
                 )
             )
+            self._on_connected()
             return
         self._put(core.ConnectFailed(failure=failure))
 

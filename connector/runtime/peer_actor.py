@@ -295,9 +295,11 @@ class PeerActor:
         """After `run` raised: tell the core. The handshake in flight ended with the nursery, and left nothing."""
         failure = ActorCrashed(actor=f"peer actor of {self._key.engine_id}", error=repr(error))
         event, self._in_hand = self._in_hand, None
-        self._feed(core.Crashed(failure=failure))
-        if isinstance(event, core.ReadEnded | core.Retire):
-            self._feed(event)  # nobody will ever tell these again
+        try:
+            self._feed(core.Crashed(failure=failure))
+        finally:
+            if isinstance(event, core.ReadEnded | core.Retire):
+                self._feed(event)  # nobody will ever tell these again
         self._context.recorder.catch_up()
 
     def end(self, failure: Failure) -> None:
@@ -517,12 +519,7 @@ class PeerActor:
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
         self._context.recorder.catch_up()
-        if failure is not None:
-            self._context.log_failure(self._subject(request_id), failure)
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
-        if effect.is_quarantined:
-            pull.quarantined_ns = self._context.clock.now_ns()
-            self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -534,7 +531,13 @@ class PeerActor:
                 unfilled=resolved.unfilled if resolved is not None else None,
             )
         )
+        # The engine first: nobody repeats the report if a mistake raises in what follows.
+        if effect.is_quarantined:
+            pull.quarantined_ns = self._context.clock.now_ns()
+            self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))
         self._tell_roster(roster.RequestEnded(request_id=request_id))
+        if failure is not None:
+            self._context.log_failure(self._named(pull.command, pull.began_ns), failure)
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)

@@ -367,6 +367,54 @@ def test_actor_that_crashes_fails_its_requests_and_goes_on(monkeypatch: pytest.M
     run(test)
 
 
+def test_a_mistake_after_a_handshake_costs_its_requests_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears that it is connected raises. The connection is known by then, so it is torn down as others are."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
+            introductions = d.supervisor._introductions
+            original = introductions.note_connected
+
+            def broken(key: object) -> None:
+                monkeypatch.setattr(introductions, "note_connected", original)
+                raise RuntimeError("injected")
+
+            monkeypatch.setattr(introductions, "note_connected", broken)
+            d.pull("a", p, [1], [1])
+            await until(lambda: d.received("a"))
+            assert [name for name, _ in d.crashes] == ["peer actor of p"]
+
+            async def is_served(number: int) -> bool:
+                d.borrow(f"b-{number}", lend_by_all([p], f"remote-{number}"), p.address, [2], [2])
+                return (await until(lambda: d.received(f"b-{number}"))).failure is None
+
+            with trio.fail_after(10.0):
+                number = 0
+                while not await is_served(number):
+                    await trio.sleep(0.1)
+                    number += 1
+
+    run(test)
+
+
+def test_a_line_that_cannot_be_written_costs_no_report() -> None:
+    async def test() -> None:
+        async with engine("d") as d:
+            context = d.supervisor._context
+            original = context.log_failure
+
+            def broken(subject: str, failure: Failure) -> None:
+                object.__setattr__(context, "log_failure", original)
+                raise OSError("injected")
+
+            object.__setattr__(context, "log_failure", broken)
+            d.pull("a", nobody("gone"), [1], [1])
+            assert (await failure_of(d, "a")).kind == "ConnectionRefused"
+            assert d.supervisor._roster.open_requests == 0
+
+    run(test)
+
+
 def test_an_effect_that_raises_costs_no_other() -> None:
     """Two requests wait for an engine that is gone, and the report of the first cannot be handed over."""
 

@@ -11,8 +11,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
-from connector.protocol import QuarantineLifted
-from statemachine.failures import QuarantineFull
+from connector.protocol import QuarantineLifted, ReceiveEnded
+from statemachine.failures import QuarantineFull, RequestIdInQuarantine
 from tests.actors.engines import BLOCKS, Engine, engine, lend_by_all, until
 from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_peers import reads
@@ -87,6 +87,35 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
                 while not await served(number):
                     await trio.sleep(0.1)
                     number += 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds_later", [0.0, 0.6])
+def test_an_id_that_is_used_again_while_its_blocks_are_in_quarantine_gets_none_of_them_back(
+    monkeypatch: pytest.MonkeyPatch, seconds_later: float
+) -> None:
+    """vLLM gives an id free with the report. What comes back are the blocks of the first request, whatever the second
+    one of its id is doing: at once it would wait for the connection, and later it would fail in the back-off."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
+            await reads(d, p, "before")
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+            d.borrow("a", lend_by_all([p], "remote-a"), p.address, [4, 6, 9], [1, 3, 5])
+            assert (await until(lambda: d.received("a"))).quarantined
+            await trio.sleep(seconds_later)
+            lease = lend_by_all([p], "remote-again")
+            d.wait_for("a", lease, p.address)
+            d.borrow("a", lease, p.address, [20, 21], [7, 8])
+            _, again = [each for each in d.outcomes if isinstance(each, ReceiveEnded) and each.request_id == "a"]
+            assert again.failure == RequestIdInQuarantine(blocks=3)
+            assert not again.quarantined
+            late.let_go()
+            await until(lambda: is_lifted(d, [4, 6, 9]))
+            assert [each.local_block_ids for each in d.outcomes if isinstance(each, QuarantineLifted)] == [[4, 6, 9]]
+            assert d.crashes == []
+            await until(lambda: p.sent("remote-again"), 20.0)
 
     run(test)
 

@@ -45,6 +45,7 @@ EXAMPLES: list[Failure] = [
     failures.AbortedByClient(),
     failures.Quarantined(reads=3, waited_seconds=30.0, cause="LeaseOver"),
     failures.QuarantineFull(blocks=513, limit=512),
+    failures.RequestIdInQuarantine(blocks=3),
     failures.ActorCrashed(actor="peer actor of prefill-7", error="KeyError('x')"),
     failures.ConnectorStopped(detail="engine shutdown"),
     failures.MessageMalformed(sender="decode-1", detail="not UTF-8"),

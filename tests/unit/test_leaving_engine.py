@@ -207,6 +207,27 @@ def test_where_nothing_answers_the_shortest_pause_follows() -> None:
         assert d.core.state is peer.State.IDLE
 
 
+@pytest.mark.parametrize("failure", [REFUSED, SILENT])
+def test_an_engine_that_leaves_and_cannot_be_connected_again_has_left(failure: Failure) -> None:
+    """Its connection was given up because of a READ that had not ended, which says nothing of its process."""
+    d = leaving(reading())
+    d.read(
+        "r", failure=TransferError(peer="p", operation="READ", error="late", transport_lost=False), is_quiescent=False
+    )
+    (torn_down,) = d.take(TearDown)
+    d.announce("queued", B)
+    d.feed(TornDown(connection=torn_down.connection))
+    assert len(d.take(StartHandshake)) == 1
+    d.feed(ConnectFailed(failure=failure))
+    d.pass_until(LIMITS.lease_ns * 3)
+    assert list(ended(d)) == ["r"]
+    assert d.take(StartHandshake) == []
+    assert d.core.next_deadline() is None, "nothing is owed to it"
+    d.start("next", A._replace(number=7))
+    d.feed(ConnectFailed(failure=REFUSED))
+    assert ended(d) == {"next": "PeerLeaving"}
+
+
 def test_a_copy_of_a_core_whose_engine_leaves_behaves_alike() -> None:
     d = reading()
     before = d.core.copy()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from statemachine import request
-from statemachine.failures import BadParams, ConnectorStopped, QuarantineFull, TooManyPeers
+from statemachine.failures import BadParams, ConnectorStopped, QuarantineFull, RequestIdInQuarantine, TooManyPeers
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
@@ -343,6 +343,16 @@ def test_a_request_that_is_refused_belongs_to_nobody() -> None:
     assert drive.roster.open_requests == 0
 
 
+def test_a_request_that_is_refused_when_its_member_has_ended_without_hearing_of_it_belongs_to_nobody() -> None:
+    drive = Driver()
+    drive.ask(A, request_id="1")
+    drive.tell(Ended(key=A))
+    drive.tell(Stopped(failure=STOPPED))
+    (refused,) = drive.ask(A, request_id="1")
+    assert isinstance(refused, Refuse)
+    assert drive.roster.open_requests == 0
+
+
 def test_what_is_not_an_event_of_it_is_refused() -> None:
     with pytest.raises(TypeError):
         Driver().tell(request.Aborted())
@@ -384,6 +394,23 @@ def test_while_too_many_blocks_are_in_quarantine_nothing_new_is_read_from_anybod
     assert refused.ended.failure == failure
     assert drive.roster.open_requests == 1, "the one from before it was full"
     assert drive.tell(AbortAsked(request_id="late", message="gone")) == [], "it has ended"
+
+
+def test_an_id_whose_blocks_are_in_quarantine_is_not_used_again_at_the_same_engine() -> None:
+    drive = Driver(quarantine_blocks_max=50)
+    for each in (A, B):
+        drive.ask(each, request_id="queued", is_awaited=False)
+    quarantine(drive, "1", 4)
+    refused, let_go = drive.ask(A, request_id="1")
+    assert isinstance(refused, Refuse)
+    assert refused.ended.failure == RequestIdInQuarantine(blocks=4)
+    assert let_go == LetGo(key=A, message="1")
+    assert drive.ask(A, request_id="1", is_awaited=False) == [HandOver(key=A, message="1")], "it may wait for its turn"
+    assert drive.ask(B, request_id="1") == [HandOver(key=B, message="1")], "its blocks are told apart there"
+    drive.tell(RequestEnded(request_id="1"))
+    lift(drive, "1")
+    assert drive.ask(A, request_id="1") == [HandOver(key=A, message="1")]
+    assert drive.roster.open_requests == 1
 
 
 def test_the_limit_is_noted_once_and_so_is_its_end() -> None:

@@ -152,8 +152,15 @@ MUTANTS = (
         rule="a limit to the quarantine",
         row=5,
         broken="however many blocks are in quarantine, requests go on being read",
-        changes=(Edit(Roster._ask, "if self._quarantine.is_full and", "if False and"),),
+        changes=(Edit(Roster._ask, "if asked.is_awaited and self._quarantine.is_full", "if False"),),
         place=level2("quarantine", *FULL_QUARANTINE, first=2),
+    ),
+    Mutant(
+        name="a namesake of one in quarantine",
+        rule="ids in quarantine",
+        broken="blocks of a request that is being read come back for those of an earlier one of its id",
+        changes=(Edit(Roster._ask, "blocks := self._quarantine.blocks_of((key, asked.request_id))", "blocks := 0"),),
+        place=ByTest(f"{ROSTER}::test_an_id_whose_blocks_are_in_quarantine_is_not_used_again_at_the_same_engine"),
     ),
     Mutant(
         name="a full quarantine stays full",
@@ -194,7 +201,7 @@ MUTANTS = (
         name="the queue is refused",
         rule="a limit to the quarantine",
         broken="the lease of a request that waits in the queue is not held while the quarantine is full",
-        changes=(Edit(Roster._ask, "self._quarantine.is_full and asked.is_awaited", "self._quarantine.is_full"),),
+        changes=(Edit(Roster._ask, "asked.is_awaited and self._quarantine.is_full", "self._quarantine.is_full"),),
         place=ByTest(f"{ROSTER}::test_who_waits_in_the_queue_or_needs_nothing_is_not_refused"),
     ),
 )

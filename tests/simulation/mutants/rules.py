@@ -90,6 +90,11 @@ RULES: dict[str, Rule] = {
     "until enough have come back": Rule(
         quarantine, "Once as many blocks are kept aside, nothing new is read from anywhere until enough have come back"
     ),
+    "ids in quarantine": Rule(
+        roster,
+        "A request whose id is that of one in quarantine at the same member is refused in the same way: what is kept of "
+        "that one goes by its id, and its blocks must come back, not those of its namesake.",
+    ),
     "a limit to members": Rule(
         roster,
         "There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was "
