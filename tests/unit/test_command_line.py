@@ -85,9 +85,21 @@ def test_why_lists_several_that_match(tmp_path: Path) -> None:
         msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="cmpl-abcd-0-y") for each in pulled()
     ]
     traced(tmp_path, [*pulled(), *other])
-    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    answer = runner.invoke(app, ["why", "ab", "--trace", str(tmp_path)])
     assert answer.output.startswith("2 requests match")
     assert "cmpl-abcd-0-x" in answer.output
+
+
+@pytest.mark.parametrize(("text", "status"), [("abc", 0), ("abcd", 1), ("ab", 1)])
+def test_the_exit_status_of_why_is_not_that_of_a_request_whose_id_begins_alike(
+    tmp_path: Path, text: str, status: int
+) -> None:
+    other = [
+        msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="cmpl-abcd-0-y", seq=100 + each.seq)
+        for each in ended_with(EXAMPLES[0])
+    ]
+    traced(tmp_path, [*pulled(), *other])
+    assert runner.invoke(app, ["why", text, "--trace", str(tmp_path)]).exit_code == status
 
 
 def test_equal_ids_of_several_engines_are_told_apart(tmp_path: Path) -> None:
@@ -98,7 +110,7 @@ def test_equal_ids_of_several_engines_are_told_apart(tmp_path: Path) -> None:
     on_d2 = [msgspec.structs.replace(each, **same | others) for each in pulled()]
     on_p = [msgspec.structs.replace(each, subject="same-lent", lease_number=9) for each in lent()]
     traced(tmp_path, [*on_d, *on_d2, *on_p])
-    said = runner.invoke(app, ["why", "same", "--trace", str(tmp_path)]).output.splitlines()
+    said = runner.invoke(app, ["why", "sam", "--trace", str(tmp_path)]).output.splitlines()
     assert {line.strip() for line in said if line.startswith("  same")} == {
         "same on D (D rank 0)",
         "same on D (D2 rank 3)",
