@@ -146,7 +146,8 @@ def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
 
 
 def _parts_of_states(visits: Sequence[Visit], zero_ns: int) -> list[Part]:
+    # A state that a later version has made, or one of a record in disorder, is a part by its own name.
     return [
-        Part(PART_OF_STATE[visit.state], zero_ns + visit.entered_ns, zero_ns + following.entered_ns)
+        Part(PART_OF_STATE.get(visit.state, visit.state), zero_ns + visit.entered_ns, zero_ns + following.entered_ns)
         for visit, following in itertools.pairwise(visits)
     ]

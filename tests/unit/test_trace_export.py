@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
+from connector.observe.spans import times_of
 from tests.rig.otlp_collector import GrpcCollector, HttpCollector, ReceivedSpan, refused_endpoint
+from tests.unit.test_history import PULLED, records
 from tests.unit.traced_run import calm_run, faulty_run, write_run
 
 
@@ -84,6 +86,15 @@ def test_a_collector_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
     write_run(tmp_path, calm_run()[:300])
     assert "has not taken the spans" in export(tmp_path, "--otlp", refused_endpoint(), status=2)
+
+
+def test_a_state_that_no_part_is_known_for_is_one_by_its_own_name() -> None:
+    written = records("request", "D", "r", (*PULLED, ("done", "Moved", "elsewhere"), ("elsewhere", "X", "done")))
+    (history,) = histories(written)
+    found = times_of(history)
+    assert found is not None
+    assert [part.name for part in found.parts] == ["held", "peer", "read", "done", "elsewhere"]
+    assert all(before.end_ns == after.start_ns for before, after in itertools.pairwise(found.parts))
 
 
 def test_nothing_to_export_to_is_an_error(faulty: Path) -> None:
