@@ -456,8 +456,20 @@ def _read_header(path: Path, line: bytes) -> FileHeader:
         raise TraceFileError(path, 1, shorten(str(error), 200)) from None
 
 
+def trace_files(directory: str | Path) -> list[Path]:
+    """Those in it whose names are those of trace files; where it is a file itself, that one, whatever its name. Raises
+    OSError."""
+    directory = Path(directory)
+    if directory.is_file():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if _FILE_NAME.fullmatch(path.name) is not None)
+
+
+NO_TRACE_FILE = "no trace file is there: their names end in .jsonl"
+
+
 def read_processes(directory: str | Path) -> list[ProcessTrace]:
-    """What each process wrote that traced to `directory`, which may be a single file too.
+    """What each process wrote that traced to `directory`, which may be a single file of any name too.
 
     A line that its process was still writing, or was killed in, is left out, and so is a record that is there again, as
     where somebody has copied a file; a log line for each says of how many files that is.
@@ -548,10 +560,10 @@ class _Seen:
 
 def _read_processes(directory: str | Path, read: Callable[[Path], TraceFile]) -> list[ProcessTrace]:
     sequences: dict[str, list[tuple[int, Path]]] = {}
-    directory = Path(directory)
-    for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
-        if (named := _FILE_NAME.fullmatch(path.name)) is not None:
-            sequences.setdefault(named["stem"], []).append((int(named["part"] or 0), path))
+    for path in trace_files(directory):
+        named = _FILE_NAME.fullmatch(path.name)
+        stem, part = (path.name, 0) if named is None else (named["stem"], int(named["part"] or 0))
+        sequences.setdefault(stem, []).append((part, path))
     processes = [ProcessTrace(tuple(_read_parts(parts, read))) for parts in sequences.values()]
     return [process for process in processes if process.files]
 

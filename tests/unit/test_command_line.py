@@ -145,6 +145,22 @@ def test_why_of_something_unknown(tmp_path: Path) -> None:
     assert "the running engines do (without --trace)" in answer.output
 
 
+@pytest.mark.parametrize("name", ["excerpt.txt", "excerpt", "x.jsonl.old", "x.2.jsonl"])
+def test_why_reads_a_file_whatever_its_name(tmp_path: Path, name: str) -> None:
+    directory = traced(tmp_path / "traces", pulled())
+    (tmp_path / name).write_bytes(b"".join(path.read_bytes() for path in directory.iterdir()))
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path / name)])
+    assert answer.output.startswith("Done: ")
+    assert answer.exit_code == 0
+
+
+def test_why_of_a_directory_without_trace_files_does_not_say_that_the_request_never_came(tmp_path: Path) -> None:
+    (tmp_path / "excerpt.txt").write_text("not read")
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.output == f"{tmp_path}: no trace file is there: their names end in .jsonl\n"
+    assert answer.exit_code == 2
+
+
 def test_why_of_a_directory_that_holds_something_else(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("nonsense\n")
     assert runner.invoke(app, ["why", "xyz", "--trace", str(tmp_path)]).exit_code == 2

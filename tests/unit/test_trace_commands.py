@@ -185,7 +185,9 @@ def test_check_names_file_and_line_and_says_so_by_its_status(calm: Path, tmp_pat
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
-    assert "no transition is recorded" in run("summary", tmp_path, status=1)
+    assert run("summary", tmp_path, status=1).endswith("no trace file is there: their names end in .jsonl\n")
+    (tmp_path / "a.jsonl").touch()
+    assert run("summary", tmp_path, status=1) == f"no transition is recorded in {tmp_path}\n"
     (tmp_path / "a.jsonl").write_bytes(b'{"schema":99,"version":"7.1.0"}\n')
     text = run("summary", tmp_path, status=2)
     assert "schema 99" in text

@@ -63,7 +63,10 @@ def why(
     request: Annotated[str, typer.Argument(help="The id of the request, or a part of it, as the client sent it.")],
     engine: Engines = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="DIR", help="Read trace files instead of asking engines.")
+        Path | None,
+        typer.Option(
+            "--trace", metavar="DIR", help="Read the trace files there, or one file, instead of asking engines."
+        ),
     ] = None,
     timeout: Seconds = 1.0,
     keys: KeyDirectory = None,
@@ -237,9 +240,17 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
 
 
 def _records_about(request: str, directory: Path) -> list[Any]:
-    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_trace_about
+    from connector.observe.trace_log import (
+        NO_TRACE_FILE,
+        TraceFileError,
+        TraceSchemaError,
+        read_trace_about,
+        trace_files,
+    )
 
     try:
+        if not trace_files(directory):
+            raise FileNotFoundError(f"{directory}: {NO_TRACE_FILE}")
         return read_trace_about(directory, request)
     except (OSError, TraceFileError, TraceSchemaError) as error:
         say(error, err=True)

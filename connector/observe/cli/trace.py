@@ -77,7 +77,13 @@ class _Traces:
 
 
 def _read(directory: Path) -> _Traces:
-    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_processes
+    from connector.observe.trace_log import (
+        NO_TRACE_FILE,
+        TraceFileError,
+        TraceSchemaError,
+        read_processes,
+        trace_files,
+    )
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()
@@ -86,7 +92,8 @@ def _read(directory: Path) -> _Traces:
     except (OSError, TraceFileError, TraceSchemaError) as error:
         _fail(str(error), CANNOT_READ)
     if not any(process.records for process in traces.processes):
-        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
+        why = "" if trace_files(directory) else f": {NO_TRACE_FILE}"
+        _fail(f"no transition is recorded in {directory}{why}", NOTHING_FOUND)
     return traces
 
 
