@@ -66,6 +66,14 @@ def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, mon
         time.tzset()
 
 
+@pytest.mark.parametrize("wall", [1e12, -1e12, 1e18])
+def test_why_says_a_time_that_no_calendar_has_as_a_number(tmp_path: Path, wall: float) -> None:
+    traced(tmp_path, [msgspec.structs.replace(each, wall=wall) for each in pulled()])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert f"since {wall:.3f} (Unix time)\n" in answer.output
+
+
 @pytest.mark.parametrize("failure", EXAMPLES[:3], ids=lambda failure: failure.kind)
 def test_why_ends_with_1_for_a_request_that_failed(tmp_path: Path, failure: object) -> None:
     traced(tmp_path, ended_with(failure))  # type: ignore[arg-type]

@@ -196,6 +196,23 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     assert "line 1: not a transition record" in run("check", tmp_path, status=2)
 
 
+def test_a_machine_of_a_later_version_comes_last(tmp_path: Path) -> None:
+    write_run(tmp_path, calm_run()[:200])
+    later = [msgspec.structs.replace(calm_run()[0], engine_id=f"e{n}", machine=f"later{n}") for n in (1, 2)]
+    write_run(tmp_path, later)
+    machines = list(dict.fromkeys(each["machine"] for each in as_json("summary", tmp_path)["states"]))
+    assert machines[-2:] == ["later1", "later2"]
+    assert "later1" in run("summary", tmp_path)
+
+
+@pytest.mark.parametrize("wall", [1e12, -1e12, 1e18])
+def test_a_time_that_no_calendar_has_is_a_number(tmp_path: Path, wall: float) -> None:
+    write_run(tmp_path, [msgspec.structs.replace(each, wall=wall) for each in faulty_run()])
+    for command in (["summary"], ["slow"], ["failures"]):
+        run(*command, tmp_path)
+    assert f"{wall:.3f}" in run("failures", tmp_path)
+
+
 EVIL = "[red]evil[/nothing]\x1b[31m\x1b]0;title\x07\x9b31m\nConnectionRefused: forged"
 """Request ids come from clients; other texts from files that may have been sent by somebody."""
 

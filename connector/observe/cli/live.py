@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json
+from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
@@ -541,7 +540,8 @@ def _where(each: Explanation) -> str:
 
 
 def _wall_clock(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).astimezone().isoformat(" ", "milliseconds")
+    found = time_of_day(wall)
+    return f"{wall:.3f} (Unix time)" if found is None else found.isoformat(" ", "milliseconds")
 
 
 def _age(seconds: float | None) -> str:

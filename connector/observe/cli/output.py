@@ -7,6 +7,7 @@ terminal, begin another line, or be taken for markup: control characters are sho
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -22,6 +23,14 @@ def plain(value: object) -> str:
     from connector.wire.bounded import shorten
 
     return shorten(str(value), LINE_LENGTH_MAX)
+
+
+def time_of_day(wall: float) -> datetime | None:
+    """Unix time as it is here; None where no calendar has it, which a damaged trace may say."""
+    try:
+        return datetime.fromtimestamp(wall, UTC).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def say(line: object, **style: Any) -> None:

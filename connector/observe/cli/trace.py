@@ -10,14 +10,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json
+from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -440,4 +439,5 @@ def _amount(count: float) -> str:
 
 
 def _clock_time(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    found = time_of_day(wall)
+    return f"{wall:.3f}" if found is None else found.strftime("%H:%M:%S.%f")[:-3]
