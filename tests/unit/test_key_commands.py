@@ -104,6 +104,15 @@ def test_a_file_that_makes_no_sense_is_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == "half writ"
 
 
+@pytest.mark.parametrize("command", [["add"], ["use", "a"], ["drop", "a"]])
+def test_a_file_that_cannot_be_looked_for_is_an_error_of_usage(tmp_path: Path, command: list[str]) -> None:
+    """As in a directory that this user may not search; a name that is too long is refused to everybody."""
+    name, *rest = command
+    result = keys("params", name, str(tmp_path / ("x" * 300)), *rest)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+
+
 @pytest.mark.parametrize("command", [["ps"], ["doctor"], ["why", "x"]])
 def test_a_tool_whose_keys_cannot_be_used_says_so(tmp_path: Path, command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--keys", str(tmp_path)])

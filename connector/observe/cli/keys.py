@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from connector.wire.signatures import ParamsKeys
+    from connector.wire.signatures import ParamsKey, ParamsKeys
 
 app = typer.Typer(help="Make keys for engines (README, Security).", no_args_is_help=True)
 params_app = typer.Typer(help="The file of the option params_keys_file.", no_args_is_help=True)
@@ -56,7 +56,7 @@ def add(
     """Make a key, and the file if there is none. Behind others it is accepted, and does not sign."""
     from connector.wire.signatures import SECRET_BYTES_MIN, ParamsKey, ParamsKeys
 
-    before = _read(file).keys if file.exists() else ()
+    before = _read(file, may_be_absent=True)
     known = {key.key_id for key in before}
     if key_id is None:
         today = time.strftime("%Y-%m-%d", time.gmtime())
@@ -69,7 +69,7 @@ def use(file: KeyFile, key_id: KeyId) -> None:
     """Sign with this key from now on."""
     from connector.wire.signatures import ParamsKeys
 
-    keys = _read(file).keys
+    keys = _read(file)
     chosen = [key for key in keys if key.key_id == key_id]
     if not chosen:
         raise typer.BadParameter(f"{file} has no key {key_id!r}")
@@ -81,7 +81,7 @@ def drop(file: KeyFile, key_id: KeyId) -> None:
     """Accept this key no longer. The one that signs cannot be dropped."""
     from connector.wire.signatures import ParamsKeys
 
-    keys = _read(file).keys
+    keys = _read(file)
     if key_id == keys[0].key_id:
         raise typer.BadParameter(f"key {key_id!r} signs; use another one first")
     kept = tuple(key for key in keys if key.key_id != key_id)
@@ -90,11 +90,15 @@ def drop(file: KeyFile, key_id: KeyId) -> None:
     _write(file, ParamsKeys(kept))
 
 
-def _read(file: Path) -> ParamsKeys:
+def _read(file: Path, *, may_be_absent: bool = False) -> tuple[ParamsKey, ...]:
     from connector.wire.signatures import parse_keys
 
     try:
-        return parse_keys(file.read_text(encoding="utf-8"))
+        return parse_keys(file.read_text(encoding="utf-8")).keys
+    except FileNotFoundError as error:
+        if may_be_absent:
+            return ()
+        raise typer.BadParameter(f"{file}: {error}") from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{file}: {error}") from None
 
