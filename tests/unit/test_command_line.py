@@ -205,6 +205,20 @@ def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch
     assert [msgspec.json.decode(line)["engines"][0]["engine_id"] for line in lines] == ["D"] * 3
 
 
+@pytest.mark.parametrize(("no_color", "is_styled"), [(None, True), ("", True), ("1", False), ("0", False)])
+@pytest.mark.parametrize("command", [["doctor"], ["why", "abc"]])
+def test_who_asks_for_no_colours_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], no_color: str | None, is_styled: bool
+) -> None:
+    if no_color is None:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    else:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    where = ["--trace", str(traced(tmp_path, pulled()))] if command[0] == "why" else ["-e", f"127.0.0.1:{free_port()}"]
+    answer = runner.invoke(app, [*command, *where], color=True)  # as on a terminal
+    assert ("\x1b[" in answer.output) == is_styled
+
+
 def test_doctor_says_which_address_was_given_twice() -> None:
     address = f"127.0.0.1:{free_port()}"
     answer = runner.invoke(app, ["doctor", "--engine", address, "--engine", address])

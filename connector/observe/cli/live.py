@@ -167,7 +167,7 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
         _print_json({"engines": engines, "findings": findings})
     else:
         for finding in findings:
-            typer.secho(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
+            say(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
             say(f"[{finding.check}] {finding.what}")
             if finding.advice:
                 say(f"    {finding.advice}")

@@ -6,6 +6,7 @@ terminal, begin another line, or be taken for markup: control characters are sho
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import UTC, datetime
 from typing import Any
@@ -34,8 +35,8 @@ def time_of_day(wall: float) -> datetime | None:
 
 
 def say(line: object, **style: Any) -> None:
-    """One line; `style` is typer's."""
-    typer.secho(plain(line), **style)
+    """One line; `style` is typer's. Those who have set NO_COLOR to anything get none (no-color.org)."""
+    typer.secho(plain(line), color=False if os.environ.get("NO_COLOR") else None, **style)
 
 
 def say_json(value: Any, *, is_one_of_many: bool = False) -> None:
