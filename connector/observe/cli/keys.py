@@ -104,18 +104,43 @@ def _read(file: Path, *, may_be_absent: bool = False) -> tuple[ParamsKey, ...]:
 
 
 def _write(file: Path, keys: ParamsKeys) -> None:
-    """As a whole: an engine may read it just now."""
-    from connector.wire.signatures import format_keys, parse_keys
+    """As a whole: an engine may read it just now. Where the path is a link, what it leads to is written."""
+    from connector.wire.signatures import parse_keys
 
-    text = format_keys(keys)
-    new = file.with_name(f".{file.name}.new")
     try:
+        written_to = file.resolve()
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = _with_comments_of(before, keys)
         parse_keys(text)
+        new = written_to.with_name(f".{written_to.name}.new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
             written.write(text)
-        os.replace(new, file)
-    except (OSError, ValueError) as error:
+        os.replace(new, written_to)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that leads to itself
         raise typer.BadParameter(f"{file}: {error}") from None
     signs, *others = (key.key_id for key in keys.keys)
     typer.echo(f"{file}: {signs} signs" + (f"; accepted too: {', '.join(others)}" if others else ""))
+
+
+def _with_comments_of(before: str, keys: ParamsKeys) -> str:
+    """The text of these keys with the comments of the text before. Those right above a key go with it, also when it is
+    dropped; what an empty line, or the head that every file has, parts from the first key stays above all."""
+    from connector.wire.signatures import format_keys
+
+    head_line, *key_lines = format_keys(keys).splitlines()
+    head: list[str] = []
+    above: dict[str, list[str]] = {}
+    waiting: list[str] = []
+    for line in before.splitlines():
+        key_id, *_ = line.split(maxsplit=1) or [""]
+        if key_id and not key_id.startswith("#"):
+            above[key_id], waiting = waiting, []
+            continue
+        waiting.append(line)
+        if not above and (not key_id or line == head_line):
+            head, waiting = head + waiting, []
+    lines = head if head_line in head else [head_line, *head]
+    for key, line in zip(keys.keys, key_lines, strict=True):
+        lines += [*above.get(key.key_id, ()), line]
+    return "\n".join([*lines, *waiting]) + "\n"
