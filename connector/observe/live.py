@@ -96,7 +96,8 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        """As `parse_address` reads it."""
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +247,29 @@ def _identity(row: AnyRow) -> tuple[object, ...]:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, or a port of this machine. Raises AddressError."""
+    """`HOST:PORT` as people write it, or a port of this machine. Raises AddressError."""
+    host = text.strip().rpartition(":")[0]
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        # Who leaves the port away would be told of host `:` and port 1.
+        raise AddressError(
+            f"{shorten(text)!r} is not HOST:PORT of an engine's side channel; "
+            "an IPv6 address is written in brackets, as in [::1]:5600"
+        )
+    return advertised_address(text)
+
+
+def advertised_address(text: str) -> Address:
+    """The same as engines write it: with a port always, and an IPv6 address without brackets. Raises AddressError."""
     host, _, port = text.strip().rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or not 0 < int(port) <= 65535 or len(host) > HOST_LENGTH_MAX:
         raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
     return Address(host, int(port))
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
@@ -261,7 +279,7 @@ def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.e
     if texts:
         return [parse_address(each) for each in texts]
     port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
-    return [parse_address(f"{environment.get(HOST_VARIABLE) or '127.0.0.1'}:{port}")]
+    return [parse_address(f"{bracketed(environment.get(HOST_VARIABLE) or '127.0.0.1')}:{port}")]
 
 
 def tool_access(directory: str | None) -> Access:
@@ -377,7 +395,7 @@ class Surveyor:
         for engine in found:
             for row in engine.of(PeerRow):
                 with contextlib.suppress(AddressError):
-                    address = parse_address(row.address)
+                    address = advertised_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
                         further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
         chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
@@ -434,7 +452,7 @@ class Surveyor:
         """Why decode engines would not find it by the name that it advertises, if it has one and this is so here."""
         advertised = next((row.facts.side_channel for row in engine.of(EngineRow)), "")
         try:
-            address = parse_address(advertised)
+            address = advertised_address(advertised)
         except AddressError:
             return None  # of no use for other reasons, which are not this one
         if address.host == engine.address.host:

@@ -11,14 +11,24 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.cli.live import silent_of
 from connector.observe.cli.main import app
-from connector.observe.live import Address, AddressError, Survey, chosen_addresses, parse_address
+from connector.observe.explanation import Live
+from connector.observe.live import (
+    Address,
+    AddressError,
+    EngineReport,
+    Survey,
+    advertised_address,
+    chosen_addresses,
+    parse_address,
+)
 from connector.observe.trace_log import open_trace_log
 from connector.wire.inspection import RecordRow
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
-from tests.unit.test_explanation import ended_with, lent, pulled
+from tests.unit.test_explanation import ended_with, lent, peer_row, pulled
 from tests.unit.test_failures import EXAMPLES
 
 runner = CliRunner()
@@ -241,6 +251,8 @@ def test_an_address_that_is_none_is_an_error_of_usage() -> None:
         ([], {"NIXL_ACTOR_ENGINES": "a:1, b:2 c:3"}, [Address("a", 1), Address("b", 2), Address("c", 3)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}, [Address("127.0.0.1", 5700)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "h"}, [Address("h", 5600)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "fe80::1%eth0"}, [Address("fe80::1%eth0", 5600)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "[::1]"}, [Address("::1", 5600)]),
         ([], {}, [Address("127.0.0.1", 5600)]),
         (["5601"], {}, [Address("127.0.0.1", 5601)]),
     ],
@@ -253,3 +265,29 @@ def test_which_engines_are_asked(named: list[str], environment: dict[str, str], 
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(AddressError):
         parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["::1", "::1:5600", "fe80::1%eth0", "[::1]", "[::1:5600", "::1]:5600"])
+def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write(text: str) -> None:
+    answer = runner.invoke(app, ["ps", "-e", text], env={"COLUMNS": "200"})
+    assert answer.exit_code == 2
+    assert "an IPv6 address is written in brackets, as in [::1]:5600" in answer.output
+
+
+def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = parse_address("[::1]:5600")
+    assert address == advertised_address("::1:5600") == Address("::1", 5600)
+    assert parse_address(str(address)) == address
+    met: list[str] = []
+    monkeypatch.setattr("connector.observe.administration.meet", lambda engine, places, **_: met.extend(places) or {})
+    assert runner.invoke(app, ["meet", "h:1", "[::1]:5600", "h:2"]).exit_code == 0
+    assert met == ["[::1]:5600", "h:2"]
+
+
+def test_an_engine_that_is_silent_at_an_ipv6_address_is_the_peer_that_is_known_there() -> None:
+    d = engine("D", peer_row("ready", address="::1:5600").row)
+    p = EngineReport(address=Address("::1", 5600), problem="nothing listens there", problem_kind="ConnectionRefused")
+    (silent,) = silent_of(Survey([d, p]))
+    assert (silent.engine_id, silent.address) == ("P", "[::1]:5600")
+    assert Live(silent=(silent,)).silence_of(None, "::1:5600") is silent
+    assert Live(silent=(silent,)).silence_of(None, None) is None
