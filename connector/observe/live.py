@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from connector.observe.history import best_named
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
@@ -192,22 +193,24 @@ class Survey:
                         row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
                     yield engine.engine_id or "", number, row
 
-    def names(self) -> list[str]:
-        """Every id of a request that is named, each once."""
-        found: dict[str, None] = {}
+    def other_names(self, text: str) -> list[str]:
+        """The ids without `text` of the requests that a person means by it (`best_named`), each once: what a router
+        calls them on the other side."""
+        of_rows: dict[tuple[str, ...], None] = {}
         for _, _, row in self.rows():
             match row:
                 case RequestRow():
-                    found |= {row.request_id: None, row.remote_request_id: None}
+                    of_rows[row.request_id, row.remote_request_id] = None
                 case LeaseRow():
-                    found[row.request_id] = None
+                    of_rows[(row.request_id,)] = None
                 case RecordRow(record=record) if record.machine == "request":
-                    found |= {record.subject: None, record.remote_request_id or record.subject: None}
+                    of_rows[record.subject, record.remote_request_id or record.subject] = None
                 case RecordRow(record=record) if record.machine == "lease":
-                    found[record.subject] = None
+                    of_rows[(record.subject,)] = None
                 case _:
                     pass
-        return list(found)
+        meant = best_named(of_rows, lambda names: names, text)
+        return list(dict.fromkeys(name for names in meant for name in names if text not in name))
 
     def with_rows_of(self, other: Survey) -> Survey:
         """The same engines, with what another survey has found of them beside it; each row once."""
@@ -331,7 +334,7 @@ def look_up(
     async def run() -> Survey:
         async with opened_surveyor(seconds, followed_seconds, access) as surveyor:
             found = await surveyor.survey(addresses, _questions_about(text))
-            further = [name for name in found.names() if text not in name][:LOOKED_UP_MAX]
+            further = found.other_names(text)[:LOOKED_UP_MAX]
             if not further:
                 return found
             known = [each.address for each in found.engines if each.answers]

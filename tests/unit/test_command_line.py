@@ -24,11 +24,11 @@ from connector.observe.live import (
     parse_address,
 )
 from connector.observe.trace_log import open_trace_log
-from connector.wire.inspection import RecordRow
+from connector.wire.inspection import RecordRow, RequestRow
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
-from tests.unit.test_explanation import ended_with, lent, peer_row, pulled
+from tests.unit.test_explanation import ended_with, lent, peer_row, pulled, row
 from tests.unit.test_failures import EXAMPLES
 
 runner = CliRunner()
@@ -259,6 +259,18 @@ def test_an_address_that_is_none_is_an_error_of_usage() -> None:
 )
 def test_which_engines_are_asked(named: list[str], environment: dict[str, str], expected: list[Address]) -> None:
     assert chosen_addresses(named, environment) == expected
+
+
+def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for() -> None:
+    """More requests have ids that begin alike than are looked for at once."""
+
+    def waits(number: int) -> RequestRow:
+        return row("queued", request_id=f"cmpl-req-{number}-0-x", remote_request_id=f"lent-{number}").row
+
+    found = Survey([engine("D", *map(waits, range(10, 30)), waits(1))])
+    assert found.other_names("req-1") == found.other_names("cmpl-req-1-0-x") == ["lent-1"]
+    assert len(found.other_names("req-")) == 21
+    assert found.other_names("lent-1") == ["cmpl-req-1-0-x"]
 
 
 @pytest.mark.parametrize("text", ["", "h:", "h:0", "h:70000", "h:-1", "h:x", "x" * 300 + ":1"])
