@@ -32,7 +32,7 @@ from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.handshake import ActorExtension, decode_advertisement, encode_request
 
 ASK_SECONDS = 5.0
-"""For one answer."""
+"""For one answer, or less where the caller waits less in all."""
 POLL_SECONDS = 0.2
 FINAL_STATES = ("met", "own", "unknown")
 """Of a place, for who waits: nothing more will come."""
@@ -56,7 +56,7 @@ def drain(
 
     Args:
         waits: until it has drained. Otherwise until it has begun.
-        timeout_seconds: of the wait; None: the engine bounds it.
+        timeout_seconds: of the wait, and of each question before it; None: the engine bounds the wait.
         show: told of each answer.
         access: the keys of the tool.
 
@@ -64,16 +64,18 @@ def drain(
         AdministrationError: it could not be asked.
     """
 
+    seconds = ASK_SECONDS if timeout_seconds is None else min(ASK_SECONDS, timeout_seconds)
+
     async def run() -> DrainReport:
         side_channel = ZmqSideChannel(access)
         try:
-            await require_administration(side_channel, address)
-            report = await _ask(side_channel, address)
+            await require_administration(side_channel, address, seconds)
+            report = await _ask(side_channel, address, seconds)
             show(report)
             with trio.move_on_after(float("inf") if timeout_seconds is None else timeout_seconds):
                 while waits and report.state != "drained":
                     await trio.sleep(POLL_SECONDS)
-                    report = await _ask(side_channel, address)
+                    report = await _ask(side_channel, address, ASK_SECONDS)
                     show(report)
             return report
         finally:
@@ -86,16 +88,17 @@ def meet(
     address: Address, places: Sequence[str], *, timeout_seconds: float, access: Access = ANYBODY
 ) -> dict[tuple[int, int], MeetReport]:
     """Have every rank of a decode engine connect the engines at these places; what each rank said last, by pipeline
-    and tensor rank. Raises AdministrationError."""
+    and tensor rank. `timeout_seconds`: of the wait, and of each question before it. Raises AdministrationError."""
+    seconds = min(ASK_SECONDS, timeout_seconds)
 
     async def run() -> dict[tuple[int, int], MeetReport]:
         side_channel = ZmqSideChannel(access)
         try:
-            actor = await require_administration(side_channel, address)
+            actor = await require_administration(side_channel, address, seconds)
             reports: dict[tuple[int, int], MeetReport] = {}
             deadline = trio.current_time() + timeout_seconds
             for rank in itertools.product(range(actor.pp_size), range(actor.tp_size)):
-                reports[rank] = await _meet_on(side_channel, address, rank, places, deadline)
+                reports[rank] = await _meet_on(side_channel, address, rank, places, seconds, deadline)
             return reports
         finally:
             side_channel.close()
@@ -103,9 +106,11 @@ def meet(
     return trio.run(run)
 
 
-async def require_administration(side_channel: SideChannel, address: Address) -> ActorExtension:
+async def require_administration(
+    side_channel: SideChannel, address: Address, seconds: float = ASK_SECONDS
+) -> ActorExtension:
     """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
-    frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0))
+    frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0), seconds)
     try:
         said = decode_advertisement(frames_untrusted)
     except (BadFrame, DecodeFailed) as error:
@@ -119,19 +124,19 @@ async def require_administration(side_channel: SideChannel, address: Address) ->
     return said.actor
 
 
-async def _ask(side_channel: SideChannel, address: Address) -> DrainReport:
+async def _ask(side_channel: SideChannel, address: Address, seconds: float) -> DrainReport:
     try:
-        return decode_report(await _exchange(side_channel, address, encode_drain()))
+        return decode_report(await _exchange(side_channel, address, encode_drain(), seconds))
     except (BadFrame, DecodeFailed) as error:
         raise AdministrationError(f"the engine at {address}: {error.detail}") from error
 
 
-async def _exchange(side_channel: SideChannel, address: Address, frame: bytes) -> tuple[bytes, ...]:
+async def _exchange(side_channel: SideChannel, address: Address, frame: bytes, seconds: float) -> tuple[bytes, ...]:
     try:
-        with trio.fail_after(ASK_SECONDS), closing(side_channel.connect(address.host, address.port)) as requester:
+        with trio.fail_after(seconds), closing(side_channel.connect(address.host, address.port)) as requester:
             return await requester.ask([frame])
     except trio.TooSlowError as error:
-        raise AdministrationError(f"the engine at {address} did not answer within {ASK_SECONDS:g} s") from error
+        raise AdministrationError(f"the engine at {address} did not answer within {seconds:g} s") from error
     except ConnectionRefused as error:
         raise AdministrationError(f"nothing listens at {address}: the engine has ended, or it is another") from error
     except SideChannelError as error:
@@ -139,24 +144,34 @@ async def _exchange(side_channel: SideChannel, address: Address, frame: bytes) -
 
 
 async def _meet_on(
-    side_channel: SideChannel, address: Address, rank: tuple[int, int], places: Sequence[str], deadline: float
+    side_channel: SideChannel,
+    address: Address,
+    rank: tuple[int, int],
+    places: Sequence[str],
+    seconds: float,
+    deadline: float,
 ) -> MeetReport:
-    """Until one rank has met all of them, or the time is up."""
-    frames_untrusted = await _exchange(side_channel, address, encode_request(*rank))
+    """Until one rank has met all of them, or the time is up; `seconds` for each of its answers."""
+    frames_untrusted = await _exchange(side_channel, address, encode_request(*rank), seconds)
     try:
         actor = decode_advertisement(frames_untrusted).actor
         if actor is None:
             raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
-        with closing(await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)) as link:
+        with trio.fail_after(seconds):  # its name server may hang
+            link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
+        with closing(link):
             while True:
                 link.send(encode_meet(Meet(places=tuple(places))))
-                with trio.fail_after(ASK_SECONDS):
+                with trio.fail_after(seconds):
                     report = decode_meet_report(await link.receive())
                 is_over = all(row.state in FINAL_STATES for row in report.rows)
                 if is_over or trio.current_time() + POLL_SECONDS > deadline:
                     return report
                 await trio.sleep(POLL_SECONDS)
     except trio.TooSlowError as error:
-        raise AdministrationError(f"rank {rank} of the engine at {address} did not answer") from error
+        where = f"{actor.control_host}:{actor.control_port}" if actor is not None else ""
+        raise AdministrationError(
+            f"rank {rank} of the engine at {address} did not answer at {where} within {seconds:g} s"
+        ) from error
     except (SideChannelError, BadFrame, DecodeFailed) as error:
         raise AdministrationError(f"rank {rank} of the engine at {address}: {error}") from error

@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
-from connector.observe.history import History, Story, histories, stories
+from connector.observe.history import History, Story, best_named, histories, stories
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
     AnyRow,
@@ -94,11 +94,12 @@ class Live:
 
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
+        place = None if address is None else unbracketed(address)
         return next(
             (
                 each
                 for each in self.silent
-                if (each.engine_id is not None and each.engine_id == engine_id) or each.address == address
+                if (each.engine_id is not None and each.engine_id == engine_id) or unbracketed(each.address) == place
             ),
             None,
         )
@@ -126,6 +127,15 @@ class Case:
         if self.story.leases:
             return self.story.leases[0].subject
         return self.leases[0].row.request_id if self.leases else ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every id that it has somewhere."""
+        rows = {name for each in self.requests for name in (each.row.request_id, each.row.remote_request_id)}
+        rows |= {each.row.request_id for each in self.leases}
+        if self.local_prefill is not None:
+            rows.add(self.local_prefill.row.request_id)
+        return self.story.names | rows
 
     @property
     def began(self) -> float:
@@ -175,7 +185,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Case]:
-    """The cases one of whose names contains `text`, in the order in which they began."""
+    """The cases that a person may mean by `text` (`best_named`), in the order in which they began."""
     every = histories(records)
     connections: dict[tuple[str, str | None], list[History]] = {}
     for each in every:
@@ -203,7 +213,8 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             if case not in cases:
                 cases.append(case)
             case.local_prefill = said
-    return sorted(cases, key=lambda case: case.began)
+    # Last, because what is one case may have an id that contains the text on one side only.
+    return sorted(best_named(cases, lambda case: case.names, text), key=lambda case: case.began)
 
 
 def _with_their_leases(cases: list[Case]) -> list[Case]:
@@ -227,6 +238,12 @@ def _with_their_leases(cases: list[Case]) -> list[Case]:
             case.story = Story(requests=case.story.requests, holds=case.story.holds, leases=mine[0].story.leases)
             case.leases = mine[0].leases
     return [case for case in cases if case not in joined]
+
+
+def unbracketed(address: str) -> str:
+    """To compare what people write with what engines do, who leave the brackets of an IPv6 address away."""
+    host, _, port = address.rpartition(":")
+    return f"{host.strip('[]')}:{port}"
 
 
 def _unwrapped(request_id: str) -> str:

@@ -14,7 +14,7 @@ It does not matter where the records come from: files, a running engine, or a si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeAlias, TypeVar
@@ -204,15 +204,20 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
 
 
 def matching(all_stories: Iterable[Story], name: str) -> list[Story]:
-    """The stories of what a person calls `name`: an id that the request has somewhere; or what the client sent, which
-    vLLM has wrapped into these; or any part of one."""
-    candidates = list(all_stories)
+    """The stories of what a person calls `name`; see `best_named`."""
+    return best_named(all_stories, lambda story: story.names, name)
+
+
+def best_named(candidates: Iterable[V], names_of: Callable[[V], Iterable[str]], name: str) -> list[V]:
+    """Those that a person means by `name`: an id that they have somewhere; or what the client sent, which vLLM has
+    wrapped into these; or any part of one. What fits better hides what fits worse: `req-1` is not `req-10`."""
+    named = [(each, tuple(names_of(each))) for each in candidates]
     for fits in (
         lambda own: name == own,
         lambda own: f"-{name}-" in f"-{own}-",
         lambda own: name in own,
     ):
-        if found := [story for story in candidates if any(map(fits, story.names))]:
+        if found := [each for each, names in named if any(map(fits, names))]:
             return found
     return []
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from connector.observe.history import best_named
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
@@ -96,7 +97,8 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        """As `parse_address` reads it."""
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +193,24 @@ class Survey:
                         row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
                     yield engine.engine_id or "", number, row
 
-    def names(self) -> list[str]:
-        """Every id of a request that is named, each once."""
-        found: dict[str, None] = {}
+    def other_names(self, text: str) -> list[str]:
+        """The ids without `text` of the requests that a person means by it (`best_named`), each once: what a router
+        calls them on the other side."""
+        of_rows: dict[tuple[str, ...], None] = {}
         for _, _, row in self.rows():
             match row:
                 case RequestRow():
-                    found |= {row.request_id: None, row.remote_request_id: None}
+                    of_rows[row.request_id, row.remote_request_id] = None
                 case LeaseRow():
-                    found[row.request_id] = None
+                    of_rows[(row.request_id,)] = None
                 case RecordRow(record=record) if record.machine == "request":
-                    found |= {record.subject: None, record.remote_request_id or record.subject: None}
+                    of_rows[record.subject, record.remote_request_id or record.subject] = None
                 case RecordRow(record=record) if record.machine == "lease":
-                    found[record.subject] = None
+                    of_rows[(record.subject,)] = None
                 case _:
                     pass
-        return list(found)
+        meant = best_named(of_rows, lambda names: names, text)
+        return list(dict.fromkeys(name for names in meant for name in names if text not in name))
 
     def with_rows_of(self, other: Survey) -> Survey:
         """The same engines, with what another survey has found of them beside it; each row once."""
@@ -246,12 +250,29 @@ def _identity(row: AnyRow) -> tuple[object, ...]:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, or a port of this machine. Raises AddressError."""
+    """`HOST:PORT` as people write it, or a port of this machine. Raises AddressError."""
+    host = text.strip().rpartition(":")[0]
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        # Who leaves the port away would be told of host `:` and port 1.
+        raise AddressError(
+            f"{shorten(text)!r} is not HOST:PORT of an engine's side channel; "
+            "an IPv6 address is written in brackets, as in [::1]:5600"
+        )
+    return advertised_address(text)
+
+
+def advertised_address(text: str) -> Address:
+    """The same as engines write it: with a port always, and an IPv6 address without brackets. Raises AddressError."""
     host, _, port = text.strip().rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or not 0 < int(port) <= 65535 or len(host) > HOST_LENGTH_MAX:
         raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
     return Address(host, int(port))
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
@@ -261,7 +282,7 @@ def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.e
     if texts:
         return [parse_address(each) for each in texts]
     port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
-    return [parse_address(f"{environment.get(HOST_VARIABLE) or '127.0.0.1'}:{port}")]
+    return [parse_address(f"{bracketed(environment.get(HOST_VARIABLE) or '127.0.0.1')}:{port}")]
 
 
 def tool_access(directory: str | None) -> Access:
@@ -313,7 +334,7 @@ def look_up(
     async def run() -> Survey:
         async with opened_surveyor(seconds, followed_seconds, access) as surveyor:
             found = await surveyor.survey(addresses, _questions_about(text))
-            further = [name for name in found.names() if text not in name][:LOOKED_UP_MAX]
+            further = found.other_names(text)[:LOOKED_UP_MAX]
             if not further:
                 return found
             known = [each.address for each in found.engines if each.answers]
@@ -377,7 +398,7 @@ class Surveyor:
         for engine in found:
             for row in engine.of(PeerRow):
                 with contextlib.suppress(AddressError):
-                    address = parse_address(row.address)
+                    address = advertised_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
                         further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
         chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
@@ -434,7 +455,7 @@ class Surveyor:
         """Why decode engines would not find it by the name that it advertises, if it has one and this is so here."""
         advertised = next((row.facts.side_channel for row in engine.of(EngineRow)), "")
         try:
-            address = parse_address(advertised)
+            address = advertised_address(advertised)
         except AddressError:
             return None  # of no use for other reasons, which are not this one
         if address.host == engine.address.host:

@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story
-from connector.observe.spans import REQUEST_SPAN, Attribute, PullTimes, slowest, times_of
+from connector.observe.spans import REQUEST_SPAN, Attribute, PullTimes, exported_ns, slowest, times_of
 from connector.observe.timeline.clocks import Clock
 
 TRACER = "nixl_actor_connector"
@@ -48,14 +48,19 @@ def record_spans(
     """
     attributes = times.attributes() | dict(more or {})
     span = tracer.start_span(
-        REQUEST_SPAN, context=context, kind=SpanKind.INTERNAL, attributes=attributes, start_time=times.start_ns
+        REQUEST_SPAN,
+        context=context,
+        kind=SpanKind.INTERNAL,
+        attributes=attributes,
+        start_time=exported_ns(times.start_ns),
     )
     below = set_span_in_context(span)
     for part in times.parts:
-        tracer.start_span(f"{REQUEST_SPAN}.{part.name}", context=below, start_time=part.start_ns).end(part.end_ns)
+        start_ns, end_ns = exported_ns(part.start_ns), exported_ns(part.end_ns)
+        tracer.start_span(f"{REQUEST_SPAN}.{part.name}", context=below, start_time=start_ns).end(end_ns)
     if times.reason is not None:
         span.set_status(Status(StatusCode.ERROR, times.detail))
-    span.end(times.end_ns)
+    span.end(exported_ns(times.end_ns))
     return span
 
 
@@ -128,13 +133,13 @@ class _Made:
             "kv_transfer.rank": history.rank,
         }
         queued_ns = round((history.queued_seconds or 0.0) * NS_PER_SECOND)
-        start_ns = clock.at(first.mono_ns) - queued_ns
+        start_ns = exported_ns(clock.at(first.mono_ns) - queued_ns)
         span = self._tracer(history.engine_id).start_span(
             LEASE_SPAN, context=context, attributes=attributes, start_time=start_ns
         )
         for visit in history.visits:
-            span.add_event(visit.state, timestamp=clock.at(visit.entered_ns))
-        span.end(clock.at(last.mono_ns))
+            span.add_event(visit.state, timestamp=exported_ns(clock.at(visit.entered_ns)))
+        span.end(exported_ns(clock.at(last.mono_ns)))
 
     def _tracer(self, engine_id: str) -> Tracer:
         if engine_id not in self._tracers:

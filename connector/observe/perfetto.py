@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story
+from connector.observe.spans import exported_ns
 from connector.observe.timeline.clocks import Clock
 from statemachine import hold, lease, peer, request
 
@@ -164,7 +165,7 @@ class _Export:
         is_instant: bool = False,
     ) -> None:
         packet = self._builder.create_packet()
-        packet.timestamp = at_ns
+        packet.timestamp = exported_ns(at_ns)
         packet.trusted_packet_sequence_id = SEQUENCE_ID
         event = packet.track_event
         event.type = self._event.TYPE_INSTANT if is_instant else self._event.TYPE_SLICE_BEGIN
@@ -182,7 +183,7 @@ class _Export:
 
     def _end(self, track: int, at_ns: int) -> None:
         packet = self._builder.create_packet()
-        packet.timestamp = at_ns
+        packet.timestamp = exported_ns(at_ns)
         packet.trusted_packet_sequence_id = SEQUENCE_ID
         packet.track_event.type = self._event.TYPE_SLICE_END
         packet.track_event.track_uuid = track

@@ -41,6 +41,15 @@ PART_OF_STATE = {
 Attribute = str | int | float | bool
 
 
+UNIX_NS_MAX = 2**63 - 1
+
+
+def exported_ns(unix_ns: int) -> int:
+    """The time as the formats of other tools can have it. A clock that was never set shows one before 1970 once what
+    was waited for is taken from it, and a trace that was damaged may have any."""
+    return min(max(unix_ns, 0), UNIX_NS_MAX)
+
+
 def makes_spans(vllm_config: Any) -> bool:
     """Whether this engine was started with an endpoint for spans (`--otlp-traces-endpoint`)."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -146,7 +155,8 @@ def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
 
 
 def _parts_of_states(visits: Sequence[Visit], zero_ns: int) -> list[Part]:
+    # A state that a later version has made, or one of a record in disorder, is a part by its own name.
     return [
-        Part(PART_OF_STATE[visit.state], zero_ns + visit.entered_ns, zero_ns + following.entered_ns)
+        Part(PART_OF_STATE.get(visit.state, visit.state), zero_ns + visit.entered_ns, zero_ns + following.entered_ns)
         for visit, following in itertools.pairwise(visits)
     ]

@@ -238,12 +238,17 @@ def _states(histories: Iterable[History]) -> tuple[StateTimes, ...]:
         if not history.is_over:
             found.setdefault((machine, history.state), [])
             still_open[machine, history.state] += 1
-    order = list(TERMINAL)
     states = [
         StateTimes(machine=machine, state=state, open=still_open[machine, state], times=_times(seconds))
         for (machine, state), seconds in found.items()
     ]
-    return tuple(sorted(states, key=lambda each: (order.index(each.machine), -each.times.total)))
+    return tuple(sorted(states, key=lambda each: (_place_of(each.machine), each.machine, -each.times.total)))
+
+
+def _place_of(machine: str) -> int:
+    """In the order of the machines; of a later version's, the last."""
+    order = list(TERMINAL)
+    return order.index(machine) if machine in order else len(order)
 
 
 def _peers(histories: Sequence[History]) -> tuple[PeerSummary, ...]:

@@ -45,8 +45,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from io import FileIO
+from operator import lt
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import msgspec
 import structlog
@@ -365,17 +366,26 @@ def _open_for_append(path: str, flags: int) -> int:
 
 
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file. `header` is None in an excerpt. `torn_bytes`: length of a last line without an end, which is not among
-    the records."""
+    """One file.
+
+    Attributes:
+        header: None in an excerpt.
+        torn_bytes: length of a last line without an end, which is not among the records.
+        places: of the records among those of the file, where some are left out; None: all are here.
+    """
 
     path: Path
     header: FileHeader | None
     records: list[TransitionRecord]
     torn_bytes: int
+    places: tuple[int, ...] | None = None
 
     def located(self) -> Iterator[tuple[int, TransitionRecord]]:
         """The records with the numbers of their lines, from 1."""
-        return enumerate(self.records, start=1 if self.header is None else 2)
+        first = 1 if self.header is None else 2
+        if self.places is None:
+            return enumerate(self.records, start=first)
+        return ((first + place, record) for place, record in zip(self.places, self.records, strict=True))
 
 
 class ProcessTrace(NamedTuple):
@@ -446,29 +456,114 @@ def _read_header(path: Path, line: bytes) -> FileHeader:
         raise TraceFileError(path, 1, shorten(str(error), 200)) from None
 
 
-def read_processes(directory: str | Path) -> list[ProcessTrace]:
-    """What each process wrote that traced to `directory`, which may be a single file too.
+def trace_files(directory: str | Path) -> list[Path]:
+    """Those in it whose names are those of trace files; where it is a file itself, that one, whatever its name. Raises
+    OSError."""
+    directory = Path(directory)
+    if directory.is_file():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if _FILE_NAME.fullmatch(path.name) is not None)
 
-    A line that its process was still writing, or was killed in, is left out; one log line says how many those are.
+
+NO_TRACE_FILE = "no trace file is there: their names end in .jsonl"
+
+
+def read_processes(directory: str | Path) -> list[ProcessTrace]:
+    """What each process wrote that traced to `directory`, which may be a single file of any name too.
+
+    A line that its process was still writing, or was killed in, is left out, and so is a record that is there again, as
+    where somebody has copied a file; a log line for each says of how many files that is.
 
     Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
     """
-    return _with_warning(_read_processes(directory, read_trace_file), directory)
+    return _told_apart(_read_processes(directory, read_trace_file), directory)
 
 
-def _with_warning(processes: list[ProcessTrace], directory: str | Path) -> list[ProcessTrace]:
+def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[ProcessTrace]:
     torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
     if torn_files:
         get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
-    return processes
+    once, repeating = _without_repetitions(processes)
+    if repeating:
+        more = f" and {len(repeating) - 1} more file(s)" if len(repeating) > 1 else ""
+        get_logger().warning(
+            "left out %d record(s) of %s%s that are there twice; is one a copy of another?",
+            sum(repeating.values()),
+            next(iter(repeating)),
+            more,
+        )
+    return once
+
+
+def _without_repetitions(processes: list[ProcessTrace]) -> tuple[list[ProcessTrace], dict[Path, int]]:
+    """Each record once, and of how many records of which files there was another. The process that has most of them
+    keeps its own, so that a copy of a part makes no gap in the whole."""
+    seen = _Seen()
+    kept: dict[int, ProcessTrace] = {}
+    repeating: dict[Path, int] = {}
+    lengths = [sum(len(file.records) for file in process.files) for process in processes]
+    for at in sorted(range(len(processes)), key=lambda at: -lengths[at]):
+        files = []
+        for file in processes[at].files:
+            places = seen.new_among(file.records)
+            if len(places) < len(file.records):
+                repeating[file.path] = len(file.records) - len(places)
+                if not places:
+                    continue
+                records = [file.records[place] for place in places]
+                file = msgspec.structs.replace(file, records=records, places=tuple(places))
+            files.append(file)
+        if files:
+            kept[at] = ProcessTrace(tuple(files))
+    return [kept[at] for at in sorted(kept)], repeating
+
+
+_Moment: TypeAlias = tuple[int, int]
+"""`mono_ns` and `seq` of a record: they grow from one of a process to the next."""
+
+
+class _Seen:
+    """What was read. A process's records come in order, so that nearly always two ends tell that files have none in
+    common; only where they do not are single records compared."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, str, int], list[tuple[_Moment, _Moment, list[TransitionRecord]]]] = {}
+
+    def new_among(self, records: Sequence[TransitionRecord]) -> Sequence[int]:
+        """Places of those that were in no earlier call, nor are there before."""
+        of_writers: dict[tuple[str, str, int], list[int]] = {}
+        for place, record in enumerate(records):
+            of_writers.setdefault((record.engine_id, record.role, record.rank), []).append(place)
+        found: list[int] = []
+        for writer, places in of_writers.items():
+            found += self._new_of(writer, records, places)
+        return range(len(records)) if len(found) == len(records) else sorted(found)
+
+    def _new_of(
+        self, writer: tuple[str, str, int], records: Sequence[TransitionRecord], places: list[int]
+    ) -> list[int]:
+        moments = [(records[place].mono_ns, records[place].seq) for place in places]
+        first, last = min(moments), max(moments)
+        before = self._files.setdefault(writer, [])
+        known = {record for begin, end, others in before if begin <= last and first <= end for record in others}
+        if known or not all(map(lt, moments, moments[1:])):
+            new = []
+            for place in places:
+                if records[place] not in known:
+                    known.add(records[place])
+                    new.append(place)
+            places = new
+        if places:
+            before.append((first, last, [records[place] for place in places]))
+        return places
 
 
 def _read_processes(directory: str | Path, read: Callable[[Path], TraceFile]) -> list[ProcessTrace]:
     sequences: dict[str, list[tuple[int, Path]]] = {}
-    directory = Path(directory)
-    for path in [directory] if directory.is_file() else sorted(directory.iterdir()):
-        if (named := _FILE_NAME.fullmatch(path.name)) is not None:
-            sequences.setdefault(named["stem"], []).append((int(named["part"] or 0), path))
+    for path in trace_files(directory):
+        named = _FILE_NAME.fullmatch(path.name)
+        stem, part = (path.name, 0) if named is None else (named["stem"], int(named["part"] or 0))
+        sequences.setdefault(stem, []).append((part, path))
     processes = [ProcessTrace(tuple(_read_parts(parts, read))) for parts in sequences.values()]
     return [process for process in processes if process.files]
 
@@ -525,7 +620,7 @@ def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]
     sought = [_as_written(text), *map(_as_written, sorted(name for name in names if text not in name))]
     if len(sought) > NAMES_SOUGHT_MAX:
         return read_trace(directory)
-    return merged(_with_warning(_read_with(directory, [*sought, _OF_A_PEER]), directory))
+    return merged(_told_apart(_read_with(directory, [*sought, _OF_A_PEER]), directory))
 
 
 def _as_written(name: str) -> bytes:

@@ -11,14 +11,24 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.cli.live import silent_of
 from connector.observe.cli.main import app
-from connector.observe.live import Address, AddressError, Survey, chosen_addresses, parse_address
+from connector.observe.explanation import Live
+from connector.observe.live import (
+    Address,
+    AddressError,
+    EngineReport,
+    Survey,
+    advertised_address,
+    chosen_addresses,
+    parse_address,
+)
 from connector.observe.trace_log import open_trace_log
-from connector.wire.inspection import RecordRow
+from connector.wire.inspection import RecordRow, RequestRow
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
-from tests.unit.test_explanation import ended_with, lent, pulled
+from tests.unit.test_explanation import ended_with, lent, peer_row, pulled, row
 from tests.unit.test_failures import EXAMPLES
 
 runner = CliRunner()
@@ -66,6 +76,14 @@ def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, mon
         time.tzset()
 
 
+@pytest.mark.parametrize("wall", [1e12, -1e12, 1e18])
+def test_why_says_a_time_that_no_calendar_has_as_a_number(tmp_path: Path, wall: float) -> None:
+    traced(tmp_path, [msgspec.structs.replace(each, wall=wall) for each in pulled()])
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert f"since {wall:.3f} (Unix time)\n" in answer.output
+
+
 @pytest.mark.parametrize("failure", EXAMPLES[:3], ids=lambda failure: failure.kind)
 def test_why_ends_with_1_for_a_request_that_failed(tmp_path: Path, failure: object) -> None:
     traced(tmp_path, ended_with(failure))  # type: ignore[arg-type]
@@ -85,9 +103,21 @@ def test_why_lists_several_that_match(tmp_path: Path) -> None:
         msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="cmpl-abcd-0-y") for each in pulled()
     ]
     traced(tmp_path, [*pulled(), *other])
-    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    answer = runner.invoke(app, ["why", "ab", "--trace", str(tmp_path)])
     assert answer.output.startswith("2 requests match")
     assert "cmpl-abcd-0-x" in answer.output
+
+
+@pytest.mark.parametrize(("text", "status"), [("abc", 0), ("abcd", 1), ("ab", 1)])
+def test_the_exit_status_of_why_is_not_that_of_a_request_whose_id_begins_alike(
+    tmp_path: Path, text: str, status: int
+) -> None:
+    other = [
+        msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="cmpl-abcd-0-y", seq=100 + each.seq)
+        for each in ended_with(EXAMPLES[0])
+    ]
+    traced(tmp_path, [*pulled(), *other])
+    assert runner.invoke(app, ["why", text, "--trace", str(tmp_path)]).exit_code == status
 
 
 def test_equal_ids_of_several_engines_are_told_apart(tmp_path: Path) -> None:
@@ -98,7 +128,7 @@ def test_equal_ids_of_several_engines_are_told_apart(tmp_path: Path) -> None:
     on_d2 = [msgspec.structs.replace(each, **same | others) for each in pulled()]
     on_p = [msgspec.structs.replace(each, subject="same-lent", lease_number=9) for each in lent()]
     traced(tmp_path, [*on_d, *on_d2, *on_p])
-    said = runner.invoke(app, ["why", "same", "--trace", str(tmp_path)]).output.splitlines()
+    said = runner.invoke(app, ["why", "sam", "--trace", str(tmp_path)]).output.splitlines()
     assert {line.strip() for line in said if line.startswith("  same")} == {
         "same on D (D rank 0)",
         "same on D (D2 rank 3)",
@@ -131,6 +161,22 @@ def test_why_of_something_unknown(tmp_path: Path) -> None:
     assert str(tmp_path) in answer.output
     assert "without kv_transfer_params" in answer.output
     assert "the running engines do (without --trace)" in answer.output
+
+
+@pytest.mark.parametrize("name", ["excerpt.txt", "excerpt", "x.jsonl.old", "x.2.jsonl"])
+def test_why_reads_a_file_whatever_its_name(tmp_path: Path, name: str) -> None:
+    directory = traced(tmp_path / "traces", pulled())
+    (tmp_path / name).write_bytes(b"".join(path.read_bytes() for path in directory.iterdir()))
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path / name)])
+    assert answer.output.startswith("Done: ")
+    assert answer.exit_code == 0
+
+
+def test_why_of_a_directory_without_trace_files_does_not_say_that_the_request_never_came(tmp_path: Path) -> None:
+    (tmp_path / "excerpt.txt").write_text("not read")
+    answer = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path)])
+    assert answer.output == f"{tmp_path}: no trace file is there: their names end in .jsonl\n"
+    assert answer.exit_code == 2
 
 
 def test_why_of_a_directory_that_holds_something_else(tmp_path: Path) -> None:
@@ -169,6 +215,20 @@ def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch
     assert [msgspec.json.decode(line)["engines"][0]["engine_id"] for line in lines] == ["D"] * 3
 
 
+@pytest.mark.parametrize(("no_color", "is_styled"), [(None, True), ("", True), ("1", False), ("0", False)])
+@pytest.mark.parametrize("command", [["doctor"], ["why", "abc"]])
+def test_who_asks_for_no_colours_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], no_color: str | None, is_styled: bool
+) -> None:
+    if no_color is None:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    else:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    where = ["--trace", str(traced(tmp_path, pulled()))] if command[0] == "why" else ["-e", f"127.0.0.1:{free_port()}"]
+    answer = runner.invoke(app, [*command, *where], color=True)  # as on a terminal
+    assert ("\x1b[" in answer.output) == is_styled
+
+
 def test_doctor_says_which_address_was_given_twice() -> None:
     address = f"127.0.0.1:{free_port()}"
     answer = runner.invoke(app, ["doctor", "--engine", address, "--engine", address])
@@ -191,6 +251,8 @@ def test_an_address_that_is_none_is_an_error_of_usage() -> None:
         ([], {"NIXL_ACTOR_ENGINES": "a:1, b:2 c:3"}, [Address("a", 1), Address("b", 2), Address("c", 3)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}, [Address("127.0.0.1", 5700)]),
         ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "h"}, [Address("h", 5600)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "fe80::1%eth0"}, [Address("fe80::1%eth0", 5600)]),
+        ([], {"VLLM_NIXL_SIDE_CHANNEL_HOST": "[::1]"}, [Address("::1", 5600)]),
         ([], {}, [Address("127.0.0.1", 5600)]),
         (["5601"], {}, [Address("127.0.0.1", 5601)]),
     ],
@@ -199,7 +261,45 @@ def test_which_engines_are_asked(named: list[str], environment: dict[str, str], 
     assert chosen_addresses(named, environment) == expected
 
 
+def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for() -> None:
+    """More requests have ids that begin alike than are looked for at once."""
+
+    def waits(number: int) -> RequestRow:
+        return row("queued", request_id=f"cmpl-req-{number}-0-x", remote_request_id=f"lent-{number}").row
+
+    found = Survey([engine("D", *map(waits, range(10, 30)), waits(1))])
+    assert found.other_names("req-1") == found.other_names("cmpl-req-1-0-x") == ["lent-1"]
+    assert len(found.other_names("req-")) == 21
+    assert found.other_names("lent-1") == ["cmpl-req-1-0-x"]
+
+
 @pytest.mark.parametrize("text", ["", "h:", "h:0", "h:70000", "h:-1", "h:x", "x" * 300 + ":1"])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(AddressError):
         parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["::1", "::1:5600", "fe80::1%eth0", "[::1]", "[::1:5600", "::1]:5600"])
+def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write(text: str) -> None:
+    answer = runner.invoke(app, ["ps", "-e", text], env={"COLUMNS": "200"})
+    assert answer.exit_code == 2
+    assert "an IPv6 address is written in brackets, as in [::1]:5600" in answer.output
+
+
+def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = parse_address("[::1]:5600")
+    assert address == advertised_address("::1:5600") == Address("::1", 5600)
+    assert parse_address(str(address)) == address
+    met: list[str] = []
+    monkeypatch.setattr("connector.observe.administration.meet", lambda engine, places, **_: met.extend(places) or {})
+    assert runner.invoke(app, ["meet", "h:1", "[::1]:5600", "h:2"]).exit_code == 0
+    assert met == ["[::1]:5600", "h:2"]
+
+
+def test_an_engine_that_is_silent_at_an_ipv6_address_is_the_peer_that_is_known_there() -> None:
+    d = engine("D", peer_row("ready", address="::1:5600").row)
+    p = EngineReport(address=Address("::1", 5600), problem="nothing listens there", problem_kind="ConnectionRefused")
+    (silent,) = silent_of(Survey([d, p]))
+    assert (silent.engine_id, silent.address) == ("P", "[::1]:5600")
+    assert Live(silent=(silent,)).silence_of(None, "::1:5600") is silent
+    assert Live(silent=(silent,)).silence_of(None, None) is None

@@ -446,6 +446,24 @@ def test_several_that_match_are_all_found() -> None:
     assert find("xyz", [*other, *pulled()], Live()) == []
 
 
+def test_an_id_that_begins_another_one_names_its_own_request() -> None:
+    """By the client's id, by D's, by P's, and where the other one still lives; a part of both names both."""
+    other = records("request", "D", "cmpl-abcd-0-d", FAILED, peer="P", remote_request_id="cmpl-abcd-0-p", at=10)
+    prefix = records("request", "D", f"{D_NAME}d", FAILED, peer="P", remote_request_id=f"{P_NAME}p", at=20)
+    live = Live(
+        requests=(row("queued", request_id="cmpl-abcde-0-d", remote_request_id="cmpl-abcde-0-p"),),
+        leases=(lease_row("held"),),
+        local_prefills=(local_prefill("cmpl-abc-0-dx"),),
+    )
+    everything = [*other, *prefix, *lent(LENT[:2]), *pulled()]
+    for text in (D_NAME, P_NAME):
+        assert [case.name for case in find(text, everything, live)] == [D_NAME], text
+    for text in ("abcd", "abcd-0", "cmpl-abcd-0-d", "cmpl-abcd-0-p"):
+        assert [case.name for case in find(text, everything, live)] == ["cmpl-abcd-0-d"], text
+    assert [case.name for case in find("abcde", everything, live)] == ["cmpl-abcde-0-d"]
+    assert len(find("ab", everything, live)) == 5
+
+
 def test_nothing_found_says_what_was_looked_at() -> None:
     silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
     said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])

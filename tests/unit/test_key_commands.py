@@ -104,6 +104,55 @@ def test_a_file_that_makes_no_sense_is_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == "half writ"
 
 
+def test_comments_are_kept_and_go_with_their_key(tmp_path: Path) -> None:
+    file = tmp_path / "params.keys"
+    done("params", "add", str(file), "--id", "a")
+    head, key_a = file.read_text().splitlines()
+    file.write_text(f"{head}\n# of the fleet in the north\n\n# made by Ann\n{key_a}\n# the end\n")
+    file.chmod(0o600)
+    done("params", "add", str(file), "--id", "b")
+    *_, key_b, end = file.read_text().splitlines()
+    assert end == "# the end"
+    file.write_text(file.read_text().replace(key_b, f"\n  # made by Bob\n{key_b}"))
+    done("params", "use", str(file), "b")
+    above = [head, "# of the fleet in the north", ""]
+    of_b = ["", "  # made by Bob", key_b]
+    assert file.read_text().splitlines() == [*above, *of_b, "# made by Ann", key_a, "# the end"]
+    done("params", "drop", str(file), "a")
+    assert file.read_text().splitlines() == [*above, *of_b, "# the end"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path: Path, is_there: bool) -> None:
+    (tmp_path / "shared").mkdir()
+    file, link = tmp_path / "shared" / "params.keys", tmp_path / "link"
+    link.symlink_to(Path("shared") / "params.keys")
+    if is_there:
+        done("params", "add", str(file), "--id", "a")
+    assert str(link) in done("params", "add", str(link), "--id", "b")
+    done("params", "use", str(link), "b")
+    assert link.is_symlink()
+    assert ids(file) == ["b", "a"][: 1 + is_there]
+    assert sorted(tmp_path.rglob("*")) == [link, file.parent, file]
+
+
+def test_a_link_that_leads_to_itself_is_an_error_of_usage(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    result = keys("params", "add", str(link))
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("command", [["add"], ["use", "a"], ["drop", "a"]])
+def test_a_file_that_cannot_be_looked_for_is_an_error_of_usage(tmp_path: Path, command: list[str]) -> None:
+    """As in a directory that this user may not search; a name that is too long is refused to everybody."""
+    name, *rest = command
+    result = keys("params", name, str(tmp_path / ("x" * 300)), *rest)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+
+
 @pytest.mark.parametrize("command", [["ps"], ["doctor"], ["why", "x"]])
 def test_a_tool_whose_keys_cannot_be_used_says_so(tmp_path: Path, command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--keys", str(tmp_path)])

@@ -185,13 +185,32 @@ def test_check_names_file_and_line_and_says_so_by_its_status(calm: Path, tmp_pat
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
-    assert "no transition is recorded" in run("summary", tmp_path, status=1)
+    assert run("summary", tmp_path, status=1).endswith("no trace file is there: their names end in .jsonl\n")
+    (tmp_path / "a.jsonl").touch()
+    assert run("summary", tmp_path, status=1) == f"no transition is recorded in {tmp_path}\n"
     (tmp_path / "a.jsonl").write_bytes(b'{"schema":99,"version":"7.1.0"}\n')
     text = run("summary", tmp_path, status=2)
     assert "schema 99" in text
     assert len(text.splitlines()) == 1
     (tmp_path / "a.jsonl").write_bytes(b"nonsense\n")
     assert "line 1: not a transition record" in run("check", tmp_path, status=2)
+
+
+def test_a_machine_of_a_later_version_comes_last(tmp_path: Path) -> None:
+    write_run(tmp_path, calm_run()[:200])
+    later = [msgspec.structs.replace(calm_run()[0], engine_id=f"e{n}", machine=f"later{n}") for n in (1, 2)]
+    write_run(tmp_path, later)
+    machines = list(dict.fromkeys(each["machine"] for each in as_json("summary", tmp_path)["states"]))
+    assert machines[-2:] == ["later1", "later2"]
+    assert "later1" in run("summary", tmp_path)
+
+
+@pytest.mark.parametrize("wall", [1e12, -1e12, 1e18])
+def test_a_time_that_no_calendar_has_is_a_number(tmp_path: Path, wall: float) -> None:
+    write_run(tmp_path, [msgspec.structs.replace(each, wall=wall) for each in faulty_run()])
+    for command in (["summary"], ["slow"], ["failures"]):
+        run(*command, tmp_path)
+    assert f"{wall:.3f}" in run("failures", tmp_path)
 
 
 EVIL = "[red]evil[/nothing]\x1b[31m\x1b]0;title\x07\x9b31m\nConnectionRefused: forged"

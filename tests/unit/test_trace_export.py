@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from typer.testing import CliRunner
 
 from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
+from connector.observe.spans import times_of
+from statemachine.trace import TransitionRecord
 from tests.rig.otlp_collector import GrpcCollector, HttpCollector, ReceivedSpan, refused_endpoint
+from tests.unit.test_history import PULLED, records
 from tests.unit.traced_run import calm_run, faulty_run, write_run
 
 
@@ -86,8 +90,35 @@ def test_a_collector_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pyte
     assert "has not taken the spans" in export(tmp_path, "--otlp", refused_endpoint(), status=2)
 
 
+def test_a_state_that_no_part_is_known_for_is_one_by_its_own_name() -> None:
+    written = records("request", "D", "r", (*PULLED, ("done", "Moved", "elsewhere"), ("elsewhere", "X", "done")))
+    (history,) = histories(written)
+    found = times_of(history)
+    assert found is not None
+    assert [part.name for part in found.parts] == ["held", "peer", "read", "done", "elsewhere"]
+    assert all(before.end_ns == after.start_ns for before, after in itertools.pairwise(found.parts))
+
+
 def test_nothing_to_export_to_is_an_error(faulty: Path) -> None:
     assert "name at least one" in export(faulty, status=2)
+
+
+WALLS = [-1.7e9, -5.0, 1.7e18]
+"""Of a clock that was never set, and of a damaged trace."""
+
+
+def with_walls_from(wall: float) -> list[TransitionRecord]:
+    first = calm_run()[0].wall
+    return [msgspec.structs.replace(each, wall=each.wall - first + wall) for each in calm_run()[:300]]
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_spans_of_times_that_no_collector_has_are_sent(
+    tmp_path: Path, collector: GrpcCollector | HttpCollector, wall: float
+) -> None:
+    write_run(tmp_path, with_walls_from(wall))
+    assert "spans sent" in export(tmp_path, "--otlp", collector.endpoint)
+    assert collector.spans
 
 
 # --- Perfetto -------------------------------------------------------------------------------------------------------
@@ -136,6 +167,14 @@ def test_perfetto_gets_a_slice_for_each_state_and_flows_from_grant_to_release(fa
 
 
 # --- the timeline page ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_perfetto_gets_times_that_it_cannot_have_as_the_nearest_that_it_can(tmp_path: Path, wall: float) -> None:
+    write_run(tmp_path, with_walls_from(wall))
+    file = tmp_path / "trace.pftrace"
+    export(tmp_path, "--perfetto", file)
+    assert file.stat().st_size > 1000
 
 
 def test_the_page_has_every_request(faulty: Path, tmp_path: Path) -> None:

@@ -292,8 +292,8 @@ import msgspec
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 record = msgspec.json.decode(sys.argv[2], type=TransitionRecord)
 sink = open_trace_log(sys.argv[1], engine_id="e", role="kv_both", rank=0)
-for _ in range(1000):
-    sink.write(record)
+for seq in range(1000):
+    sink.write(msgspec.structs.replace(record, seq=seq))
 sink.close()
 print("still here")
 """
@@ -305,7 +305,7 @@ def test_a_quota_that_is_used_up_in_the_middle_ends_the_trace_only(tmp_path: Pat
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=100)
     assert ended.stdout.endswith(b"still here\n")
     assert ended.stderr.count(b"ends here") == 1
-    assert read_trace(tmp_path)[0] == FULL
+    assert read_trace(tmp_path)[0] == record(seq=0)
     assert 50 < len(read_trace(tmp_path)) < 1000
 
 
@@ -459,10 +459,10 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path, errors: list[str]) -> None:
     whole = render_line(FULL)
     (tmp_path / "a.jsonl").write_bytes(whole + b"\n" + whole[:100])
-    (tmp_path / "b.jsonl").write_bytes(whole + b"\n")
+    (tmp_path / "b.jsonl").write_bytes(render_line(record(seq=8)) + b"\n")
     assert read_trace_file(tmp_path / "a.jsonl").torn_bytes == 100
     assert read_trace_file(tmp_path / "b.jsonl").torn_bytes == 0
-    assert read_trace(tmp_path) == [FULL, FULL]
+    assert read_trace(tmp_path) == [FULL, record(seq=8)]
     assert len(errors) == 1
     assert "1 trace file(s)" in errors[0]
 
@@ -506,6 +506,43 @@ def test_a_wall_clock_that_is_set_back_does_not_disturb_the_order_of_one_process
     ]
 
 
+@pytest.mark.parametrize("copy", ["0.jsonl", "a (copy).jsonl", "z.jsonl"])
+def test_a_file_that_is_there_twice_is_taken_once(tmp_path: Path, errors: list[str], copy: str) -> None:
+    """A part of a sequence too, and the sequence stays whole."""
+    written = [record(seq=seq, mono_ns=seq) for seq in range(60)]
+    traced(tmp_path, written, file_bytes=20_000, files_kept=100)
+    first, *_ = sorted(tmp_path.iterdir(), key=lambda path: len(path.name))
+    assert len(list(tmp_path.iterdir())) > 1
+    (tmp_path / copy).write_bytes(first.read_bytes())
+    copied = len(read_trace_file(first).records)
+    assert read_trace(tmp_path) == written
+    assert errors == [
+        f"left out {copied} record(s) of {tmp_path / copy} that are there twice; is one a copy of another?"
+    ]
+    (process,) = read_processes(tmp_path)
+    assert process.is_whole
+    del errors[:]
+    assert read_trace_about(tmp_path, FULL.subject) == written
+    assert len(errors) == 1
+
+
+def test_records_that_are_there_twice_are_taken_once_and_the_others_keep_their_lines(tmp_path: Path) -> None:
+    lines = [render_line(record(seq=seq, mono_ns=seq)) + b"\n" for seq in (0, 1, 2, 1, 3)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(lines))
+    (tmp_path / "b.jsonl").write_bytes(lines[2] + render_line(record(seq=4, mono_ns=4)) + b"\n")
+    a, b = (process.files[0] for process in read_processes(tmp_path))
+    assert [(line, each.seq) for line, each in a.located()] == [(1, 0), (2, 1), (3, 2), (5, 3)]
+    assert [(line, each.seq) for line, each in b.located()] == [(2, 4)]
+
+
+def test_records_of_one_moment_that_are_not_equal_all_count(tmp_path: Path, errors: list[str]) -> None:
+    for name, subject in (("a", "x"), ("b", "y")):
+        (tmp_path / f"{name}.jsonl").write_bytes(render_line(record(subject=subject)) + b"\n")
+    assert [each.subject for each in read_trace(tmp_path)] == ["x", "y"]
+    assert errors == []
+
+
 # --- size, sampling and versions ------------------------------------------------------------------------------------
 
 
@@ -538,8 +575,9 @@ def test_more_than_nine_files_stay_in_order(tmp_path: Path) -> None:
 
 
 def test_a_process_of_the_same_name_does_not_continue_the_sequence(tmp_path: Path) -> None:
-    for _ in range(2):
-        traced(tmp_path, [record(seq=seq) for seq in range(20)], file_bytes=2000, files_kept=100)
+    for life in range(2):
+        lines = [record(seq=seq, mono_ns=1000 * life + seq) for seq in range(20)]
+        traced(tmp_path, lines, file_bytes=2000, files_kept=100)
     assert [[each.seq for each in process.records] for process in read_processes(tmp_path)] == [list(range(20))] * 2
 
 
@@ -673,11 +711,12 @@ def test_a_trace_that_a_tool_has_written_anew_is_read_as_a_whole(faulty: Path, t
 
 
 def test_of_lines_about_a_request_the_wrong_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [render_line(FULL), b"nonsense", render_line(FULL), b'{"subject":"' + FULL.subject.encode() + b'"}']
+    second = record(seq=8)
+    lines = [render_line(FULL), b"nonsense", render_line(second), b'{"subject":"' + FULL.subject.encode() + b'"}']
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([*lines[:3], b"torn"]))
     with caplog.at_level(logging.WARNING):
-        assert read_trace_about(tmp_path, FULL.subject) == [FULL, FULL]
+        assert read_trace_about(tmp_path, FULL.subject) == [FULL, second]
     assert len([each for each in caplog.messages if "unfinished last line of 1" in each]) == 1
     path.write_bytes(b"\n".join([*lines, b""]))
     with pytest.raises(TraceFileError, match="line 4"):

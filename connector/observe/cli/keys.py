@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from connector.wire.signatures import ParamsKeys
+    from connector.wire.signatures import ParamsKey, ParamsKeys
 
 app = typer.Typer(help="Make keys for engines (README, Security).", no_args_is_help=True)
 params_app = typer.Typer(help="The file of the option params_keys_file.", no_args_is_help=True)
@@ -56,7 +56,7 @@ def add(
     """Make a key, and the file if there is none. Behind others it is accepted, and does not sign."""
     from connector.wire.signatures import SECRET_BYTES_MIN, ParamsKey, ParamsKeys
 
-    before = _read(file).keys if file.exists() else ()
+    before = _read(file, may_be_absent=True)
     known = {key.key_id for key in before}
     if key_id is None:
         today = time.strftime("%Y-%m-%d", time.gmtime())
@@ -69,7 +69,7 @@ def use(file: KeyFile, key_id: KeyId) -> None:
     """Sign with this key from now on."""
     from connector.wire.signatures import ParamsKeys
 
-    keys = _read(file).keys
+    keys = _read(file)
     chosen = [key for key in keys if key.key_id == key_id]
     if not chosen:
         raise typer.BadParameter(f"{file} has no key {key_id!r}")
@@ -81,7 +81,7 @@ def drop(file: KeyFile, key_id: KeyId) -> None:
     """Accept this key no longer. The one that signs cannot be dropped."""
     from connector.wire.signatures import ParamsKeys
 
-    keys = _read(file).keys
+    keys = _read(file)
     if key_id == keys[0].key_id:
         raise typer.BadParameter(f"key {key_id!r} signs; use another one first")
     kept = tuple(key for key in keys if key.key_id != key_id)
@@ -90,28 +90,57 @@ def drop(file: KeyFile, key_id: KeyId) -> None:
     _write(file, ParamsKeys(kept))
 
 
-def _read(file: Path) -> ParamsKeys:
+def _read(file: Path, *, may_be_absent: bool = False) -> tuple[ParamsKey, ...]:
     from connector.wire.signatures import parse_keys
 
     try:
-        return parse_keys(file.read_text(encoding="utf-8"))
+        return parse_keys(file.read_text(encoding="utf-8")).keys
+    except FileNotFoundError as error:
+        if may_be_absent:
+            return ()
+        raise typer.BadParameter(f"{file}: {error}") from None
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{file}: {error}") from None
 
 
 def _write(file: Path, keys: ParamsKeys) -> None:
-    """As a whole: an engine may read it just now."""
-    from connector.wire.signatures import format_keys, parse_keys
+    """As a whole: an engine may read it just now. Where the path is a link, what it leads to is written."""
+    from connector.wire.signatures import parse_keys
 
-    text = format_keys(keys)
-    new = file.with_name(f".{file.name}.new")
     try:
+        written_to = file.resolve()
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = _with_comments_of(before, keys)
         parse_keys(text)
+        new = written_to.with_name(f".{written_to.name}.new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
             written.write(text)
-        os.replace(new, file)
-    except (OSError, ValueError) as error:
+        os.replace(new, written_to)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that leads to itself
         raise typer.BadParameter(f"{file}: {error}") from None
     signs, *others = (key.key_id for key in keys.keys)
     typer.echo(f"{file}: {signs} signs" + (f"; accepted too: {', '.join(others)}" if others else ""))
+
+
+def _with_comments_of(before: str, keys: ParamsKeys) -> str:
+    """The text of these keys with the comments of the text before. Those right above a key go with it, also when it is
+    dropped; what an empty line, or the head that every file has, parts from the first key stays above all."""
+    from connector.wire.signatures import format_keys
+
+    head_line, *key_lines = format_keys(keys).splitlines()
+    head: list[str] = []
+    above: dict[str, list[str]] = {}
+    waiting: list[str] = []
+    for line in before.splitlines():
+        key_id, *_ = line.split(maxsplit=1) or [""]
+        if key_id and not key_id.startswith("#"):
+            above[key_id], waiting = waiting, []
+            continue
+        waiting.append(line)
+        if not above and (not key_id or line == head_line):
+            head, waiting = head + waiting, []
+    lines = head if head_line in head else [head_line, *head]
+    for key, line in zip(keys.keys, key_lines, strict=True):
+        lines += [*above.get(key.key_id, ()), line]
+    return "\n".join([*lines, *waiting]) + "\n"

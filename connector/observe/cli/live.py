@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json
+from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
@@ -63,7 +62,10 @@ def why(
     request: Annotated[str, typer.Argument(help="The id of the request, or a part of it, as the client sent it.")],
     engine: Engines = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="DIR", help="Read trace files instead of asking engines.")
+        Path | None,
+        typer.Option(
+            "--trace", metavar="DIR", help="Read the trace files there, or one file, instead of asking engines."
+        ),
     ] = None,
     timeout: Seconds = 1.0,
     keys: KeyDirectory = None,
@@ -165,7 +167,7 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
         _print_json({"engines": engines, "findings": findings})
     else:
         for finding in findings:
-            typer.secho(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
+            say(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
             say(f"[{finding.check}] {finding.what}")
             if finding.advice:
                 say(f"    {finding.advice}")
@@ -237,9 +239,17 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
 
 
 def _records_about(request: str, directory: Path) -> list[Any]:
-    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_trace_about
+    from connector.observe.trace_log import (
+        NO_TRACE_FILE,
+        TraceFileError,
+        TraceSchemaError,
+        read_trace_about,
+        trace_files,
+    )
 
     try:
+        if not trace_files(directory):
+            raise FileNotFoundError(f"{directory}: {NO_TRACE_FILE}")
         return read_trace_about(directory, request)
     except (OSError, TraceFileError, TraceSchemaError) as error:
         say(error, err=True)
@@ -248,11 +258,11 @@ def _records_about(request: str, directory: Path) -> list[Any]:
 
 def silent_of(found: Survey) -> list[Any]:
     """Engines and workers that did not answer, as explanations want them."""
-    from connector.observe.explanation import Silent
+    from connector.observe.explanation import Silent, unbracketed
     from connector.wire.inspection import PeerRow
 
     silent = []
-    names = {row.address: row.engine_id for _, row in found.of(PeerRow)}
+    names = {unbracketed(row.address): row.engine_id for _, row in found.of(PeerRow)}
     for each in found.engines:
         problem, kind = each.problem, each.problem_kind
         for rank in each.ranks:
@@ -260,7 +270,7 @@ def silent_of(found: Survey) -> list[Any]:
                 is_ours = rank.advertisement.actor is not None
                 problem, kind = (rank.problem, "ControlLinkLost") if is_ours else (None, None)
         if problem is not None:
-            name = each.engine_id or names.get(str(each.address))
+            name = each.engine_id or names.get(unbracketed(str(each.address)))
             silent.append(Silent(address=str(each.address), engine_id=name, kind=kind or "", problem=problem))
     return silent
 
@@ -530,7 +540,8 @@ def _where(each: Explanation) -> str:
 
 
 def _wall_clock(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).astimezone().isoformat(" ", "milliseconds")
+    found = time_of_day(wall)
+    return f"{wall:.3f} (Unix time)" if found is None else found.isoformat(" ", "milliseconds")
 
 
 def _age(seconds: float | None) -> str:

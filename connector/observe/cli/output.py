@@ -6,7 +6,9 @@ terminal, begin another line, or be taken for markup: control characters are sho
 
 from __future__ import annotations
 
+import os
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -24,9 +26,17 @@ def plain(value: object) -> str:
     return shorten(str(value), LINE_LENGTH_MAX)
 
 
+def time_of_day(wall: float) -> datetime | None:
+    """Unix time as it is here; None where no calendar has it, which a damaged trace may say."""
+    try:
+        return datetime.fromtimestamp(wall, UTC).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
 def say(line: object, **style: Any) -> None:
-    """One line; `style` is typer's."""
-    typer.secho(plain(line), **style)
+    """One line; `style` is typer's. Those who have set NO_COLOR to anything get none (no-color.org)."""
+    typer.secho(plain(line), color=False if os.environ.get("NO_COLOR") else None, **style)
 
 
 def say_json(value: Any, *, is_one_of_many: bool = False) -> None:

@@ -10,14 +10,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json
+from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +76,13 @@ class _Traces:
 
 
 def _read(directory: Path) -> _Traces:
-    from connector.observe.trace_log import TraceFileError, TraceSchemaError, read_processes
+    from connector.observe.trace_log import (
+        NO_TRACE_FILE,
+        TraceFileError,
+        TraceSchemaError,
+        read_processes,
+        trace_files,
+    )
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()
@@ -86,7 +91,8 @@ def _read(directory: Path) -> _Traces:
     except (OSError, TraceFileError, TraceSchemaError) as error:
         _fail(str(error), CANNOT_READ)
     if not any(process.records for process in traces.processes):
-        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
+        why = "" if trace_files(directory) else f": {NO_TRACE_FILE}"
+        _fail(f"no transition is recorded in {directory}{why}", NOTHING_FOUND)
     return traces
 
 
@@ -433,4 +439,5 @@ def _amount(count: float) -> str:
 
 
 def _clock_time(wall: float) -> str:
-    return datetime.fromtimestamp(wall, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    found = time_of_day(wall)
+    return f"{wall:.3f}" if found is None else found.strftime("%H:%M:%S.%f")[:-3]
