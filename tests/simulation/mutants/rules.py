@@ -92,8 +92,8 @@ RULES: dict[str, Rule] = {
     ),
     "ids in quarantine": Rule(
         roster,
-        "A request whose id is that of one in quarantine at the same member is refused in the same way: what is kept of "
-        "that one goes by its id, and its blocks must come back, not those of its namesake.",
+        "A request whose id is that of one in quarantine at the same member is refused in the same way: what is kept "
+        "of that one goes by its id, and its blocks must come back, not those of its namesake.",
     ),
     "a limit to members": Rule(
         roster,

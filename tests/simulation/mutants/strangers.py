@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         name="who is shut out passes the gate",
         broken="the messages of an address that is shut out are handed out, and dropped one by one",
-        changes=(Edit(Gate._judge, "is_shut_out is None or is_shut_out(address.decode())", "False"),),
+        changes=(Edit(Gate._judge, "is_shut_out is None or is_shut_out(address)", "False"),),
         place=ByTest(f"{DOOR}::test_messages_of_an_address_that_is_shut_out_are_not_handed_out"),
     ),
     Mutant(
