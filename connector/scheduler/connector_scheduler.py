@@ -380,8 +380,20 @@ class ConnectorScheduler:
 
     @property
     def keeps_stepping(self) -> bool:
-        """Whether vLLM has to go on although it has nothing to do: an engine that is to end has not drained."""
-        return self._draining.keeps_stepping
+        """Whether vLLM has to go on although it has nothing to do: there are commands that the worker has not got, or
+        an engine that is to end has not drained.
+
+        Commands wait where requests are queued and not served: scheduling is paused, by `/pause` or `/sleep`. Such a
+        request does not count as work for vLLM, so an idle engine core would not step until it is resumed, and nobody
+        would hold its lease meanwhile.
+
+        vLLM 0.32 asks in `has_work`, that is: before it waits for input, for whether a pause or a shutdown is complete,
+        and for whether there is anything to step. A step takes all commands with it, also one that schedules nothing,
+        and none makes new ones by itself: so each of these is put off by a step, and the engine core waits again after
+        it. It is a step without a forward pass, which touches no KV cache: vLLM lets no engine sleep that still loads.
+        Ranks of data parallelism take no part in it: whether they go on together is decided by unfinished requests.
+        """
+        return bool(self._commands) or self._draining.keeps_stepping
 
     # --- side channel -------------------------------------------------------------------------------------------
 
