@@ -51,10 +51,24 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
         from connector.key_files import check_key_files
         from connector.step_overlap import require_role_that_reads
 
+        _require_no_routed_experts(vllm_config)
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
         require_role_that_reads(vllm_config, options, config)
         check_trace_directory(options)  # last, because it may create it
+
+
+def _require_no_routed_experts(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for an engine that is to answer with them. vLLM refuses that itself, of connectors whose
+    names it knows: `NixlConnector`, and not ours."""
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        from connector.unsupported import UnsupportedCache
+
+        expected = (
+            "false, so leave --enable-return-routed-experts out: they are known where a prompt is computed, and vLLM"
+            " takes none of them from P to D"
+        )
+        raise UnsupportedCache("enable_return_routed_experts", True, expected)
 
 
 def _is_ours(config: KVTransferConfig) -> bool:

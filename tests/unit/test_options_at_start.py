@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, SchedulerConfig, VllmConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
 from connector.config import OptionError
 from connector.plugin import register
+from connector.unsupported import UnsupportedCache
 
 WRONG: dict[str, Any] = {"kv_lease_durations": 3}
 OURS: dict[str, Any] = {
@@ -122,6 +124,21 @@ def test_a_trace_directory_of_the_environment_is_checked_too(tmp_path: Path, mon
 def test_right_options_change_nothing(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
     made = VllmConfig(kv_transfer_config=KVTransferConfig(**config), **with_full_graphs(monkeypatch))
     assert made.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+
+
+@pytest.mark.parametrize(
+    "config",
+    [NAMED, several(ANOTHER, NAMED), several(several(NAMED))],
+    ids=["named", "one of several", "one of several of one of several"],
+)
+def test_routed_experts_are_refused_under_any_name(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    """vLLM looks for the name NixlConnector. Whether the model has experts is not the matter here."""
+    monkeypatch.setattr(VllmConfig, "_verify_aux_output_compatibility", lambda self: None)
+    experts = AuxOutputConfig(enable_return_routed_experts=True)
+    with pytest.raises(UnsupportedCache, match="leave --enable-return-routed-experts out") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), aux_output_config=experts)
+    assert refused.value.field == "enable_return_routed_experts"
+    VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), aux_output_config=experts)
 
 
 def test_options_of_other_connectors_are_theirs() -> None:
