@@ -688,10 +688,10 @@ class ConnectorScheduler:
 
     def _will_lend(self, request: Request) -> bool:
         """Whether its blocks are kept for another engine when it has finished."""
-        if request.resumable and self._tokens_left_to_decode:
-            # Streamed input: which tokens are left to D is known only at the end. Where none are, all is as ever.
-            return False
-        return _wants_remote_decode(request) or (self._lends_back and bool(request.kv_transfer_params))
+        if _wants_remote_decode(request):
+            # Streamed input: which tokens are left to D is known only at its end. Where none are, it is as any other.
+            return not (request.resumable and self._tokens_left_to_decode)
+        return self._lends_back and bool(request.kv_transfer_params)
 
     def _has_room(self) -> bool:
         pool = self._block_pool
