@@ -145,7 +145,8 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side.update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
-        """Nothing is pushed; but what is lent keeps an engine going that is to end, and this is vLLM's question."""
+        """Nothing is pushed; but what the worker has to be told of, or what an engine that is to end has lent, keeps an
+        engine going, and this is vLLM's question."""
         return self._scheduler is not None and self._scheduler.keeps_stepping
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

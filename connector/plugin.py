@@ -51,10 +51,63 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
         from connector.key_files import check_key_files
         from connector.step_overlap import require_role_that_reads
 
+        _require_no_routed_experts(vllm_config)
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
         require_role_that_reads(vllm_config, options, config)
         check_trace_directory(options)  # last, because it may create it
+
+
+def share_policy(config: KVTransferConfig) -> None:
+    """Give this connector, where it is one of several, the `kv_load_failure_policy` of the engine.
+
+    vLLM's scheduler looks at that of `MultiConnector` alone. What a connector in it has of its own, or has by default,
+    counts for nothing, and it could not see the engine's, to say in the log and to tools what follows a failed load.
+    """
+    if config.kv_connector == _SEVERAL and "connectors" in config.kv_connector_extra_config:
+        extra = config.kv_connector_extra_config
+        # Not changed in place: the dictionaries belong to whoever made the configuration.
+        config.kv_connector_extra_config = extra | {
+            "connectors": [_with_policy(child, config) for child in extra["connectors"]]
+        }
+
+
+def _with_policy(child: dict[str, Any], parent: KVTransferConfig) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    name, policy = "kv_load_failure_policy", parent.kv_load_failure_policy
+    config = KVTransferConfig(**{"engine_id": parent.engine_id, **child})
+    if config.kv_connector == _SEVERAL:
+        config.kv_load_failure_policy = policy
+        share_policy(config)
+        return child | {name: policy, "kv_connector_extra_config": config.kv_connector_extra_config}
+    if not _is_ours(config):
+        return child
+    if child.get(name, policy) != policy:
+        from connector.observe.log import get_logger
+
+        get_logger().warning(
+            "%s %s of %s does not count: it is one of several connectors, and that of %s does, which is %s",
+            name,
+            child[name],
+            config.kv_connector,
+            _SEVERAL,
+            policy,
+        )
+    return child | {name: policy}
+
+
+def _require_no_routed_experts(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for an engine that is to answer with them. vLLM refuses that itself, of connectors whose
+    names it knows: `NixlConnector`, and not ours."""
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        from connector.unsupported import UnsupportedCache
+
+        expected = (
+            "false, so leave --enable-return-routed-experts out: they are known where a prompt is computed, and vLLM"
+            " takes none of them from P to D"
+        )
+        raise UnsupportedCache("enable_return_routed_experts", True, expected)
 
 
 def _is_ours(config: KVTransferConfig) -> bool:
@@ -69,7 +122,7 @@ def _is_ours(config: KVTransferConfig) -> bool:
 
 
 def _check_options_with_vllm() -> None:
-    """Wrap vLLM's own check of a configuration that has a connector.
+    """Wrap vLLM's own check of a configuration that has a connector; afterwards `share_policy`.
 
     It runs in every configuration, in the first process, before an engine is started and a model is loaded. Of a
     connector's class vLLM asks nothing there that comes with the options, unless it captures whole CUDA graphs; so
@@ -89,6 +142,7 @@ def _check_options_with_vllm() -> None:
         own(self)
         if self.kv_transfer_config is not None and self.kv_transfer_config.kv_connector is not None:
             check_options(self)
+            share_policy(self.kv_transfer_config)
 
     setattr(check, _MARK, True)
     setattr(VllmConfig, _VLLM_CHECK, check)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from connector.unsupported import UnsupportedCache
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -24,6 +26,23 @@ def is_staged(vllm_config: VllmConfig) -> bool:
     """Whether KV travels through host buffers; the same in the scheduler process and in the workers."""
     on_host: bool = vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     return on_host and current_platform.device_type != "cpu"
+
+
+def require_saves(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for an engine whose stages would not all be told to save what a step has written.
+
+    With drafts, vLLM's V1 model runner puts this off until they are made, which is done in the last stage only. D would
+    read from the buffers of the others what was in them before.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    speculates = vllm_config.speculative_config is not None
+    if is_staged(vllm_config) and stages > 1 and speculates and not vllm_config.use_v2_model_runner:
+        expected = (
+            "1 there, or any without speculative_config, or with the device's own kv_buffer_device, or with vLLM's V2"
+            " model runner: the V1 model runner has only the last stage save its KV when it speculates"
+        )
+        field = "kv_buffer_device cpu with speculative_config and pipeline_parallel_size"
+        raise UnsupportedCache(field, stages, expected)
 
 
 def advertised_layout_name(vllm_config: VllmConfig) -> str:

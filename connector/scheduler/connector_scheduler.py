@@ -26,7 +26,9 @@ are paired by position: after a prefix-cache hit of h blocks D reads P's blocks 
 
 Some models make D compute the last tokens of every prompt itself: a state (Mamba) cannot be rewound to before the token
 that samples, and draft modules that look several tokens ahead must not see drafts. P then leaves these tokens out of
-the prompt, because a state of one token more is another state.
+the prompt, because a state of one token more is another state. It does so when the request comes, and only if it will
+lend. vLLM appends to the prompt of a session whose input is streamed: nobody knows then which tokens will be the last,
+so such a session is computed whole, and not lent.
 
 Prefill side. When a request with `do_remote_decode` finishes, its blocks are kept, and the answer says where they are
 and what the lease on them is called. A client may repeat a request's id; the number of the lease is not repeated, by
@@ -237,11 +239,13 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on. Of one
         that will be lent, note when it came."""
-        if self._will_lend(request) and self._draining.accepts:
+        lends = self._stopped is None and self._draining.accepts and self._will_lend(request)
+        if lends:
             self._heard_ns[request.request_id] = self._clock.now_ns()
         if _wants_remote_decode(request):
             self._note_not_lent()
-            self._leave_tokens_to_decode(request)
+            if lends:
+                self._leave_tokens_to_decode(request)
             pull = self._pull_back(request)
         else:
             pull = self._pull(request)
@@ -376,8 +380,20 @@ class ConnectorScheduler:
 
     @property
     def keeps_stepping(self) -> bool:
-        """Whether vLLM has to go on although it has nothing to do: an engine that is to end has not drained."""
-        return self._draining.keeps_stepping
+        """Whether vLLM has to go on although it has nothing to do: there are commands that the worker has not got, or
+        an engine that is to end has not drained.
+
+        Commands wait where requests are queued and not served: scheduling is paused, by `/pause` or `/sleep`. Such a
+        request does not count as work for vLLM, so an idle engine core would not step until it is resumed, and nobody
+        would hold its lease meanwhile.
+
+        vLLM 0.32 asks in `has_work`, that is: before it waits for input, for whether a pause or a shutdown is complete,
+        and for whether there is anything to step. A step takes all commands with it, also one that schedules nothing,
+        and none makes new ones by itself: so each of these is put off by a step, and the engine core waits again after
+        it. It is a step without a forward pass, which touches no KV cache: vLLM lets no engine sleep that still loads.
+        Ranks of data parallelism take no part in it: whether they go on together is decided by unfinished requests.
+        """
+        return bool(self._commands) or self._draining.keeps_stepping
 
     # --- side channel -------------------------------------------------------------------------------------------
 
@@ -590,6 +606,8 @@ class ConnectorScheduler:
             request.prompt_token_ids = request.prompt_token_ids[:-count]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-count]
+        if request.prompt_is_token_ids is not None:  # of a prompt that has both
+            request.prompt_is_token_ids = request.prompt_is_token_ids[:-count]
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
@@ -670,7 +688,10 @@ class ConnectorScheduler:
 
     def _will_lend(self, request: Request) -> bool:
         """Whether its blocks are kept for another engine when it has finished."""
-        return _wants_remote_decode(request) or (self._lends_back and bool(request.kv_transfer_params))
+        if _wants_remote_decode(request):
+            # Streamed input: which tokens are left to D is known only at its end. Where none are, it is as any other.
+            return not (request.resumable and self._tokens_left_to_decode)
+        return self._lends_back and bool(request.kv_transfer_params)
 
     def _has_room(self) -> bool:
         pool = self._block_pool

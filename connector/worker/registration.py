@@ -40,7 +40,7 @@ from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryKind, MemoryRange
-from connector.staging import advertised_layout_name, is_staged
+from connector.staging import advertised_layout_name, is_staged, require_saves
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import AgentMetadata
 from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
@@ -64,6 +64,7 @@ class Registration(LocalRank, frozen=True, kw_only=True):
 def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise UnsupportedCache for an engine that cannot be served, whatever its tensors will look like."""
     require_supported_parallelism(vllm_config)
+    require_saves(vllm_config)
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             where = "in memory of the host" if group.host_resident else "on the device only, as a copy"

@@ -92,6 +92,7 @@ EXPECTED = (
 """What the schedulers do in these seeds, each at least once."""
 EXPECTED_WITH_STATES = (
     "a device is late",
+    "a prompt is computed whole, because nothing is lent",
     "abort on D in PREEMPTED",
     "abort on D in RUNNING",
     "abort on D in WAITING",

@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.v1.kv_cache_interface import (
@@ -22,12 +24,26 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from connector.protocol import GroupPull, StartPull
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
+from connector.step_metadata import WorkerReport
 from connector.wire.params import RemotePrefill
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, replayed, ring, state, window
+from tests.unit.hybrid_engine import (
+    BLOCK_TOKENS,
+    MAX_MODEL_TOKENS,
+    HybridEngine,
+    chunked,
+    full,
+    mla,
+    replayed,
+    ring,
+    state,
+    window,
+)
+from tests.unit.vllm_setup import block_hasher
 
 FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "full attention": [full()],
@@ -46,6 +62,7 @@ FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "ring buffer and states": [full(), state("align"), ring(), state("align", speculative=2)],
     "ring buffer and a window that is replayed": [mla(), replayed(40), ring()],
 }
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 LENGTHS = (2, 15, 16, 17, 33, 63, 64, 65, 97, 100, 128, 150)
 
 
@@ -264,6 +281,108 @@ def test_prefill_stops_one_token_before_the_end_for_a_state(family: str) -> None
     others = engine("window")
     request = others.submit("a", tokens_of(100), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=9)
     assert (request.num_prompt_tokens, request.max_tokens) == (100, 9)
+
+
+def test_a_prompt_of_token_ids_and_embeddings_is_left_out_of_as_one() -> None:
+    """vLLM's model runner takes what is scheduled; it ends the engine over lengths that differ."""
+    prefill, length = engine("state", caches_prefixes=False), 40
+    are_ids = [position < 30 for position in range(length)]
+    request = Request(
+        "a",
+        tokens_of(length),
+        SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": REMOTE_DECODE}),
+        None,
+        prompt_embeds=torch.arange(8.0 * length).reshape(length, 8),
+        prompt_is_token_ids=are_ids,
+    )
+    prefill.scheduler.add_request(request)
+    (scheduled,) = prefill.scheduler.schedule().scheduled_new_reqs
+    batch = InputBatch(
+        max_num_reqs=1,
+        max_model_len=MAX_MODEL_TOKENS,
+        max_num_batched_tokens=MAX_MODEL_TOKENS,
+        device=torch.device("cpu"),
+        vocab_size=512,
+        block_sizes=[BLOCK_TOKENS, MAX_MODEL_TOKENS],
+        max_num_blocks_per_req=[MAX_MODEL_TOKENS // BLOCK_TOKENS, 1],
+    )
+    batch.add_request(
+        CachedRequestState(
+            req_id="a",
+            prompt_token_ids=scheduled.prompt_token_ids,
+            prompt_embeds=scheduled.prompt_embeds,
+            prompt_is_token_ids=scheduled.prompt_is_token_ids,
+            mm_features=[],
+            sampling_params=scheduled.sampling_params,
+            generator=None,
+            block_ids=scheduled.block_ids,
+            num_computed_tokens=0,
+            output_token_ids=[],
+        )
+    )
+    assert batch.num_prompt_tokens[0] == length - 1
+    assert batch.is_token_ids[0, : length - 1].tolist() == are_ids[:-1]
+    assert torch.equal(batch.req_prompt_embeds[0], torch.arange(8.0 * (length - 1)).reshape(length - 1, 8))
+
+
+@pytest.mark.parametrize("why", ["stopped", "draining"])
+def test_what_p_will_not_lend_it_computes_whole(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Its client may be one that takes the answer of P."""
+    prefill = engine("state")
+    connector = prefill.scheduler.connector
+    assert connector is not None
+    if why == "stopped":
+        report = WorkerReport(stopped="its actors died")
+        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    else:
+        monkeypatch.setattr(connector._scheduler._draining, "is_asked", True)
+    request = prefill.submit("a", tokens_of(40), REMOTE_DECODE, max_tokens=9)
+    assert (request.num_prompt_tokens, request.max_tokens) == (40, 9)
+
+
+def streamed(tokens: Sequence[int], *, is_last: bool = False) -> Request:
+    """The next input of a session; after the last, vLLM sends one more request, that counts for nothing."""
+    return Request(
+        "a",
+        list(tokens),
+        SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
+        None,
+        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+        resumable=not is_last,
+    )
+
+
+def run_streamed(prefill: HybridEngine, *inputs: Sequence[int]) -> Request:
+    """A session of these inputs, whose end is known when the last of them has been computed."""
+    session = streamed(inputs[0])
+    prefill.scheduler.add_request(session)
+    for tokens in inputs[1:]:
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            prefill.step()
+        prefill.scheduler.add_request(streamed(tokens))
+    prefill.scheduler.add_request(streamed([0], is_last=True))
+    while "a" not in prefill.finished:
+        prefill.step()
+    return session
+
+
+@pytest.mark.parametrize("family", ["state", "cached states"])
+def test_a_streamed_prompt_keeps_all_of_its_tokens_and_is_not_lent(family: str) -> None:
+    """Nobody knows which are its last: a state would be of other tokens than D expects, and the input has a gap."""
+    prefill, tokens = engine(family), tokens_of(70)
+    session = run_streamed(prefill, tokens[:40], tokens[40:])
+    assert list(session.prompt_token_ids) == tokens
+    assert prefill.params == {}
+    prefill.step()
+    assert prefill.commands == []
+
+
+@pytest.mark.parametrize("family", ["full attention", "window"])
+def test_a_streamed_prompt_is_lent_where_all_of_it_is_loaded(family: str) -> None:
+    prefill, decode, tokens = engine(family), engine(family), tokens_of(70)
+    run_streamed(prefill, tokens[:40], tokens[40:])
+    prefill.step()
+    check_pull(decode, "b", decode.load("b", tokens, prefill.params["a"]), prefill, "a")
 
 
 def test_an_ordinary_request_keeps_its_last_token() -> None:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -26,6 +27,7 @@ from connector.protocol import (
     LocalPrefillsSeen,
     RejectPull,
     StartPull,
+    TrackLease,
 )
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import WorkerReport
@@ -371,3 +373,27 @@ def test_vllm_is_not_kept_going_by_a_listener_that_never_says_that_it_is_over() 
     listener = drain(engine)
     listener.is_dead = True
     assert not engine.scheduler.has_requests()
+
+
+# --- an engine that is paused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pause", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW], ids=["all", "new"])
+def test_a_request_that_comes_while_the_engine_is_paused_is_held_on_p(pause: PauseState) -> None:
+    """vLLM has nothing to do then, and steps once all the same; after that the pause is complete."""
+    params, engine = lent(), HybridEngine([full()])
+    engine.scheduler.set_pause_state(pause)
+    for name in ("a", "b"):
+        engine.submit(name, TOKENS, params)
+        assert engine.scheduler.has_requests()
+        engine.step()
+        assert of_type(engine, TrackLease).count(TrackLease) == 1
+        assert not engine.scheduler.has_requests(), "an engine core would spin, and a pause never be complete"
+        engine.commands.clear()
+    engine.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    engine.step()
+    assert of_type(engine, StartPull, AbortPull) == [StartPull], "which releases the lease"
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.step()
+    assert engine.pull_of("b").awaited

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, SchedulerConfig, VllmConfig
+from vllm.config.aux_output import AuxOutputConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
 from connector.config import OptionError
 from connector.plugin import register
+from connector.unsupported import UnsupportedCache
 
 WRONG: dict[str, Any] = {"kv_lease_durations": 3}
 OURS: dict[str, Any] = {
@@ -122,6 +127,40 @@ def test_a_trace_directory_of_the_environment_is_checked_too(tmp_path: Path, mon
 def test_right_options_change_nothing(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
     made = VllmConfig(kv_transfer_config=KVTransferConfig(**config), **with_full_graphs(monkeypatch))
     assert made.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+
+
+@pytest.mark.parametrize(
+    "config",
+    [NAMED, several(ANOTHER, NAMED), several(several(NAMED))],
+    ids=["named", "one of several", "one of several of one of several"],
+)
+def test_routed_experts_are_refused_under_any_name(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    """vLLM looks for the name NixlConnector. Whether the model has experts is not the matter here."""
+    monkeypatch.setattr(VllmConfig, "_verify_aux_output_compatibility", lambda self: None)
+    experts = AuxOutputConfig(enable_return_routed_experts=True)
+    with pytest.raises(UnsupportedCache, match="leave --enable-return-routed-experts out") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), aux_output_config=experts)
+    assert refused.value.field == "enable_return_routed_experts"
+    VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), aux_output_config=experts)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_one_of_several_knows_the_policy_that_counts(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's scheduler looks at that of MultiConnector; the others keep what they have."""
+    name = "kv_load_failure_policy"
+    its_own = NAMED | {name: "recompute"}
+    before = several(NAMED, its_own, ANOTHER, several(OURS)) | {name: policy}
+    expected = copy.deepcopy(before)
+    with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
+        made = VllmConfig(kv_transfer_config=KVTransferConfig(**before))
+    found = [child.kv_transfer_config for _, child in MultiConnector._get_connector_classes_and_configs(made)]
+    assert [each.kv_load_failure_policy for each in found] == [policy, policy, "fail", policy]
+    (inner,) = found[3].kv_connector_extra_config["connectors"]
+    assert inner == OURS | {name: policy}
+    assert before == expected, "dictionaries of the caller"
+    said = [each.getMessage() for each in caplog.records if name in each.getMessage()]
+    assert len(said) == (policy != "recompute")
+    assert all("recompute of NixlActorConnector does not count" in each for each in said)
 
 
 def test_options_of_other_connectors_are_theirs() -> None:

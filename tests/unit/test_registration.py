@@ -328,6 +328,39 @@ def test_refuses_the_buffers_of_another_device(config: VllmConfig, monkeypatch: 
         require_supported(config, cache_config(attention_spec()))
 
 
+@pytest.mark.parametrize(
+    ("stages", "speculates", "runner", "device", "is_refused"),
+    [
+        (2, True, "V1", "cuda", True),
+        (1, True, "V1", "cuda", False),
+        (2, False, "V1", "cuda", False),
+        (2, True, "V2", "cuda", False),
+        (2, True, "V1", "cpu", False),
+    ],
+)
+def test_refuses_host_buffers_that_not_all_stages_would_write(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+    speculates: bool,
+    runner: str,
+    device: str,
+    is_refused: bool,
+) -> None:
+    """With drafts vLLM's V1 model runner calls `wait_for_save` in the last stage only."""
+    monkeypatch.setattr(config.kv_transfer_config, "kv_role", "kv_producer")
+    monkeypatch.setattr(config.parallel_config, "pipeline_parallel_size", stages)
+    monkeypatch.setattr(config, "speculative_config", object() if speculates else None)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", runner == "V2")
+    monkeypatch.setattr(current_platform, "device_type", device)
+    caches = cache_config(attention_spec())
+    if not is_refused:
+        require_supported(config, caches)
+        return
+    with pytest.raises(UnsupportedCache, match=r"pipeline_parallel_size 2.*only the last stage"):
+        require_supported(config, caches)
+
+
 def test_refuses_an_engine_that_may_sleep(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless what NIXL knows is memory of the host, which is still there when the engine wakes up."""
     monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)

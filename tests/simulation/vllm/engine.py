@@ -339,6 +339,9 @@ class VllmEngine:
     def _take_input(self) -> None:
         while self._arrived:
             ask = self._arrived.popleft()
+            if self._has_stopped_lending and ask.left_to_decode:
+                self._requests.cover("a prompt is computed whole, because nothing is lent")
+                ask.leave_nothing()
             self.scheduler.add_request(_request(ask, self._hash_block_size))
         self._let_go()
 

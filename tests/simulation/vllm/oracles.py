@@ -25,7 +25,7 @@ from typing import Any
 import trio
 
 from tests.simulation.oracles import Oracles
-from tests.simulation.vllm.content import Sequence
+from tests.simulation.vllm.content import Sequence, sequence
 
 ENGINE_DIED = "engine died"
 ABORTED = "abort"
@@ -37,7 +37,7 @@ class Ask:
 
     Attributes:
         sequence: the tokens that this engine computes, and what it has to answer.
-        left_to_decode: the end of the prompt, which it gets as well and does not compute: P leaves it to D.
+        left_to_decode: the end of the prompt, which it gets as well and does not compute: what P lends, it leaves to D.
         max_tokens: asked for; P says one token, whatever that is, where it leaves some to D.
         stops_after: so many tokens of the answer, the last of which the client has named as one to stop at; None: the
             answer ends by its length.
@@ -65,6 +65,11 @@ class Ask:
     @property
     def prompt_tokens(self) -> int:
         return len(self.sequence.prompt)
+
+    def leave_nothing(self) -> None:
+        """P lends nothing, so it computes all of the prompt."""
+        self.sequence = sequence((*self.sequence.prompt, *self.left_to_decode), self.max_tokens)
+        self.left_to_decode = ()
 
     @property
     def answer(self) -> list[int]:
