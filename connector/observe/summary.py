@@ -7,6 +7,7 @@ state is one visit of one machine instance; the wait in vLLM's queue before the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -190,7 +191,8 @@ def _times(seconds: Iterable[float]) -> Times:
         return Times(count=0, total=0.0, p50=0.0, p95=0.0, p99=0.0, longest=0.0)
 
     def percentile(share: float) -> float:
-        return found[min(len(found) - 1, int(share * len(found)))]
+        # The nearest rank, as the timeline page has it.
+        return found[min(len(found) - 1, max(0, math.ceil(share * len(found)) - 1))]
 
     return Times(
         count=len(found),

@@ -222,7 +222,9 @@ class Doorman:
         received = [(number, received_bytes(each.descriptor)) for number, each in self._connections.items()]
         self._measured_ns = self._clock.now_ns()
         self._carry_out(self._admission.measured(received, self._measured_ns))
-        if self._listening != NOWHERE and (waits := waiting(self._listening)) and not self._is_descriptor_left():
+        if self._ended or self._listening == NOWHERE:
+            return  # the descriptor of who was cut off comes back
+        if (waits := waiting(self._listening)) and not self._is_descriptor_left():
             cut_off = self._admission.no_descriptor_left()
             self._carry_out(cut_off)
             if not cut_off:

@@ -193,7 +193,8 @@ def test_without_descriptors_a_stranger_makes_room_and_no_engine() -> None:
                     engine.send([b"I am here"])
                     await engine.receive()
                 assert await trio.to_thread.run_sync(is_ended, first, 10.0)
-                assert listening.cut_off == [(STRANGER, admission.NO_DESCRIPTORS)]
+                # Another one is cut off if a slow machine has not accepted anybody in the place of the first by then.
+                assert listening.cut_off in ([(STRANGER, admission.NO_DESCRIPTORS)] * count for count in (1, 2))
                 assert listening.refused == []
 
     run(test)

@@ -548,7 +548,7 @@ class Orders(RuleBasedStateMachine):
     def ask(self, key: PeerKey, place: str) -> None:
         self.now_ns += 1
         drive, handed = self.drive, HandOver(key=key, message="r")
-        if self.is_full:
+        if self.is_full or self.quarantined.get((key, "r")):
             kinds = [Refuse, LetGo] if key in drive.members else [Refuse]
             assert [type(effect) for effect in drive.ask(key, self.now_ns, place=place)] == kinds
             return
