@@ -11,20 +11,17 @@ Files are looked at from threads that may wait for them, never from the engine t
 
 from __future__ import annotations
 
-import ipaddress
 import os
 
 import msgspec
 
 from connector.config import ConnectorOptions, OptionError
-from connector.observe.log import get_logger
+from connector.observe.log import ProblemLog, get_logger
 from connector.ports.curve_keys import CurveKeys, KeyDirectoryError
-from connector.ports.gate import Access, Network
+from connector.ports.gate import Access, network_of
 from connector.wire.signatures import KeysError, ParamsKeys, parse_keys
 
 FILE_BYTES_MAX = 1 << 20
-MAPPED_BITS = 96
-"""Of an IPv6 address, before the IPv4 address that is mapped into it."""
 
 _log = get_logger()
 
@@ -42,24 +39,23 @@ class ParamsKeyFile:
             self.keys: ParamsKeys = parse_keys(_text(path))
         except (OSError, ValueError) as error:
             raise OptionError("params_keys_file", f"params_keys_file {path} cannot be used: {error}") from None
-        # What was wrong with it when it was looked at last.
-        self._problem: str | None = None
+        self._log_problems = ProblemLog()
 
     def look_again(self) -> None:
         """Take over what has changed. Waits for the file system."""
-        problem, self._problem = self._problem, None
         try:
             now = _identity(self._path)
             if now == self._seen:
+                self._log_problems({})
                 return
             text = _text(self._path)
             self._seen = now  # a file that could not be read is tried again: whoever may read it does not show
             self.keys = parse_keys(text)
         except (OSError, ValueError) as error:
-            self._problem = str(error)
-            if self._problem != problem:
-                _log.error("params_keys_file %s: %s; the keys of before stay in use", self._path, error)
+            problem = f"params_keys_file {self._path}: {error}"
+            self._log_problems({self._path: problem}, "the keys of before stay in use")
             return
+        self._log_problems({})
         ids = ", ".join(key.key_id for key in self.keys.keys)
         _log.info("params_keys_file %s was read again: %s; the first one signs", self._path, ids)
 
@@ -78,7 +74,7 @@ def channel_access(options: ConnectorOptions) -> Access:
         except KeyDirectoryError as error:
             raise OptionError("curve_directory", f"curve_directory cannot be used: {error}") from None
     return Access(
-        networks=tuple(_network(each) for each in options.allowed_peers),
+        networks=tuple(network_of(each) for each in options.allowed_peers),
         keys=keys,
         allows_insecure=options.allow_insecure_peers,
     )
@@ -126,16 +122,6 @@ def warn_of_insecurity(options: ConnectorOptions, side_channel: str) -> None:
             if name not in missing
         ]
         _log.warning("allow_insecure_peers: %s (README, Security)", "; ".join(opened))
-
-
-def _network(text: str) -> Network:
-    """IPv4 in the clothes of IPv6 is IPv4, as the addresses are that it is compared with."""
-    network = ipaddress.ip_network(text)
-    if isinstance(network, ipaddress.IPv6Network) and network.prefixlen >= MAPPED_BITS:
-        mapped = network.network_address.ipv4_mapped
-        if mapped is not None:
-            return ipaddress.IPv4Network((mapped, network.prefixlen - MAPPED_BITS))
-    return network
 
 
 def _identity(path: str) -> tuple[int, int, int]:

@@ -41,11 +41,9 @@ def check_options(vllm_config: VllmConfig) -> None:
 
 def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
     """Of one connector, and of those in it."""
-    from vllm.config import KVTransferConfig
-
     if config.kv_connector == _SEVERAL:
         for child in config.kv_connector_extra_config.get("connectors", []):
-            _check_options(vllm_config, KVTransferConfig(**{"engine_id": config.engine_id, **child}))
+            _check_options(vllm_config, _config_of(child, config))
     elif _is_ours(config):
         from connector.config import check_trace_directory, parse_options
         from connector.key_files import check_key_files
@@ -72,11 +70,16 @@ def share_policy(config: KVTransferConfig) -> None:
         }
 
 
-def _with_policy(child: dict[str, Any], parent: KVTransferConfig) -> dict[str, Any]:
+def _config_of(child: dict[str, Any], parent: KVTransferConfig) -> KVTransferConfig:
+    """Of a connector in another, as vLLM makes it."""
     from vllm.config import KVTransferConfig
 
+    return KVTransferConfig(**{"engine_id": parent.engine_id, **child})
+
+
+def _with_policy(child: dict[str, Any], parent: KVTransferConfig) -> dict[str, Any]:
     name, policy = "kv_load_failure_policy", parent.kv_load_failure_policy
-    config = KVTransferConfig(**{"engine_id": parent.engine_id, **child})
+    config = _config_of(child, parent)
     if config.kv_connector == _SEVERAL:
         config.kv_load_failure_policy = policy
         share_policy(config)

@@ -157,6 +157,7 @@ async def _meet_on(
         actor = decode_advertisement(frames_untrusted).actor
         if actor is None:
             raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
+        where = f"{actor.control_host}:{actor.control_port}"
         with trio.fail_after(seconds):  # its name server may hang
             link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
         with closing(link):
@@ -169,7 +170,6 @@ async def _meet_on(
                     return report
                 await trio.sleep(POLL_SECONDS)
     except trio.TooSlowError as error:
-        where = f"{actor.control_host}:{actor.control_port}" if actor is not None else ""
         raise AdministrationError(
             f"rank {rank} of the engine at {address} did not answer at {where} within {seconds:g} s"
         ) from error

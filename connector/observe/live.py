@@ -38,7 +38,7 @@ from connector.ports.side_channel import (
     SideChannelError,
 )
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, shorten
+from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, lacks_brackets, shorten, split_address
 from connector.wire.handshake import (
     Advertisement,
     decode_advertisement,
@@ -251,9 +251,7 @@ def _identity(row: AnyRow) -> tuple[object, ...]:
 
 def parse_address(text: str) -> Address:
     """`HOST:PORT` as people write it, or a port of this machine. Raises AddressError."""
-    host = text.strip().rpartition(":")[0]
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        # Who leaves the port away would be told of host `:` and port 1.
+    if lacks_brackets(text.strip()):
         raise AddressError(
             f"{shorten(text)!r} is not HOST:PORT of an engine's side channel; "
             "an IPv6 address is written in brackets, as in [::1]:5600"
@@ -263,11 +261,11 @@ def parse_address(text: str) -> Address:
 
 def advertised_address(text: str) -> Address:
     """The same as engines write it: with a port always, and an IPv6 address without brackets. Raises AddressError."""
-    host, _, port = text.strip().rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
-    if not port.isdecimal() or not 0 < int(port) <= 65535 or len(host) > HOST_LENGTH_MAX:
-        raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
-    return Address(host, int(port))
+    with contextlib.suppress(ValueError):
+        host, port = split_address(text.strip())
+        if len(host) <= HOST_LENGTH_MAX:
+            return Address(host or "127.0.0.1", port)
+    raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
 
 
 def bracketed(host: str) -> str:

@@ -37,7 +37,7 @@ import logging
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from connector.clock import NS_PER_SECOND
@@ -185,6 +185,20 @@ class StrangerLog:
             self._counts.popitem(last=False)
         if count & (count - 1) == 0 and self._window.admits(stranger):
             get_logger().warning("%s: %s (%s, number %d)", self._where, shorten(sentence, 500), stranger, count)
+
+
+class ProblemLog:
+    """What is wrong with files that are looked at again and again: each problem once, as long as it lasts."""
+
+    def __init__(self) -> None:
+        self._lasting: Mapping[str, str] = {}
+
+    def __call__(self, problems: Mapping[str, str], so: str = "") -> None:
+        """`problems`: all that there are now, in sentences, by what has them; `so`: what follows from each."""
+        for name, problem in problems.items():
+            if self._lasting.get(name) != problem:
+                get_logger().error("%s; %s", problem, so)
+        self._lasting = problems
 
 
 class FailureLog:

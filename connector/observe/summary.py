@@ -192,7 +192,7 @@ def _times(seconds: Iterable[float]) -> Times:
 
     def percentile(share: float) -> float:
         # The nearest rank, as the timeline page has it.
-        return found[min(len(found) - 1, max(0, math.ceil(share * len(found)) - 1))]
+        return found[math.ceil(share * len(found)) - 1]
 
     return Times(
         count=len(found),

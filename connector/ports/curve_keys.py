@@ -27,7 +27,7 @@ import zmq
 from zmq.auth import certs
 from zmq.utils import z85
 
-from connector.observe.log import get_logger, log_crash
+from connector.observe.log import ProblemLog, get_logger, log_crash
 
 OWN_PAIR = "engine.key_secret"
 ACCEPTED_FOLDER = "accepted"
@@ -66,8 +66,7 @@ class CurveKeys:
         if problems:
             raise KeyDirectoryError(next(iter(problems.values())))
         self.accepted: Mapping[bytes, str] = accepted
-        # By the name of the file; of the folder itself by its own.
-        self._problems: Mapping[str, str] = problems
+        self._log_problems = ProblemLog()
         # Set when the look that is under way ends; None: none is.
         self._look: trio.Event | None = None
         self._is_late = False
@@ -98,25 +97,18 @@ class CurveKeys:
             found, problems = await trio.to_thread.run_sync(
                 _read_accepted, folder, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
             )
-            self._say(problems, "the key that it had before stays accepted until it is deleted")
+            self._log_problems(problems, "the key that it had before stays accepted until it is deleted")
             found |= {key: name for key, name in self.accepted.items() if name in problems}
             if found != self.accepted:
                 _log.info("accepted keys in %s: %s", folder, ", ".join(sorted(found.values())) or "none")
                 self.accepted = found
         except KeyDirectoryError as error:
-            self._say({ACCEPTED_FOLDER: str(error)}, "the keys of before stay in use")
+            self._log_problems({ACCEPTED_FOLDER: str(error)}, "the keys of before stay in use")
         except Exception as error:  # a task of the run itself must not raise: everything would end
             log_crash("accepted keys", error)
         finally:
             self._look = None
             ended.set()
-
-    def _say(self, problems: Mapping[str, str], so: str) -> None:
-        """Each once, as long as it lasts."""
-        for name, problem in problems.items():
-            if self._problems.get(name) != problem:
-                _log.error("%s; %s", problem, so)
-        self._problems = problems
 
 
 def make_pair(directory: Path, name: str) -> tuple[Path, Path]:

@@ -222,8 +222,12 @@ class Doorman:
         received = [(number, received_bytes(each.descriptor)) for number, each in self._connections.items()]
         self._measured_ns = self._clock.now_ns()
         self._carry_out(self._admission.measured(received, self._measured_ns))
-        if self._ended or self._listening == NOWHERE:
-            return  # the descriptor of who was cut off comes back
+        # The descriptor of somebody who was cut off comes back first.
+        if self._listening != NOWHERE and not self._ended:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """For whoever waits to be accepted while no descriptor is left."""
         if (waits := waiting(self._listening)) and not self._is_descriptor_left():
             cut_off = self._admission.no_descriptor_left()
             self._carry_out(cut_off)

@@ -71,6 +71,20 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 ANYBODY = Access()
 
+MAPPED_BITS = 96
+"""Of an IPv6 address, before the IPv4 address that is mapped into it."""
+
+
+def network_of(text: str) -> Network:
+    """A range of addresses. IPv4 in the clothes of IPv6 is IPv4, as the addresses are that it is compared with. Raises
+    ValueError."""
+    network = ipaddress.ip_network(text)
+    if isinstance(network, ipaddress.IPv6Network) and network.prefixlen >= MAPPED_BITS:
+        mapped = network.network_address.ipv4_mapped
+        if mapped is not None:
+            return ipaddress.IPv4Network((mapped, network.prefixlen - MAPPED_BITS))
+    return network
+
 
 class Gate:
     """The gate of one context. Made when a socket listens, in the trio loop, and closed after that.

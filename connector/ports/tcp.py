@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,12 +24,12 @@ _WAITING = struct.Struct("24xI")
 
 def received_bytes(descriptor: int) -> int:
     """Since it was opened; 0 when the connection has ended already."""
-    return _asked(descriptor, _received, 0)
+    return _asked(descriptor, partial(_tcp_info, _RECEIVED_BYTES), 0)
 
 
 def waiting(listener: int) -> int:
     """Connections that wait to be accepted."""
-    return _asked(listener, _queued, 0)
+    return _asked(listener, partial(_tcp_info, _WAITING), 0)
 
 
 def peer_address(descriptor: int) -> str:
@@ -36,14 +37,9 @@ def peer_address(descriptor: int) -> str:
     return _asked(descriptor, lambda connection: str(connection.getpeername()[0]), "")
 
 
-def _received(connection: socket.socket) -> int:
-    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
-    return int(_RECEIVED_BYTES.unpack(facts)[0])
-
-
-def _queued(listener: socket.socket) -> int:
-    facts = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WAITING.size)
-    return int(_WAITING.unpack(facts)[0])
+def _tcp_info(field: struct.Struct, of: socket.socket) -> int:
+    facts = of.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field.size)
+    return int(field.unpack(facts)[0])
 
 
 def _asked(descriptor: int, question: Callable[[socket.socket], T], otherwise: T) -> T:

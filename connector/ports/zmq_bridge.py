@@ -137,6 +137,7 @@ UNFINISHED_SLACK_BYTES = 1 << 20
 DROPPED_UNITS = 4
 DROPPED_FRAME_UNITS = 1
 """What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+
 NEWCOMERS = "newcomers"
 """Who are not connected yet, and whose addresses are not known."""
 

@@ -242,7 +242,7 @@ class PeerActor:
         if waiting is None:
             return
         left = "" if deadline_ns is None else f"; it fails in {(deadline_ns - now_ns) / NS_PER_SECOND:.0f} s"
-        log.waits(self._subject(request_id), describe_wait(waiting, self.core.state) + left)
+        log.waits(self._subject(self._pulls[request_id]), describe_wait(waiting, self.core.state) + left)
 
     def _may_wait(self, command: TrackLease | StartPull) -> bool:
         """Whether nothing has followed this command yet."""
@@ -256,9 +256,8 @@ class PeerActor:
         claim = self.core.view_claim(command.lease)
         return claim is not None and command.request_id in claim.queued
 
-    def _subject(self, request_id: str) -> str:
+    def _subject(self, pull: _Pull) -> str:
         """What the log calls a request that was started."""
-        pull = self._pulls[request_id]
         return self._named(pull.command, pull.began_ns)
 
     def _named(self, command: TrackLease | StartPull, came_ns: int) -> str:
@@ -537,7 +536,7 @@ class PeerActor:
             self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))
         self._tell_roster(roster.RequestEnded(request_id=request_id))
         if failure is not None:
-            self._context.log_failure(self._named(pull.command, pull.began_ns), failure)
+            self._context.log_failure(self._subject(pull), failure)
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)

@@ -239,7 +239,7 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on. Of one
         that will be lent, note when it came."""
-        lends = self._stopped is None and self._draining.accepts and self._will_lend(request)
+        lends = self._accepts_prefills and self._will_lend(request)
         if lends:
             self._heard_ns[request.request_id] = self._clock.now_ns()
         if _wants_remote_decode(request):
@@ -674,9 +674,14 @@ class ConnectorScheduler:
             return _wants_remote_decode(request) or self._has_room()
         return is_accepted and _wants_remote_decode(request) and self._draining.grants
 
+    @property
+    def _accepts_prefills(self) -> bool:
+        """Whether the blocks of prefills that come now will be lent."""
+        return self._stopped is None and self._draining.accepts
+
     def _note_not_lent(self) -> None:
         """A prefill has come whose blocks will not be lent, if this is one."""
-        if self._stopped is None and self._draining.accepts:
+        if self._accepts_prefills:
             return
         self._not_lent += 1
         self._figures.note_not_lent(catalogue.DRAINING_REASON if self._stopped is None else catalogue.STOPPED_REASON)

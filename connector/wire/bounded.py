@@ -34,15 +34,29 @@ _Decoded = TypeVar("_Decoded")
 
 def split_place(place: str) -> tuple[str, int]:
     """Host and port of what PLACE_PATTERN describes; an IPv6 address without its brackets. Raises ValueError."""
-    host, _, port = place.rpartition(":")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+    if lacks_brackets(place):
         raise ValueError(
             f"{shorten(place)!r} is not host:port: an IPv6 address has to be in brackets, as in [::1]:5600"
         )
-    bare = host.strip("[]")
-    if not bare or not port.isdecimal() or not 0 < int(port) <= 65535:
+    host, port = split_address(place)
+    if not host:
         raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
-    return bare, int(port)
+    return host, port
+
+
+def lacks_brackets(address: str) -> bool:
+    """Whether its host is an IPv6 address without brackets. Of one that a person wrote nobody can tell whether it has a
+    port at all: `::1` would be host `:` and port 1."""
+    host = address.rpartition(":")[0]
+    return ":" in host and not (host.startswith("[") and host.endswith("]"))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, which may be empty, and port; an IPv6 address without its brackets, if it has any. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{shorten(address)!r} is not host:port of a side channel")
+    return host.strip("[]"), int(port)
 
 
 class DecodeFailed(Exception):

@@ -48,6 +48,19 @@ async def reads(d: Engine, p: Engine, request_id: str) -> None:
     assert ended.failure is None, ended.failure
 
 
+async def is_served_again(d: Engine, p: Engine) -> None:
+    """Once a back-off is over and a connection is made anew."""
+
+    async def is_read(request_id: str) -> bool:
+        d.borrow(request_id, lend_by_all([p], f"remote-{request_id}"), p.address, [30], [1])
+        return (await until(lambda: d.received(request_id))).failure is None
+
+    with trio.fail_after(10.0):
+        numbers = itertools.count()
+        while not await is_read(f"again-{next(numbers)}"):
+            await trio.sleep(0.1)
+
+
 def test_dead_peers_do_not_delay_a_healthy_one() -> None:
     async def test() -> None:
         with BlackHole() as silent:
@@ -383,16 +396,7 @@ def test_a_mistake_after_a_handshake_costs_its_requests_and_not_the_engine(monke
             d.pull("a", p, [1], [1])
             await until(lambda: d.received("a"))
             assert [name for name, _ in d.crashes] == ["peer actor of p"]
-
-            async def is_served(number: int) -> bool:
-                d.borrow(f"b-{number}", lend_by_all([p], f"remote-{number}"), p.address, [2], [2])
-                return (await until(lambda: d.received(f"b-{number}"))).failure is None
-
-            with trio.fail_after(10.0):
-                number = 0
-                while not await is_served(number):
-                    await trio.sleep(0.1)
-                    number += 1
+            await is_served_again(d, p)
 
     run(test)
 

@@ -15,7 +15,7 @@ from connector.protocol import QuarantineLifted, ReceiveEnded
 from statemachine.failures import QuarantineFull, RequestIdInQuarantine
 from tests.actors.engines import BLOCKS, Engine, engine, lend_by_all, until
 from tests.actors.late_reads import Answer, LateReads
-from tests.actors.test_peers import reads
+from tests.actors.test_peers import is_served_again, reads
 from tests.actors.test_pull import run
 
 OPTIONS = ConnectorOptions(
@@ -76,17 +76,7 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
             assert late.posted == 1
             late.let_go()
             await until(lambda: is_lifted(d, [10]))
-
-            async def served(number: int) -> bool:
-                name = f"after-{number}"
-                d.borrow(name, lend_by_all([p], f"remote-{name}"), p.address, [30], [1])
-                return (await until(lambda: d.received(name))).failure is None
-
-            with trio.fail_after(10.0):
-                number = 0
-                while not await served(number):
-                    await trio.sleep(0.1)
-                    number += 1
+            await is_served_again(d, p)
 
     run(test)
 

@@ -258,11 +258,11 @@ def _records_about(request: str, directory: Path) -> list[Any]:
 
 def silent_of(found: Survey) -> list[Any]:
     """Engines and workers that did not answer, as explanations want them."""
-    from connector.observe.explanation import Silent, unbracketed
+    from connector.observe.explanation import Silent, as_advertised
     from connector.wire.inspection import PeerRow
 
     silent = []
-    names = {unbracketed(row.address): row.engine_id for _, row in found.of(PeerRow)}
+    names = {as_advertised(row.address): row.engine_id for _, row in found.of(PeerRow)}
     for each in found.engines:
         problem, kind = each.problem, each.problem_kind
         for rank in each.ranks:
@@ -270,7 +270,7 @@ def silent_of(found: Survey) -> list[Any]:
                 is_ours = rank.advertisement.actor is not None
                 problem, kind = (rank.problem, "ControlLinkLost") if is_ours else (None, None)
         if problem is not None:
-            name = each.engine_id or names.get(unbracketed(str(each.address)))
+            name = each.engine_id or names.get(as_advertised(str(each.address)))
             silent.append(Silent(address=str(each.address), engine_id=name, kind=kind or "", problem=problem))
     return silent
 
