@@ -1,4 +1,7 @@
-"""Changes a module of vLLM once it is loaded, in processes that tests do not start themselves. For `sitecustomize`."""
+"""Changes a module of vLLM once it is loaded, in processes that tests do not start themselves.
+
+For `sitecustomize`, and for modules that `EngineOptions.changes` names.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,14 @@ import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+
+def change_module(name: str, change: Callable[[Any], None]) -> None:
+    """Now, if it is loaded, or else when it will be."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport(name, change))
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -2,10 +2,6 @@
 have in common.
 
 A group of them has a module of its own, so that it has ended before the next is started.
-
-Expert parallelism is not among them. vLLM's CPU build does not run it (0.32.0: the all-to-all of data-parallel ranks is
-not implemented for CPUs, and among tensor-parallel ranks its kernel crashes). What it changes is where weights lie;
-`tests/unit/test_registration.py` shows that nothing is registered in another way.
 """
 
 from __future__ import annotations
@@ -34,12 +30,13 @@ def options(
     name: str,
     arguments: tuple[str, ...] = (),
     *,
+    model: Path | None = None,
     extra_config: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
 ) -> EngineOptions:
     return EngineOptions(
         name=name,
-        model=tiny_llama(),
+        model=model or tiny_llama(),
         logs=directory / "logs",
         trace_directory=directory / "traces",
         context_tokens=CONTEXT_TOKENS,

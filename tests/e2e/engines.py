@@ -35,7 +35,7 @@ from typing import IO, Any, Literal
 
 from tests.e2e import reaper
 from tests.e2e.calm import CALM_POLLING, calm_environment
-from tests.e2e.serve import ONE_THREAD, ForkedServer
+from tests.e2e.serve import CHANGES, ONE_THREAD, ForkedServer
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +143,8 @@ class EngineOptions:
     """Further arguments of the API server."""
     calm_polling: bool = False
     """For vLLM's own connector, whose NIXL thread otherwise polls as fast as it can, a core for each rank (`calm`)."""
+    changes: str | None = None
+    """Module that changes vLLM in the engine's processes (`tests.e2e.after_import`); for engines that are forked."""
     forks: bool = True
     """Whether its processes are forked, which starts it in a third of the time (`tests.e2e.serve`)."""
     http_port: int = field(default_factory=free_port)
@@ -233,6 +235,9 @@ class EngineOptions:
         }
         if self.forks:
             environment |= ONE_THREAD
+        if self.changes is not None:
+            assert self.forks
+            environment[CHANGES] = self.changes
         if self.calm_polling:
             environment[CALM_POLLING] = "1"
         if self.trace_directory is not None:

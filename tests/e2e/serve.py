@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -30,6 +31,8 @@ from tests.e2e.calm import calm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+CHANGES = "CHANGES_OF_VLLM"
+"""Environment: a module of the tests that changes vLLM in an engine's processes, imported before the server runs."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """A process with OpenMP's threads cannot be forked; the engines of tests compute with one each anyway."""
 
@@ -142,6 +145,8 @@ def become_server(order: Mapping[str, Any], environment: Mapping[str, str]) -> N
     os.dup2(log, 2)
     for file in (nothing, log):
         os.close(file)
+    if changes := environment.get(CHANGES):
+        importlib.import_module(changes)
     sys.argv = ["api_server", *order["arguments"]]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 

@@ -68,6 +68,11 @@ def tiny_granite(cache: Path = DEFAULT_CACHE) -> Path:
     return _cached("granite", _granite, cache)
 
 
+def tiny_mixtral(cache: Path = DEFAULT_CACHE) -> Path:
+    """Experts of which each token takes two; full attention."""
+    return _cached("mixtral", _mixtral, cache)
+
+
 def _llama() -> PretrainedConfig:
     from transformers import LlamaConfig
 
@@ -128,6 +133,18 @@ def _granite() -> PretrainedConfig:
         mamba_d_state=16,
         mamba_expand=1,
         mamba_chunk_size=64,
+        **common(),
+    )
+
+
+def _mixtral() -> PretrainedConfig:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        num_hidden_layers=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=HIDDEN_SIZE // 2,
         **common(),
     )
 
