@@ -42,7 +42,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -105,6 +105,7 @@ class ConnectorWorker:
         self._log_failure: FailureLog | None = None
         self._has_died = False
         self._is_copy = False
+        self._is_warm = False
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
         self._trace: TraceSink | None = None
@@ -240,6 +241,14 @@ class ConnectorWorker:
     def handshake_metadata(self) -> HandshakeMetadata | None:
         return self._handshake_metadata
 
+    def note_warm(self) -> None:
+        """vLLM has warmed the engine up: it asks for the handshake metadata after that, or has a first step made."""
+        if self._is_warm or self._thread is None:
+            return
+        self._is_warm = True
+        self._thread.post(WarmedUp())
+        self._thread.flush()
+
     async def _make_supervisor(
         self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, hear_engine: Callable[[], None]
     ) -> Supervisor:
@@ -289,6 +298,7 @@ class ConnectorWorker:
             facts=engine_facts(
                 self._vllm_config, self._kv_cache_config, self._options, registration, f"{control_host}:{control.port}"
             ),
+            is_warm=False,
         )
 
     def _emit(self, outcome: Outcome) -> None:
@@ -323,6 +333,7 @@ class ConnectorWorker:
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Hand this step's commands to the actors. Raises CopyOperationMissing: nothing could be transferred then."""
         thread = self._thread
+        self.note_warm()
         if self._is_copy:
             self._end_sends(metadata.commands)
         if not metadata.commands or thread is None:
