@@ -55,7 +55,7 @@ from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
-from connector.worker.control_socket import control_port, open_control_socket
+from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -257,7 +257,8 @@ class ConnectorWorker:
         log_failure = FailureLog(layout.engine_id, rank_number)
         side_channel = ZmqSideChannel(self._access, StrangerLog("control socket"))
         port = control_port(self._vllm_config, self._options, rank_number)
-        control_host, control = open_control_socket(side_channel, log_failure, port)
+        host = listening_host(self._vllm_config.parallel_config)
+        control_host, control = open_control_socket(side_channel, host, log_failure, port)
         leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
