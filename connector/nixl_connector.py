@@ -206,6 +206,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Staged on the host: copy there what the step has written. Otherwise peers read from the KV cache itself."""
+        self._worker_side.note_step()
         if self._worker_side.is_staged:
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)

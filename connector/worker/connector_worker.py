@@ -357,7 +357,8 @@ class ConnectorWorker:
         assert self._layout is not None
         try:
             blocks = lent_blocks(self._layout, command.block_ids, sampled=self._options.verify == "sampled")
-            sums = lease_sums(blocks, block_sums.of(stretches(lent_runs(self._layout, blocks))))
+            found = block_sums.of(stretches(lent_runs(self._layout, blocks)), after_steps=True)
+            sums = lease_sums(blocks, found)
         except Exception as error:  # a check is not worth a step
             log_crash("checksums", error)
             return command
@@ -380,6 +381,11 @@ class ConnectorWorker:
             if isinstance(command, LeaseGranted):
                 self.ledger.enter(command)
                 self.ledger.record(SendEnded(request_id=command.lease.request_id, expired=False))
+
+    def note_step(self) -> None:
+        """The device has been given all that this step computes, drafts included."""
+        if self._block_sums is not None:
+            self._block_sums.note_step()
 
     def save(self, metadata: StepMetadata) -> None:
         """After the step's forward pass: copy to the host what it has written for requests that will be lent."""
