@@ -172,6 +172,8 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.set_copy_operation(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Asked for once, when the engine has been warmed up."""
+        self._worker_side.note_warm()
         return self._worker_side.handshake_metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -204,6 +206,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Staged on the host: copy there what the step has written. Otherwise peers read from the KV cache itself."""
+        self._worker_side.note_step()
         if self._worker_side.is_staged:
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)

@@ -165,6 +165,10 @@ class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     named: tuple[LocalPrefill, ...]
 
 
+class WarmedUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the engine thread, once: vLLM has warmed this engine up, and has captured its CUDA graphs."""
+
+
 class SumsFound(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """From the engine thread: the answer to SumsWanted. `error`: why there is none."""
 
@@ -183,6 +187,7 @@ Command: TypeAlias = (
     | LeaseGranted
     | LeaseWithdrawn
     | LocalPrefillsSeen
+    | WarmedUp
     | SumsFound
 )
 

@@ -79,6 +79,11 @@ class Introductions:
         self._nursery: trio.Nursery | None = None
         self._attention = trio.Event()
 
+    @property
+    def has_places(self) -> bool:
+        """Whether anybody is named."""
+        return bool(self._to_name or self._core.values())
+
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:

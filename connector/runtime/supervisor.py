@@ -43,6 +43,7 @@ from connector.protocol import (
     StartPull,
     SumsFound,
     TrackLease,
+    WarmedUp,
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
@@ -85,6 +86,7 @@ class Supervisor:
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
         facts: what tools are told of this worker that does not change.
+        is_warm: whether the engine has been warmed up; if not, `WarmedUp` says so, and engines are met from then on.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Supervisor:
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
+        is_warm: bool = True,
     ) -> None:
         self._log_crash = log_crash
         self._nixl_port = nixl_port
@@ -177,6 +180,7 @@ class Supervisor:
             control=control,
             stopped=lambda: self._stopped.detail if self._stopped is not None else None,
         )
+        self._is_warm = is_warm
         self._introduces = False
         self._stop_requested = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -191,8 +195,7 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
-                if self._context.options.known_peers:
-                    self._introduce()
+                self._introduce()
                 nursery.start_soon(keep_running, "retirement of idle peers", self._retire_idle, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
@@ -281,6 +284,9 @@ class Supervisor:
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():
                 self._inspector.note_local_prefills(command)
+            case WarmedUp():
+                self._is_warm = True
+                self._introduce()
             case SumsFound():
                 self._context.sums.deliver(command)
 
@@ -304,16 +310,22 @@ class Supervisor:
         )
 
     def _introduce(self) -> None:
-        """Begin to meet engines before requests need them."""
+        """Begin to meet engines before requests need them, if any are named, and no CUDA graph is being captured.
+
+        A capture fails when another thread of its process does to the device what UCX does for the first READ from an
+        engine: opens the memory of that engine. Requests come later, so only engines that are named could do that.
+        """
+        if self._introduces or not self._is_warm or not self._introductions.has_places:
+            return
         assert self._nursery is not None
         self._introduces = True
         self._nursery.start_soon(keep_running, "introductions", self._introductions.run, self._log_crash)
 
     def _meet(self, message: Meet) -> tuple[MeetReport, int]:
         """The answer, and how many are asked because of it."""
-        if not self._introduces:
-            self._introduce()
-        return self._introductions.name(message.places)
+        answer = self._introductions.name(message.places)
+        self._introduce()
+        return answer
 
     def _ask_to_meet(self, command: MeetPeer) -> None:
         peer = command.peer

@@ -11,9 +11,12 @@ have its blocks on a device and the other on the host, and both have to find the
 in whatever order a device adds them.
 
 On the engine thread, in pieces of a few megabytes. On a device the kernels run in a stream of their own, beside the
-forward pass: what they read has been written and is not written again before the sums are known. The thread waits for
-these kernels alone, and vLLM, which can look for waits of the engine thread (VLLM_GPU_SYNC_CHECK), is told that this
-one is meant. Figures: docs/performance.md.
+forward pass: what they read has been written and is not written again before the sums are known. Blocks that are lent
+need care for that. A request may end while the device still works on its last step (drafts, and states that depend on
+how many were accepted, come after the tokens that vLLM is told of), or, where steps overlap, on one more that was begun
+before its end was known. So the sums of a lease come after the steps that the device had been given before
+(`note_step`). The thread waits for these and for the kernels alone, and vLLM, which can look for waits of the engine
+thread (VLLM_GPU_SYNC_CHECK), is told that this one is meant. Figures: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -44,11 +47,23 @@ class BlockSums:
         ]
         self._device = self._bytes[0].device
         self._stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+        # The end of the last step that was noted, in the stream of steps.
+        self._step_end: torch.Event | None = None
         # By the number of words.
         self._factors: dict[int, torch.Tensor] = {}
 
-    def of(self, stretches: Sequence[Stretch]) -> Numbers:
-        """The sums of all blocks of all stretches, one after another, shape [blocks]."""
+    def note_step(self) -> None:
+        """The device has been given a whole step, drafts included. Waits for nothing."""
+        if self._stream is not None:
+            self._step_end = torch.accelerator.current_stream(self._device).record_event()
+
+    def of(self, stretches: Sequence[Stretch], *, after_steps: bool = False) -> Numbers:
+        """The sums of all blocks of all stretches, one after another, shape [blocks].
+
+        `after_steps`: what the steps that were noted have written is in them.
+        """
+        if after_steps and self._stream is not None and self._step_end is not None:
+            self._stream.wait_event(self._step_end)
         with contextlib.nullcontext() if self._stream is None else self._stream:
             sums = [part for stretch in stretches for part in self._of(stretch)]
             if not sums:

@@ -42,7 +42,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WorkerStopped
+from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -55,7 +55,7 @@ from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
-from connector.worker.control_socket import control_port, open_control_socket
+from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -105,6 +105,7 @@ class ConnectorWorker:
         self._log_failure: FailureLog | None = None
         self._has_died = False
         self._is_copy = False
+        self._is_warm = False
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
         self._trace: TraceSink | None = None
@@ -240,6 +241,14 @@ class ConnectorWorker:
     def handshake_metadata(self) -> HandshakeMetadata | None:
         return self._handshake_metadata
 
+    def note_warm(self) -> None:
+        """vLLM has warmed the engine up: it asks for the handshake metadata after that, or has a first step made."""
+        if self._is_warm or self._thread is None:
+            return
+        self._is_warm = True
+        self._thread.post(WarmedUp())
+        self._thread.flush()
+
     async def _make_supervisor(
         self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, hear_engine: Callable[[], None]
     ) -> Supervisor:
@@ -248,7 +257,8 @@ class ConnectorWorker:
         log_failure = FailureLog(layout.engine_id, rank_number)
         side_channel = ZmqSideChannel(self._access, StrangerLog("control socket"))
         port = control_port(self._vllm_config, self._options, rank_number)
-        control_host, control = open_control_socket(side_channel, log_failure, port)
+        host = listening_host(self._vllm_config.parallel_config)
+        control_host, control = open_control_socket(side_channel, host, log_failure, port)
         leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
@@ -289,6 +299,7 @@ class ConnectorWorker:
             facts=engine_facts(
                 self._vllm_config, self._kv_cache_config, self._options, registration, f"{control_host}:{control.port}"
             ),
+            is_warm=False,
         )
 
     def _emit(self, outcome: Outcome) -> None:
@@ -323,6 +334,7 @@ class ConnectorWorker:
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Hand this step's commands to the actors. Raises CopyOperationMissing: nothing could be transferred then."""
         thread = self._thread
+        self.note_warm()
         if self._is_copy:
             self._end_sends(metadata.commands)
         if not metadata.commands or thread is None:
@@ -345,7 +357,8 @@ class ConnectorWorker:
         assert self._layout is not None
         try:
             blocks = lent_blocks(self._layout, command.block_ids, sampled=self._options.verify == "sampled")
-            sums = lease_sums(blocks, block_sums.of(stretches(lent_runs(self._layout, blocks))))
+            found = block_sums.of(stretches(lent_runs(self._layout, blocks)), after_steps=True)
+            sums = lease_sums(blocks, found)
         except Exception as error:  # a check is not worth a step
             log_crash("checksums", error)
             return command
@@ -368,6 +381,11 @@ class ConnectorWorker:
             if isinstance(command, LeaseGranted):
                 self.ledger.enter(command)
                 self.ledger.record(SendEnded(request_id=command.lease.request_id, expired=False))
+
+    def note_step(self) -> None:
+        """The device has been given all that this step computes, drafts included."""
+        if self._block_sums is not None:
+            self._block_sums.note_step()
 
     def save(self, metadata: StepMetadata) -> None:
         """After the step's forward pass: copy to the host what it has written for requests that will be lent."""

@@ -20,7 +20,7 @@ from connector.worker.parallelism import ranks_of
 from statemachine.failures import ConnectionCutOff, Failure
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 PORT_MAX = 65535
 
@@ -56,10 +56,23 @@ def control_port(vllm_config: VllmConfig, options: ConnectorOptions, rank_number
     return int(options.control_port + parallel.data_parallel_index * ranks_of(parallel) + rank_number)
 
 
+def listening_host(parallel: ParallelConfig) -> str:
+    """Where a worker is to listen: at the address of its engine's side channel, or at its machine's own.
+
+    That address is the scheduler process's. vLLM's Ray executor does not hand the variable on to workers, and on a
+    further node of an engine nobody has to set it. Its default, to which only the machine itself can connect, is not
+    meant for them.
+    """
+    may_be_elsewhere = parallel.use_ray or parallel.nnodes > 1
+    if may_be_elsewhere and not envs.is_set("VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        return str(get_ip())
+    return str(envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
+
+
 def open_control_socket(
-    side_channel: SideChannel, log_failure: Callable[[str, Failure], None], port: int = 0
+    side_channel: SideChannel, host: str, log_failure: Callable[[str, Failure], None], port: int = 0
 ) -> tuple[str, Listener]:
-    """Where this worker's control socket listens, as peers are told, and the socket.
+    """Where this worker's control socket listens, as peers are told, and the socket. `host`: where it is to.
 
     Raises SideChannelError, and OptionError when the port that was chosen for it cannot be had.
     """
@@ -73,14 +86,13 @@ def open_control_socket(
             on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
         )
 
-    host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     try:
         try:
             return host, listen(host)
         except PortUnavailable:
             raise
         except SideChannelError:
-            # The variable is the scheduler process's; a worker on another node has no such address.
+            # A worker on another node has no such address.
             host = get_ip()
             return host, listen(host)
     except PortUnavailable as error:

@@ -321,6 +321,7 @@ async def parallel_engine(
     permute: Permute = Permute.NEVER,
     clock: Clock | None = None,
     descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
+    is_warm: bool = True,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
@@ -342,6 +343,7 @@ async def parallel_engine(
             permute=permute,
             clock=clock or BootClock(),
             descriptors_ahead_max=descriptors_ahead_max,
+            is_warm=is_warm,
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
@@ -391,6 +393,7 @@ def _rank(
     permute: Permute,
     clock: Clock,
     descriptors_ahead_max: int,
+    is_warm: bool,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -435,6 +438,7 @@ def _rank(
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
         descriptors_ahead_max=descriptors_ahead_max,
+        is_warm=is_warm,
     )
     outcomes.deliver = supervisor.deliver
     return Engine(

@@ -11,7 +11,7 @@ from connector.config import ConnectorOptions
 from connector.observe.administration import AdministrationError, require_administration
 from connector.observe.live import Address
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import ReceiveEnded
+from connector.protocol import ReceiveEnded, WarmedUp
 from connector.wire.administration import (
     Leave,
     LeaveTaken,
@@ -148,6 +148,26 @@ def test_engines_that_are_named_by_an_option_are_met_before_their_first_request(
                 d.pull("a", ps[0], [1], [1])
                 assert (await until(lambda: d.received("a"))).failure is None
                 assert handshakes(d) == 1
+
+    run(test)
+
+
+def test_nobody_is_met_before_the_engine_has_been_warmed_up() -> None:
+    """Named by an option or by a tool: while vLLM captures CUDA graphs no memory of another process may be opened."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("q", serves=True) as q, engine("other", serves=True) as other:
+            options = ConnectorOptions(known_peers=(f"{HOST}:{p.address.port}",))
+            async with engine("d", options=options, is_warm=False) as d:
+                (row,) = (await meet(d, f"{HOST}:{q.address.port}")).rows
+                assert row.state == "asking"
+                other.lend("remote-a")
+                d.pull("a", other, [1], [1])
+                assert (await until(lambda: d.received("a"))).failure is None  # others have had their time
+                assert d.trace.path("peer", "p") == d.trace.path("peer", "q") == []
+                d.supervisor.deliver(WarmedUp())
+                for each in (p, q):
+                    await until(lambda each=each: d.trace.path("peer", each.engine_id)[-1:] == ["ready"] or None)
 
     run(test)
 

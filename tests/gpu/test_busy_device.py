@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from connector.protocol import Landed, Memory
+from connector.protocol import Landed, Memory, Stretch
+from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
@@ -107,3 +108,22 @@ def expected_before(after: torch.Tensor) -> torch.Tensor:
     for block in LANDED:
         found[block] = after[block].transpose(0, 1).reshape(HEADS, TOKENS, CONTENT)
     return found
+
+
+def test_what_a_step_has_yet_to_write_is_written_when_it_is_checked(cache: torch.Tensor, gpu: torch.device) -> None:
+    """A lease is granted, and its blocks are summed, while the device still works on the last steps of its request."""
+    sums = BlockSums([cache])
+    blocks = Stretch(
+        address=cache.data_ptr(),
+        stride_bytes=cache[0].nbytes,
+        length_bytes=cache[0].nbytes,
+        count=BLOCKS,
+        blocks=np.array(LANDED, np.int64),
+    )
+    before = sums.of([blocks])
+    with forward_pass(gpu) as end:
+        cache.add_(1)
+        sums.note_step()
+        assert not end.query(), "the pass was over too soon for this test to say anything"
+        found = sums.of([blocks], after_steps=True)
+    assert found.tolist() == sums.of([blocks]).tolist() != before.tolist()

@@ -9,6 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from vllm.config import ParallelConfig
+from vllm.v1.executor.ray_env_utils import get_driver_env_vars
+from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
 from connector.config import ConnectorOptions, OptionError, parse_options
 from connector.ports.side_channel import Listener, SideChannelError
@@ -16,21 +19,27 @@ from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.control import HeldLease, Hold, HoldAnswer, decode_answer, decode_request, encode_answer
 from connector.wire.control import encode_request as encode_control
 from connector.worker import control_socket
-from connector.worker.control_socket import control_port, open_control_socket, require_control_ports
+from connector.worker.control_socket import (
+    control_port,
+    listening_host,
+    open_control_socket,
+    require_control_ports,
+)
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from tests.rig.network import BlackHole, free_port
 
 ELSEWHERE = "203.0.113.7"  # reserved for documentation: nobody's
+OWN_ADDRESS = "198.51.100.7"
+HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 
 def _refuse_failure(subject: str, failure: Failure) -> None:
     raise AssertionError(f"{subject}: {failure}")
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "127.0.0.1", port: int = 0) -> HoldAnswer:
-    """Open it with VLLM_NIXL_SIDE_CHANNEL_HOST set; the answer to a question at the address that peers are told."""
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", variable)
+def opened(monkeypatch: pytest.MonkeyPatch, host: str, own_address: str = "127.0.0.1", port: int = 0) -> HoldAnswer:
+    """Open it at this host; the answer to a question at the address that peers are told."""
     monkeypatch.setattr(control_socket, "get_ip", lambda: own_address)
     # The largest message that there is: as many leases as fit in one, with long names.
     leases = tuple(LeaseName(f"{number:0512d}", 1) for number in range(512))
@@ -46,12 +55,12 @@ def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "1
     async def main() -> HoldAnswer:
         channel = ZmqSideChannel()
         try:
-            host, listener = open_control_socket(channel, _refuse_failure, port)
+            told, listener = open_control_socket(channel, host, _refuse_failure, port)
             assert port in (0, listener.port)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener)
                 with trio.fail_after(5):
-                    answer = decode_answer(await channel.connect(host, listener.port).ask(encode_control(asked)))
+                    answer = decode_answer(await channel.connect(told, listener.port).ask(encode_control(asked)))
             assert isinstance(answer, HoldAnswer)
             assert len(answer.held) == len(leases)
             return msgspec.structs.replace(answer, held=answer.held[:1])
@@ -61,10 +70,10 @@ def opened(monkeypatch: pytest.MonkeyPatch, variable: str, own_address: str = "1
     return trio.run(main)
 
 
-@pytest.mark.parametrize("variable", ["127.0.0.1", "localhost", ELSEWHERE])
-def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ELSEWHERE])
+def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """A worker on another machine than the scheduler process inherits an address that is not its own."""
-    answer = opened(monkeypatch, variable)
+    answer = opened(monkeypatch, host)
     assert answer.sent_ns == 3
     assert answer.held[0].remaining_ns == 9
 
@@ -74,20 +83,52 @@ def test_an_engine_without_an_address_of_its_own_does_not_start(monkeypatch: pyt
         opened(monkeypatch, ELSEWHERE, own_address=ELSEWHERE)
 
 
-@pytest.mark.parametrize("variable", ["127.0.0.1", ELSEWHERE])
-def test_it_listens_at_the_port_that_was_chosen(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    assert opened(monkeypatch, variable, port=free_port()).sent_ns == 3
+@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
+def test_it_listens_at_the_port_that_was_chosen(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    assert opened(monkeypatch, host, port=free_port()).sent_ns == 3
 
 
-@pytest.mark.parametrize("variable", ["127.0.0.1", ELSEWHERE])
-def test_a_port_that_is_taken_is_an_error_of_the_option(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", ELSEWHERE])
+def test_a_port_that_is_taken_is_an_error_of_the_option(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """And no reason to listen at another address, where nobody was told to look."""
-    own_address = "127.0.0.1" if variable == ELSEWHERE else "127.0.0.2"
+    own_address = "127.0.0.1" if host == ELSEWHERE else "127.0.0.2"
     with BlackHole() as other:
         said = rf"port {other.port}, .* 127\.0\.0\.1 .*in use"
         with pytest.raises(OptionError, match=said) as taken:
-            opened(monkeypatch, variable, own_address, other.port)
+            opened(monkeypatch, host, own_address, other.port)
     assert taken.value.option == "control_port"
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, parallel: ParallelConfig) -> None:
+    """Of an engine at ELSEWHERE, for which nobody but the scheduler process knows it: as vLLM's executors make it."""
+    monkeypatch.setenv(HOST, ELSEWHERE)
+    handed_on = get_driver_env_vars(WORKER_SPECIFIC_ENV_VARS) if parallel.use_ray else {}
+    monkeypatch.delenv(HOST)
+    if HOST in handed_on:
+        monkeypatch.setenv(HOST, handed_on[HOST])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        (ParallelConfig(), "localhost"),
+        (ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp"), "localhost"),
+        (ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray"), OWN_ADDRESS),
+        (ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp", nnodes=2), OWN_ADDRESS),
+    ],
+    ids=["one process", "processes", "actors of Ray", "two nodes"],
+)
+def test_a_worker_that_is_not_told_its_engines_address_listens_where_others_can_connect(
+    parallel: ParallelConfig, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "get_ip", lambda: OWN_ADDRESS)
+    environment_of_a_worker(monkeypatch, parallel)
+    assert listening_host(parallel) == expected
+    monkeypatch.setenv(HOST, ELSEWHERE)
+    assert listening_host(parallel) == ELSEWHERE
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------

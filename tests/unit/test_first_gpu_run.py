@@ -250,6 +250,8 @@ def test_each_check_starts_the_pairs_that_it_is_about(calls: dict[str, list[Call
     assert sizes("check_5_experts", "enable_expert_parallel") == {(True, True)}
     assert len(sizes("check_6", "model_tag")) == 3
     assert sizes("check_6", "enable_prefix_caching") >= {(True, True), (False, False)}
+    ssm_layouts = {each.environment.get("VLLM_SSM_CONV_STATE_LAYOUT") for pair in pairs("check_6") for each in pair}
+    assert ssm_layouts == {"DS"}
     staged = [tuple(extras(each).get("kv_buffer_device") for each in pair) for pair in pairs("check_7")]
     assert staged == [("cpu", "cpu"), ("cpu", None), (None, "cpu")]
     assert (True, True) in sizes("check_9", "async_scheduling")

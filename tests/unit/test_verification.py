@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils import gpu_sync_debug
 
 from connector.layout.advertised import describe
@@ -15,8 +18,10 @@ from connector.layout.geometry import BlockIdError, LayoutMismatch, RankLayout
 from connector.layout.landing import Permute
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.verification import SAMPLED_BLOCKS, compared, lent_blocks, lent_runs, match, spread
-from connector.protocol import Stretch
+from connector.nixl_connector import NixlActorConnector
+from connector.protocol import LeaseGranted, Stretch
 from connector.runtime.verification import difference, known_sums, lease_sums, stretches
+from connector.step_metadata import StepMetadata
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import (
     SUMS_PART_BYTES,
@@ -34,6 +39,7 @@ from connector.worker.block_sums import BlockSums, factors
 from statemachine.lease import LeaseName
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.sums import factor, sum_of, sums_of
+from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 LEASE = LeaseName("request", 3)
 LAYERS, HEADS, HEAD_BYTES, TOKENS, BLOCKS = 3, 4, 32, 8, 64
@@ -105,6 +111,75 @@ def test_vllm_is_told_that_the_engine_thread_may_wait_for_sums(monkeypatch: pyte
     BlockSums([memory]).of([stretch(memory, 64, 64, [1, 2])])
     assert may_wait == [True]
     assert gpu_sync_debug._allow_depth.get() == 0
+
+
+class Device:
+    """Stands for one that does what it has been given when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], object]] = []
+        self._is_ours = False
+
+    # The stream of steps.
+
+    def record_event(self) -> int:
+        return len(self.pending)
+
+    # The stream of sums.
+
+    def wait_event(self, event: int) -> None:
+        assert not self._is_ours
+        for write in self.pending[:event]:
+            write()
+        del self.pending[:event]
+
+    def __enter__(self) -> Device:
+        self._is_ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ours = False
+
+
+def test_sums_of_a_lease_come_after_what_its_last_steps_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what was read nor the step that follows is waited for."""
+    memory, device = torch.zeros(1_000, dtype=torch.uint8), Device()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: device)
+    sums = BlockSums([memory])
+    sums._stream = device  # type: ignore[assignment]
+    wanted = [stretch(memory, 64, 64, [0])]
+    device.pending.append(lambda: memory[64:128].fill_(7))
+    sums.note_step()
+    device.pending.append(lambda: memory.fill_(9))
+    assert sums.of(wanted).tolist() == [0]
+    found = sums.of(wanted, after_steps=True)
+    assert memory[64:128].eq(7).all()
+    assert found.tolist() == sums_of(wanted).tolist()
+
+
+def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def of(sums: BlockSums, wanted: Sequence[Stretch], *, after_steps: bool = False) -> np.ndarray:
+        calls.append("lent" if after_steps else "read")
+        return np.zeros(sum(each.blocks.size for each in wanted), np.int64)
+
+    monkeypatch.setattr(BlockSums, "note_step", lambda sums: calls.append("step"))
+    monkeypatch.setattr(BlockSums, "of", of)
+    config = engine_config(write_model(tmp_path / "model"))
+    config.kv_transfer_config.kv_connector_extra_config = {"verify": "all"}
+    caches = cache_config(attention_spec())
+    granted = LeaseGranted(lease=LEASE, lease_seconds=60.0, blocks=2, block_ids=([3, 4],))
+    with single_rank(config, tmp_path):
+        connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
+        try:
+            connector.register_kv_caches(allocate(caches))
+            connector.wait_for_save()
+            connector.bind_connector_metadata(StepMetadata(commands=[granted]))
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+        finally:
+            connector.shutdown()
+    assert calls == ["step", "lent"]
 
 
 @pytest.mark.parametrize("count", [0, 1, SAMPLED_BLOCKS, SAMPLED_BLOCKS + 1, 1000])
