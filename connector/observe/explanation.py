@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, NOT_READ, WHAT_TO_DO
 from connector.observe.history import History, Story, best_named, histories, stories
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
@@ -36,6 +36,7 @@ from connector.wire.inspection import (
     RecordRow,
     RequestRow,
 )
+from statemachine import hold
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -153,7 +154,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `outcome`: served, failed, computed_locally or waiting.
+    """The answer. `outcome`: served, failed, computed_locally, not_read or waiting.
 
     `engine_id`, `rank`: whose word it is; of several ranks, that which decides.
     `since_seconds`: for how long a running engine has had it in its state; `since_wall`: the Unix time from which on
@@ -235,7 +236,8 @@ def _with_their_leases(cases: list[Case]) -> list[Case]:
         ]
         if len(mine) == 1:
             joined += mine
-            case.story = Story(requests=case.story.requests, holds=case.story.holds, leases=mine[0].story.leases)
+            holds = [*case.story.holds, *mine[0].story.holds]
+            case.story = Story(requests=case.story.requests, holds=holds, leases=mine[0].story.leases)
             case.leases = mine[0].leases
     return [case for case in cases if case not in joined]
 
@@ -636,10 +638,19 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         cause = f"{_capital(waiting)}, for {_seconds(since)}"
     elif state == "expired":
         kind, outcome, advice = LEASE_EXPIRED, "failed", WHAT_TO_DO[LEASE_EXPIRED]
-        cause = f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and nobody had read them"
+        who = f": {recorded.detail}" if recorded is not None and recorded.detail else ""
+        cause = (
+            f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and they were not released{who}"
+        )
+    elif state == "done" and (readers := _let_go_unread(case)):
+        kind, outcome, advice = NOT_READ, "not_read", WHAT_TO_DO[NOT_READ]
+        cause = (
+            f"{kind}: decode engine {readers} had its blocks held and released them without a READ: the client left "
+            "while the request was in vLLM's queue, or D had these blocks or computed them itself"
+        )
     elif state == "done":
         outcome, advice = "served", "nothing"
-        cause = "Done: its blocks were read and released; the decode engine was not asked"
+        cause = "Done: a decode engine released its blocks, as after a READ; its own records were not found"
     else:
         outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
         cause = "The prefill engine ended it without lending its blocks"
@@ -748,6 +759,21 @@ def _facts_of_leases(case: Case) -> list[str]:
     if not case.leases:
         facts += [f"on P ({each.engine_id}, rank {each.rank}) its lease is {each.state}" for each in case.story.leases]
     return facts
+
+
+_LET_GO = frozenset({hold.State.RELEASING.value, hold.State.RELEASED.value})
+
+
+def _let_go_unread(case: Case) -> str:
+    """The decode engines that held a lease of which no request is recorded, and let go of it; empty: none is known.
+
+    A request that reads is made before it lets go. So where the beginning of each hold is recorded nothing that came
+    after it was overwritten, and there was no request.
+    """
+    holds = case.story.holds
+    if any(each.records[0].from_state is not None or each.state not in _LET_GO for each in holds):
+        return ""
+    return ", ".join(sorted({each.engine_id for each in holds}))
 
 
 def _silent_facts(live: Live) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
 from connector.observe.explanation import (
     LEASE_WAITING,
     WAITING,
@@ -154,7 +154,7 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
         return {base}.union(*map(leaves, below)) - {base} if below else {base}
 
     kinds = {each.__name__ for each in leaves(Failure)}
-    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS}
+    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NOT_READ}
 
 
 def test_every_state_that_waits_says_for_what() -> None:
@@ -333,7 +333,7 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
         (LENT[:2], (lease_row("held", (HolderRow(engine_id="other-d", ranks=1, released=(), released_count=0),)),),
          "for other-d", "waiting"),
         (EXPIRED, (), "LeaseExpired: ", "failed"),
-        (LENT, (), "read and released", "served"),
+        (LENT, (), "its own records were not found", "served"),
         ((LENT[0], ("computing", "Withdrawn", "released")), (), "without lending", "failed"),
     ],
 )  # fmt: skip
@@ -344,6 +344,42 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert word in answer.cause
     assert (answer.outcome, answer.side) == (outcome, "P")
     assert answer.since_wall == len(steps) - 1
+
+
+def test_a_lease_that_expired_says_who_held_it() -> None:
+    *before, last = lent(EXPIRED)
+    held = "held by other-d (0 of 1 ranks are done)"
+    answer = the_answer([*before, msgspec.structs.replace(last, detail=held)])
+    assert answer.cause.endswith(f"not released: {held}")
+
+
+HELD_UNREAD: tuple[Step, ...] = (
+    (None, "Created", "wanted"),
+    ("wanted", "HeldByPeer", "held"),
+    ("held", "LetGo", "releasing"),
+    ("releasing", "ReleaseConfirmed", "released"),
+)
+
+
+def held(steps: tuple[Step, ...] = HELD_UNREAD, engine_id: str = "D") -> list[TransitionRecord]:
+    return records("hold", engine_id, f"{P_NAME}/0", steps, peer="P", remote_request_id=P_NAME, at=1.5)
+
+
+@pytest.mark.parametrize("steps", [HELD_UNREAD, HELD_UNREAD[:3]], ids=["released", "not confirmed yet"])
+def test_a_lease_that_a_decode_engine_let_go_of_without_a_read_is_not_said_to_be_loaded(
+    steps: tuple[Step, ...],
+) -> None:
+    """As of a request whose client leaves while it is in vLLM's queue, of which D records nothing else."""
+    answer = the_answer([*lent(), *held(steps)])
+    assert answer.cause.startswith("NotRead: decode engine D ")
+    assert (answer.kind, answer.outcome, answer.side) == ("NotRead", "not_read", "P")
+    assert "hold releasing, by LetGo" in [line.what for line in answer.happened]
+    assert answer.advice == WHAT_TO_DO["NotRead"]
+
+
+def test_where_the_beginning_of_its_hold_was_overwritten_nobody_knows_whether_it_was_read() -> None:
+    assert the_answer([*lent(), *held()[2:]]).outcome == "served"
+    assert the_answer([*lent(), *held(HELD_UNREAD[:2], "E"), *held()]).outcome == "served"
 
 
 # --- what happened, and which request is meant ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Commands that ask running engines: `why`, `ps`, `doctor`.
 
 Exit status, for scripts:
-  why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read; 2 nobody could
-           be asked; 3 nothing is known of it; 4 it waits
+  why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read, or D let go of
+           its blocks unread; 2 nobody could be asked; 3 nothing is known of it; 4 it waits
   ps       0; 2 nobody could be asked
   doctor   0 no problem; 1 a problem; 2 nobody could be asked
 """
@@ -29,7 +29,7 @@ JSON_SCHEMA = 1
 """Of `--json`; grows when the meaning of a field changes."""
 
 SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
-_EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "waiting": WAITS}
+_EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "not_read": BAD, "waiting": WAITS}
 ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
 PIPE_COLUMNS = 300
