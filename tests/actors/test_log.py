@@ -40,7 +40,7 @@ def test_a_peer_is_connected_lost_and_back(said: Callable[[str], list[str]], mon
         async with engine("d", options=options) as d:
             async with engine("p", serves=True) as p:
                 await reads(d, p, "before")
-                port = p.address.port
+                port, control_port = p.address.port, p.control.port
                 assert len(said("d")) == 1
                 assert re.match(r"engine p at 127.0.0.1:\d+ \(TP 1\) is connected; the handshake took", said("d")[0])
                 for number in range(3):  # a request that is served says nothing
@@ -48,6 +48,7 @@ def test_a_peer_is_connected_lost_and_back(said: Callable[[str], list[str]], mon
                 assert len(said("d")) == 1
             await until(lambda: len(said("d")) == 2)
             assert "is lost: ControlLinkLost: " in said("d")[1]
+            assert f"(control socket 127.0.0.1:{control_port}: " in said("d")[1]
             d.pull("a", nobody("p", port), [1], [1])
             await failure_of(d, "a")
             assert "cannot be reached: ConnectionRefused: " in said("d")[2]
