@@ -70,7 +70,10 @@ WHAT_TO_DO: dict[str, str] = {
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
     "ConnectorStopped": "restart this engine, and report what its log says",
     "ActorCrashed": "report it with the log and the trace: it is a bug",
-    NO_PARAMETERS: "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D",
+    NO_PARAMETERS: (
+        "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "
+        "has stopped answers without them"
+    ),
     LEASE_EXPIRED: (
         "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "
         "kv_transfer_params, and how long it waits there; raise kv_lease_duration"

@@ -91,7 +91,7 @@ def diagnose(
         *_versions(answering),
         *_peers(answering),
         *_blocks(answering),
-        *_local_prefills(answering),
+        *_local_prefills(answering, found.leaving()),
         *_releases(found, looked_for),
     ]
     order = ("problem", "warning", "note")
@@ -562,7 +562,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
 
-def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> Iterator[Finding]:
     for engine in engines:
         ranks = [(row.counts.get("local prefills", 0), rank) for rank in engine.ranks for row in rank.of(EngineRow)]
         # Every worker is told of all of them.
@@ -582,6 +582,8 @@ def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             what = f"{count} request(s) came to {_name(engine)} without usable kv_transfer_params: it computed the " + (
                 f"prompts itself, with HTTP 200{last}"
             )
+            if leaving:
+                what += f"; {', '.join(leaving)} drains, and answers without them"
             advice = WHAT_TO_DO[NO_PARAMETERS]
         yield Finding(
             level="note" if engine.role == "kv_both" else "problem" if is_many else "warning",

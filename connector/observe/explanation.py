@@ -80,6 +80,8 @@ class Live:
     quarantines: tuple[Said[QuarantineRow], ...] = ()
     local_prefills: tuple[Said[LocalPrefillRow], ...] = ()
     silent: tuple[Silent, ...] = ()
+    leaving: tuple[str, ...] = ()
+    """Engines that drain, or have drained: since then they answer prefills without parameters, and record nothing."""
 
     def facts(self, engine_id: str | None) -> EngineFacts | None:
         return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
@@ -593,6 +595,8 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
     advice = WHAT_TO_DO[NO_PARAMETERS]
     if is_prefill:
         advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
+    elif live.leaving and not (case.leases or case.story.leases):
+        cause += f"; {_say_who_leaves(live.leaving)}"
     more = [f"{row.prompt_tokens} tokens of prompt, {_seconds(row.age_seconds)} ago"]
     if case.leases or case.story.leases:
         more.append("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way")
@@ -676,16 +680,22 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
     )
 
 
+def _say_who_leaves(leaving: Sequence[str]) -> str:
+    return f"{', '.join(leaving)} drains, and answers prefills that come since then without kv_transfer_params"
+
+
 def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace: bool = False) -> str:
     """When nothing matches: what that may mean. `is_trace`: traces were looked at, and no running engine."""
     where = ", ".join(looked_at) or "nothing"
     reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
     back = f" Their records reach back {_seconds(min(reach))}." if reach else ""
     silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
+    leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
     return (
-        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent} Either the router never sent it to "
-        "these engines, or under another id; or it ended before their records begin; or it was fully in D's prefix "
-        "cache and nothing had to be read." + (TRACE_LACKS if is_trace else "")
+        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
+        "it to these engines, or under another id; or it ended before their records begin; or its client left while it "
+        "was in vLLM's queue; or it was fully in D's prefix cache and nothing had to be read."
+        + (TRACE_LACKS if is_trace else "")
     )
 
 
@@ -819,7 +829,7 @@ def _happened(case: Case) -> tuple[Happened, ...]:
 
 
 def live_of(
-    rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = ()
+    rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = (), leaving: Iterable[str] = ()
 ) -> tuple[list[TransitionRecord], Live]:
     """Rows as they came from workers (engine id, rank, row): their records, and the rest."""
     kinds: dict[type[AnyRow], list[Said[AnyRow]]] = {}
@@ -841,6 +851,7 @@ def live_of(
         quarantines=of(QuarantineRow),
         local_prefills=of(LocalPrefillRow),
         silent=tuple(silent),
+        leaving=tuple(leaving),
     )
 
 

@@ -318,6 +318,14 @@ def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:
     assert [line.side for line in answer.happened] == ["P", "P"]
 
 
+def test_one_without_parameters_says_which_prefill_engine_gives_none() -> None:
+    """Because it drains: the router has lost nothing. Not where the blocks were lent: then it has."""
+    live = Live(local_prefills=(local_prefill(),), leaving=("P",))
+    assert "P drains" in the_answer([], live).cause
+    assert "P drains" not in the_answer(lent(LENT[:2]), live).cause
+    assert "P drains" in explain_nothing("abc", Live(leaving=("P",)), ["P at h:1"])
+
+
 def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
     live = Live(engines=(engine_row("D", role="kv_producer"),), local_prefills=(local_prefill(),))
     answer = the_answer([], live)

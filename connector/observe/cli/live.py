@@ -88,7 +88,7 @@ def why(
             followed_seconds=_followed_seconds(timeout),
             access=access_of(keys),
         )
-        records, live = live_of(found.rows(), silent_of(found))
+        records, live = live_of(found.rows(), silent_of(found), found.leaving())
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
         if not looked_at:
             _fail_unasked(found, as_json=json)
