@@ -803,12 +803,15 @@ def _happened(case: Case) -> tuple[Happened, ...]:
             if _is_worth_a_word(history):
                 heard = history.records[0].wall - (history.queued_seconds or 0.0)
                 note(side, f"{history.machine} in vLLM's queue", heard)
+            entered = 0.0
             for number, visit in enumerate(history.visits):
+                # A running engine works out the time of day of each record, so two of one moment come out apart.
+                entered = max(entered, visit.wall)
                 reason = f" ({visit.reason})" if visit.reason else ""
                 what = f"{history.machine} {visit.state}, by {visit.event}{reason}"
                 # A state that is entered again is another line.
                 again = sum(each.state == visit.state for each in history.visits[:number])
-                note(side, what + " again" * again, visit.wall)
+                note(side, what + " again" * again, entered)
     if not lines:
         return ()
     in_order = sorted(lines.items(), key=lambda item: item[1][0])

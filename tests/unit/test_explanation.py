@@ -409,6 +409,16 @@ def test_both_sides_are_one_order_with_offsets() -> None:
     ]
 
 
+def test_what_one_moment_saw_is_told_in_the_order_in_which_it_happened() -> None:
+    """Also where the times of day of its records were worked out one after the other, the newest first."""
+    created, failed = pulled(FAILED, reason="WrongPrompt", detail="another prompt")
+    failed = msgspec.structs.replace(failed, mono_ns=created.mono_ns, wall=created.wall - 1e-6)
+    assert [line.what for line in the_answer([created, failed]).happened] == [
+        "request pending_handshake, by Created (WrongPrompt)",
+        "request failed, by PeerFailed (WrongPrompt)",
+    ]
+
+
 def queued(found: list[TransitionRecord], seconds: float) -> list[TransitionRecord]:
     """The same, after a wait in vLLM's queue."""
     first, *others = found
