@@ -15,7 +15,7 @@ came without parameters. `find` puts together those that a person may mean by a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -80,6 +80,8 @@ class Live:
     quarantines: tuple[Said[QuarantineRow], ...] = ()
     local_prefills: tuple[Said[LocalPrefillRow], ...] = ()
     silent: tuple[Silent, ...] = ()
+    shifts: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """Of traces: by how many seconds the clock of an engine's rank was moved, so that all agree."""
     leaving: tuple[str, ...] = ()
     """Engines that drain, or have drained: since then they answer prefills without parameters, and record nothing."""
 
@@ -351,6 +353,16 @@ LEASE_WAITING: dict[str, tuple[str, str]] = {
 
 def explain(case: Case, live: Live) -> Explanation:
     """See the module's docstring."""
+    answer = _explain(case, live)
+    told = (*case.story.requests, *case.story.holds, *case.story.leases)
+    moved = tuple(
+        f"the clock of {name} rank {rank} was moved by {live.shifts[name, rank]:+.3f} s to agree with the others"
+        for name, rank in sorted({(each.engine_id, each.rank) for each in told}.intersection(live.shifts))
+    )
+    return msgspec.structs.replace(answer, facts=(*answer.facts, *moved)) if moved else answer
+
+
+def _explain(case: Case, live: Live) -> Explanation:
     if case.requests:
         return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe.course import brought_together
 from connector.observe.explanation import (
     LEASE_WAITING,
     WAITING,
@@ -407,6 +408,26 @@ def test_both_sides_are_one_order_with_offsets() -> None:
         ("D", 2.25),
         ("D", 4.25),
     ]
+
+
+@pytest.mark.parametrize("ahead_seconds", [3600.0, -3600.0])
+def test_traces_of_machines_whose_clocks_differ_are_told_in_one_order(ahead_seconds: float) -> None:
+    asked = ("held", "Held", "held")
+    whole = [*lent((*LENT[:2], asked, asked, LENT[2])), *held(), *pulled(at=1.5)]
+    assert brought_together(whole) == (whole, {})
+    apart = [msgspec.structs.replace(each, wall=each.wall + ahead_seconds * (each.engine_id == "D")) for each in whole]
+    together, shifts = brought_together(apart)
+    answer = the_answer(together, Live(shifts=shifts))
+    offsets = {f"{line.side} {line.what}": line.offset_seconds for line in answer.happened}
+    for before, after in (
+        ("P lease held, by Granted", "D hold held, by HeldByPeer"),
+        ("D hold releasing, by LetGo", "P lease done, by ReaderDone"),
+        ("P lease done, by ReaderDone", "D hold released, by ReleaseConfirmed"),
+    ):
+        assert offsets[before] <= offsets[after] + 1e-6, offsets
+    assert answer.happened[-1].offset_seconds < 10
+    ((engine_id, rank),) = shifts
+    assert f"the clock of {engine_id} rank {rank} was moved by" in answer.facts[-1]
 
 
 def test_what_one_moment_saw_is_told_in_the_order_in_which_it_happened() -> None:

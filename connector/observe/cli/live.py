@@ -75,7 +75,10 @@ def why(
     from connector.observe.explanation import Live, explain, explain_nothing, find, live_of
 
     if trace is not None:
-        live, records = Live(), _records_about(request, trace)
+        from connector.observe.course import brought_together
+
+        records, shifts = brought_together(_records_about(request, trace))
+        live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
         from connector.observe.live import look_up
