@@ -542,7 +542,13 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         for row in engine.of(PeerRow):
             if row.failure is None or row.state == "ready" or row.is_retiring:
                 continue
-            is_now = row.state in ("backoff", "incompatible", "draining", "disconnecting")
+            # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
+            is_now = row.failure == "NotAllowed" or row.state in (
+                "backoff",
+                "incompatible",
+                "draining",
+                "disconnecting",
+            )
             yield Finding(
                 level="problem" if is_now else "warning",
                 check="peers",
@@ -643,6 +649,8 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
             yield _about(engine, "expired leases", "warning", what, WHAT_TO_DO[LEASE_EXPIRED])
         if unknown:
             why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
+            if silent := ", ".join(_name(each) for each in readers if not each.answers):
+                why = f"{silent} could not be asked"
             yield _about(
                 engine,
                 "expired leases",

@@ -310,6 +310,12 @@ def test_peers_that_failed(state: str, level: str | None) -> None:
     assert [each.level for each in found(engine("d", row), check="peers")] == ([level] if level else [])
 
 
+def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries() -> None:
+    """Another attempt ends alike, and `doctor` ended with status 0."""
+    row: PeerRow = peer_row("idle", failure="NotAllowed", detail="it has a key that is not among the accepted keys").row
+    assert problems(engine("d", row)) == ["peers"]
+
+
 def test_quarantined_blocks() -> None:
     row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
     (finding,) = found(engine("d", row), check="quarantine")
@@ -482,7 +488,7 @@ def test_without_a_decode_engine_it_is_not_known_who_has_read() -> None:
     assert finding.what.endswith("(cmpl-p): no decode engine was asked")
     silent = EngineReport(address=Address("h", 1), problem="it hangs", problem_kind="HandshakeTimeout")
     (finding,) = found(engine("d"), prefill, silent, check="expired leases")
-    assert "the records of d, h:1 do not reach" in finding.what
+    assert finding.what.endswith("(cmpl-p): h:1 could not be asked")
     another_p = replace(silent, named_by=("d",))
     assert "none of d has read" in found(engine("d"), prefill, another_p, check="expired leases")[0].what
 
