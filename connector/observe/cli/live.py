@@ -82,8 +82,13 @@ def why(
         looked_at = [str(trace)]
     else:
         from connector.observe.live import look_up
+        from connector.wire.inspection import MATCH_LENGTH_MAX
 
         addresses = _addresses(engine)
+        if len(request) > MATCH_LENGTH_MAX:
+            raise typer.BadParameter(
+                f"engines are asked for at most {MATCH_LENGTH_MAX} characters; give a part of the id"
+            )
         found = look_up(
             request,
             addresses,
