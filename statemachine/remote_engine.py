@@ -1455,16 +1455,6 @@ class RemoteEngine:
         age_ns = min(now_ns - claim.heard_ns, self._limits.lease_ns)
         return (claim.lease, frozenset(claim.users), holds, age_ns if not claim.holds else 0)
 
-    # --- for people -------------------------------------------------------------------------------------------------
-
-    def request_in_hand(self, request_id: str) -> request.Request | None:
-        """One that was started and has not ended."""
-        return self._requests.get(request_id)
-
-    def deadline_of(self, request_id: str) -> int | None:
-        """When a request that has not ended fails at the latest, but for the wait for its READs."""
-        return self._timers.get(("deadline", request_id))
-
 
 MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)
 """What is composed here."""

@@ -30,7 +30,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
         event: name of the event's type.
         to_state: the state it led to, which may be the same one.
         reason: kind of the failure that the new value carries, if any; of a hold that is gone, P's word for it.
-        detail: the failure in words.
+        detail: the failure in words; of a lease that expired, who held it.
         peer: engine id of the other side, where there is one.
         remote_request_id: request id on the prefill engine (machines request and hold).
         lease_number: of the lease on the prefill engine (machines request, hold and lease); 0 where it has none.

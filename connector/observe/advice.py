@@ -9,6 +9,8 @@ NO_PARAMETERS = "NoTransferParams"
 """Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
 LEASE_EXPIRED = "LeaseExpired"
 """Kind of a lease that ended before everybody had read it. Not a failure of D, which may not know of it."""
+NOT_READ = "NotRead"
+"""Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
 WHAT_TO_DO: dict[str, str] = {
     "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
@@ -68,10 +70,14 @@ WHAT_TO_DO: dict[str, str] = {
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
     "ConnectorStopped": "restart this engine, and report what its log says",
     "ActorCrashed": "report it with the log and the trace: it is a bug",
-    NO_PARAMETERS: "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D",
-    LEASE_EXPIRED: (
-        "see whether the router sent the request with kv_transfer_params to a decode engine, and how long it waits "
-        "there; raise kv_lease_duration"
+    NO_PARAMETERS: (
+        "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "
+        "has stopped answers without them"
     ),
+    LEASE_EXPIRED: (
+        "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "
+        "kv_transfer_params, and how long it waits there; raise kv_lease_duration"
+    ),
+    NOT_READ: "nothing, unless clients should not have left: see for how long requests wait in vLLM's queue on D",
 }
 """By kind; complete for `statemachine/failures.py`."""

@@ -363,7 +363,7 @@ WAKE_UP_SECONDS = Metric(
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
 ABSENT, UNUSABLE = "absent", "unusable"
-DRAINING_REASON, STOPPED_REASON = "draining", "stopped"
+DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
 
 COMPLETED = Metric(
     name=f"{PREFIX}completed_receives",
@@ -449,10 +449,10 @@ PREFILLS_NOT_LENT = Metric(
     name=f"{PREFIX}prefills_not_lent",
     kind="counter",
     documentation="Prefills that were answered without kv_transfer_params, so that D computes the prompt: the engine "
-    "drains (draining), or a worker has stopped (stopped).",
+    "drains (draining), a worker has stopped (stopped), or engines take no such id of a request (request id).",
     side="P",
     labels=("reason",),
-    series=((DRAINING_REASON,), (STOPPED_REASON,)),
+    series=((DRAINING_REASON,), (STOPPED_REASON,), (REQUEST_ID_REASON,)),
 )
 STRAY_RELEASES = Metric(
     name=f"{PREFIX}stray_releases",

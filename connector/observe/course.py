@@ -13,15 +13,17 @@ are known to follow each other are put in that order where the clocks still say 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import TypeAlias
 
+import msgspec
+
 from connector.clock import NS_PER_SECOND
-from connector.observe.history import History, Story
-from connector.observe.timeline.clocks import Clock
+from connector.observe.history import History, Story, histories, stories
+from connector.observe.timeline.clocks import Clock, all_histories, clocks
 from statemachine import hold, lease, peer
 from statemachine.trace import TransitionRecord
 
@@ -78,6 +80,25 @@ def course(story: Story, clock_of: Mapping[int, Clock], histories: Iterable[Hist
         ),
         shifts={f"{each.engine_id} rank {each.rank}": each.shift_ns / NS_PER_SECOND for each in clocks.values()},
     )
+
+
+def brought_together(
+    records: Sequence[TransitionRecord],
+) -> tuple[list[TransitionRecord], dict[tuple[str, int], float]]:
+    """The same with times of day by clocks that agree, and by how many seconds those of which engine and rank moved."""
+    told = stories(histories(records))
+    clock_of = clocks(told)
+    moved: dict[int, float] = {}
+    shifts: dict[tuple[str, int], float] = {}
+    for history in all_histories(told):
+        clock = clock_of[id(history)]
+        if clock.shift_ns:
+            shifts[clock.engine_id, clock.rank] = clock.shift_ns / NS_PER_SECOND
+            moved |= {id(record): clock.shift_ns / NS_PER_SECOND for record in history.records}
+    return [
+        msgspec.structs.replace(each, wall=each.wall + moved[id(each)]) if id(each) in moved else each
+        for each in records
+    ], shifts
 
 
 _Seen: TypeAlias = tuple[int, History, TransitionRecord]

@@ -91,7 +91,7 @@ def diagnose(
         *_versions(answering),
         *_peers(answering),
         *_blocks(answering),
-        *_local_prefills(answering),
+        *_local_prefills(answering, found.leaving()),
         *_releases(found, looked_for),
     ]
     order = ("problem", "warning", "note")
@@ -542,7 +542,13 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         for row in engine.of(PeerRow):
             if row.failure is None or row.state == "ready" or row.is_retiring:
                 continue
-            is_now = row.state in ("backoff", "incompatible", "draining", "disconnecting")
+            # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
+            is_now = row.failure == "NotAllowed" or row.state in (
+                "backoff",
+                "incompatible",
+                "draining",
+                "disconnecting",
+            )
             yield Finding(
                 level="problem" if is_now else "warning",
                 check="peers",
@@ -562,7 +568,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
 
-def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> Iterator[Finding]:
     for engine in engines:
         ranks = [(row.counts.get("local prefills", 0), rank) for rank in engine.ranks for row in rank.of(EngineRow)]
         # Every worker is told of all of them.
@@ -582,6 +588,8 @@ def _local_prefills(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             what = f"{count} request(s) came to {_name(engine)} without usable kv_transfer_params: it computed the " + (
                 f"prompts itself, with HTTP 200{last}"
             )
+            if leaving:
+                what += f"; {', '.join(leaving)} drains, and answers without them"
             advice = WHAT_TO_DO[NO_PARAMETERS]
         yield Finding(
             level="note" if engine.role == "kv_both" else "problem" if is_many else "warning",
@@ -641,6 +649,8 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
             yield _about(engine, "expired leases", "warning", what, WHAT_TO_DO[LEASE_EXPIRED])
         if unknown:
             why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
+            if silent := ", ".join(_name(each) for each in readers if not each.answers):
+                why = f"{silent} could not be asked"
             yield _about(
                 engine,
                 "expired leases",

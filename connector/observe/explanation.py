@@ -15,13 +15,13 @@ came without parameters. `find` puts together those that a person may mean by a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, NOT_READ, WHAT_TO_DO
 from connector.observe.history import History, Story, best_named, histories, stories
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
@@ -36,6 +36,7 @@ from connector.wire.inspection import (
     RecordRow,
     RequestRow,
 )
+from statemachine import hold
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -79,6 +80,10 @@ class Live:
     quarantines: tuple[Said[QuarantineRow], ...] = ()
     local_prefills: tuple[Said[LocalPrefillRow], ...] = ()
     silent: tuple[Silent, ...] = ()
+    shifts: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """Of traces: by how many seconds the clock of an engine's rank was moved, so that all agree."""
+    leaving: tuple[str, ...] = ()
+    """Engines that drain, or have drained: since then they answer prefills without parameters, and record nothing."""
 
     def facts(self, engine_id: str | None) -> EngineFacts | None:
         return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
@@ -153,7 +158,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. `outcome`: served, failed, computed_locally or waiting.
+    """The answer. `outcome`: served, failed, computed_locally, not_read or waiting.
 
     `engine_id`, `rank`: whose word it is; of several ranks, that which decides.
     `since_seconds`: for how long a running engine has had it in its state; `since_wall`: the Unix time from which on
@@ -235,7 +240,8 @@ def _with_their_leases(cases: list[Case]) -> list[Case]:
         ]
         if len(mine) == 1:
             joined += mine
-            case.story = Story(requests=case.story.requests, holds=case.story.holds, leases=mine[0].story.leases)
+            holds = [*case.story.holds, *mine[0].story.holds]
+            case.story = Story(requests=case.story.requests, holds=holds, leases=mine[0].story.leases)
             case.leases = mine[0].leases
     return [case for case in cases if case not in joined]
 
@@ -347,6 +353,16 @@ LEASE_WAITING: dict[str, tuple[str, str]] = {
 
 def explain(case: Case, live: Live) -> Explanation:
     """See the module's docstring."""
+    answer = _explain(case, live)
+    told = (*case.story.requests, *case.story.holds, *case.story.leases)
+    moved = tuple(
+        f"the clock of {name} rank {rank} was moved by {live.shifts[name, rank]:+.3f} s to agree with the others"
+        for name, rank in sorted({(each.engine_id, each.rank) for each in told}.intersection(live.shifts))
+    )
+    return msgspec.structs.replace(answer, facts=(*answer.facts, *moved)) if moved else answer
+
+
+def _explain(case: Case, live: Live) -> Explanation:
     if case.requests:
         return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)
@@ -591,6 +607,8 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
     advice = WHAT_TO_DO[NO_PARAMETERS]
     if is_prefill:
         advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
+    elif live.leaving and not (case.leases or case.story.leases):
+        cause += f"; {_say_who_leaves(live.leaving)}"
     more = [f"{row.prompt_tokens} tokens of prompt, {_seconds(row.age_seconds)} ago"]
     if case.leases or case.story.leases:
         more.append("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way")
@@ -636,10 +654,19 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         cause = f"{_capital(waiting)}, for {_seconds(since)}"
     elif state == "expired":
         kind, outcome, advice = LEASE_EXPIRED, "failed", WHAT_TO_DO[LEASE_EXPIRED]
-        cause = f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and nobody had read them"
+        who = f": {recorded.detail}" if recorded is not None and recorded.detail else ""
+        cause = (
+            f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and they were not released{who}"
+        )
+    elif state == "done" and (readers := _let_go_unread(case)):
+        kind, outcome, advice = NOT_READ, "not_read", WHAT_TO_DO[NOT_READ]
+        cause = (
+            f"{kind}: decode engine {readers} had its blocks held and released them without a READ: the client left "
+            "while the request was in vLLM's queue, or D had these blocks or computed them itself"
+        )
     elif state == "done":
         outcome, advice = "served", "nothing"
-        cause = "Done: its blocks were read and released; the decode engine was not asked"
+        cause = "Done: a decode engine released its blocks, as after a READ; its own records were not found"
     else:
         outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
         cause = "The prefill engine ended it without lending its blocks"
@@ -665,16 +692,22 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
     )
 
 
+def _say_who_leaves(leaving: Sequence[str]) -> str:
+    return f"{', '.join(leaving)} drains, and answers prefills that come since then without kv_transfer_params"
+
+
 def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace: bool = False) -> str:
     """When nothing matches: what that may mean. `is_trace`: traces were looked at, and no running engine."""
     where = ", ".join(looked_at) or "nothing"
     reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
     back = f" Their records reach back {_seconds(min(reach))}." if reach else ""
     silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
+    leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
     return (
-        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent} Either the router never sent it to "
-        "these engines, or under another id; or it ended before their records begin; or it was fully in D's prefix "
-        "cache and nothing had to be read." + (TRACE_LACKS if is_trace else "")
+        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
+        "it to these engines, or under another id; or it ended before their records begin; or its client left while it "
+        "was in vLLM's queue; or it was fully in D's prefix cache and nothing had to be read."
+        + (TRACE_LACKS if is_trace else "")
     )
 
 
@@ -750,6 +783,21 @@ def _facts_of_leases(case: Case) -> list[str]:
     return facts
 
 
+_LET_GO = frozenset({hold.State.RELEASING.value, hold.State.RELEASED.value})
+
+
+def _let_go_unread(case: Case) -> str:
+    """The decode engines that held a lease of which no request is recorded, and let go of it; empty: none is known.
+
+    A request that reads is made before it lets go. So where the beginning of each hold is recorded nothing that came
+    after it was overwritten, and there was no request.
+    """
+    holds = case.story.holds
+    if any(each.records[0].from_state is not None or each.state not in _LET_GO for each in holds):
+        return ""
+    return ", ".join(sorted({each.engine_id for each in holds}))
+
+
 def _silent_facts(live: Live) -> list[str]:
     return [f"{each.address} could not be asked: {each.problem}" for each in live.silent]
 
@@ -767,12 +815,15 @@ def _happened(case: Case) -> tuple[Happened, ...]:
             if _is_worth_a_word(history):
                 heard = history.records[0].wall - (history.queued_seconds or 0.0)
                 note(side, f"{history.machine} in vLLM's queue", heard)
+            entered = 0.0
             for number, visit in enumerate(history.visits):
+                # A running engine works out the time of day of each record, so two of one moment come out apart.
+                entered = max(entered, visit.wall)
                 reason = f" ({visit.reason})" if visit.reason else ""
                 what = f"{history.machine} {visit.state}, by {visit.event}{reason}"
                 # A state that is entered again is another line.
                 again = sum(each.state == visit.state for each in history.visits[:number])
-                note(side, what + " again" * again, visit.wall)
+                note(side, what + " again" * again, entered)
     if not lines:
         return ()
     in_order = sorted(lines.items(), key=lambda item: item[1][0])
@@ -793,7 +844,7 @@ def _happened(case: Case) -> tuple[Happened, ...]:
 
 
 def live_of(
-    rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = ()
+    rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = (), leaving: Iterable[str] = ()
 ) -> tuple[list[TransitionRecord], Live]:
     """Rows as they came from workers (engine id, rank, row): their records, and the rest."""
     kinds: dict[type[AnyRow], list[Said[AnyRow]]] = {}
@@ -815,6 +866,7 @@ def live_of(
         quarantines=of(QuarantineRow),
         local_prefills=of(LocalPrefillRow),
         silent=tuple(silent),
+        leaving=tuple(leaving),
     )
 
 

@@ -22,6 +22,7 @@ from collections import deque
 from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.log import holders_in_words
 from statemachine import hold, lease, peer, request
 from statemachine.failures import Failure
 from statemachine.kernel import Event
@@ -94,6 +95,7 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
     kind: type[Any] = after.__class__
     failure: Failure | None = None
     why: str | None = None
+    who: str | None = None
     age_ns: int | None = None
     kept_until_ns: int | None = None
     remote_request_id: str | None = None
@@ -112,6 +114,9 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         name, lease_number, age_ns = named.request_id, named.number, after.age_ns
         blocks = after.blocks or None  # not known before the grant
         kept_until_ns = after.deadline_ns or None
+        if after.state is lease.State.EXPIRED and (after.is_renewable or after.holders):
+            # One that lends blocks back for a fixed time may well end unread, and not by decode engines.
+            who = holders_in_words(after)
     else:
         name, failure = after.engine_id, after.failure
     return TransitionRecord(
@@ -127,7 +132,7 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         event.__class__.__name__ if event is not None else "Created",
         after.state.text,
         failure.kind if failure is not None else why,
-        str(failure) if failure is not None else None,
+        str(failure) if failure is not None else who,
         peer_id,
         remote_request_id,
         lease_number,

@@ -136,7 +136,11 @@ class History:
 
 @dataclass(kw_only=True)
 class Story:
-    """One request of one D engine, or one lease that no D is known to have read: all ranks, both sides."""
+    """One request of one D engine, or one lease that no D is known to have read: all ranks, both sides.
+
+    A lease without a request may have holds all the same: a request that ends in vLLM's queue on D, or needs nothing
+    of P's blocks, is no request's machine there, and its lease was held from when D heard of it.
+    """
 
     requests: list[History] = field(default_factory=list)
     """On D, a rank each."""
@@ -190,6 +194,9 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
         ((each.engine_id, each.subject, _lease_key(each, each.peer)), each) for each in of_machine.get("request", ())
     )
     numbers = _grouped(((engine_id, request_id), number) for engine_id, request_id, number in leases)
+    holds_of = _grouped(
+        (_lent_as(lease_key, numbers), each) for (_, lease_key), group in holds.items() for each in group
+    )
     found: list[Story] = []
     read: set[LeaseKey] = set()
     for (engine_id, _, lease_key), instances in requests.items():
@@ -199,7 +206,9 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
         found.extend(
             Story(requests=on_ranks, holds=known_holds, leases=known_leases) for on_ranks in _rounds(instances)
         )
-    found.extend(Story(leases=on_ranks) for key, on_ranks in leases.items() if key not in read)
+    found.extend(
+        Story(holds=holds_of.get(key, []), leases=on_ranks) for key, on_ranks in leases.items() if key not in read
+    )
     return sorted(found, key=lambda story: (story.requests or story.leases)[0].records[0].wall)
 
 

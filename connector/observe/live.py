@@ -193,6 +193,12 @@ class Survey:
                         row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
                     yield engine.engine_id or "", number, row
 
+    def leaving(self) -> list[str]:
+        """The engines that drain or have drained."""
+        return [
+            each.engine_id or str(each.address) for each in self.engines if any(rank.draining for rank in each.ranks)
+        ]
+
     def other_names(self, text: str) -> list[str]:
         """The ids without `text` of the requests that a person means by it (`best_named`), each once: what a router
         calls them on the other side."""

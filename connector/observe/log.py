@@ -271,7 +271,7 @@ class EventLog:
         failure = LeaseExpired(
             lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,
             blocks=after.blocks,
-            holders=_holders(after),
+            holders=holders_in_words(after),
         )
         self._log_failure(f"request {after.name.request_id}", failure)
 
@@ -462,7 +462,7 @@ def _cause(failure: Failure) -> str:
     return failure.kind
 
 
-def _holders(ended: lease.Lease) -> str:
+def holders_in_words(ended: lease.Lease) -> str:
     """Who wanted its blocks, and how far each has come."""
     if not ended.holders:
         return "no decode engine has asked for it"

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import msgspec
 
@@ -73,8 +73,11 @@ class ListenerCounts(msgspec.Struct, frozen=True):
 class SideChannelError(Exception):
     """The address cannot be used (bad host name, port in use). `host` and `port` say which."""
 
+    listener: ClassVar[str] = "side channel"
+    """What is meant to listen there, in words."""
+
     def __init__(self, host: str, port: int, error: str) -> None:
-        super().__init__(f"side channel {host}:{port}: {error}")
+        super().__init__(f"{self.listener} {host}:{port}: {error}")
         self.host = host
         self.port = port
         self.error = error
@@ -102,6 +105,8 @@ class NotASideChannel(SideChannelError):
 
 class LinkLost(SideChannelError):
     """The connection of a link was refused or has ended. `error` says how."""
+
+    listener = "control socket"
 
 
 class Reached(enum.Enum):

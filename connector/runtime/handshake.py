@@ -399,7 +399,8 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         if isinstance(error, NotAllowed):
             raise _not_allowed(peer, error) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
-            reason = str(error) or f"nothing came within {timeout_seconds:g} s"
+            said = error.error if isinstance(error, SideChannelError) else str(error)
+            reason = said or f"nothing came within {timeout_seconds:g} s"
             detail = f"its control socket at {host}:{port} did not answer: {reason}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         raise

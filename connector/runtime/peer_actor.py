@@ -238,11 +238,13 @@ class PeerActor:
                 log.queued(self._named(command, came_ns), command.request_id)
 
     def _say_what_it_waits_for(self, log: EventLog, request_id: str, now_ns: int) -> None:
-        waiting, deadline_ns = self.core.request_in_hand(request_id), self.core.deadline_of(request_id)
-        if waiting is None:
+        view = self.core.view_request(request_id)
+        if view is None:
             return
-        left = "" if deadline_ns is None else f"; it fails in {(deadline_ns - now_ns) / NS_PER_SECOND:.0f} s"
-        log.waits(self._subject(self._pulls[request_id]), describe_wait(waiting, self.core.state) + left)
+        left = ""
+        if view.until_ns is not None:  # of its state; the connection may fail, and it with it, before
+            left = f"; at most {(view.until_ns - now_ns) / NS_PER_SECOND:.0f} s longer"
+        log.waits(self._subject(self._pulls[request_id]), describe_wait(view.value, self.core.state) + left)
 
     def _may_wait(self, command: TrackLease | StartPull) -> bool:
         """Whether nothing has followed this command yet."""

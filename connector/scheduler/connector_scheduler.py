@@ -101,6 +101,8 @@ from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.step_overlap import may_read
+from connector.wire.bounded import shorten
+from connector.wire.control import ID_LENGTH_MAX, is_request_id
 from connector.wire.params import (
     ParamsError,
     ParamsKind,
@@ -214,6 +216,8 @@ class ConnectorScheduler:
         self._draining = SchedulerDraining(clock, lambda: self._listener, grace_ns=to_ns(shutdown_seconds))
         # Prefills that came while it drained or after it had stopped, and are not lent.
         self._not_lent = 0
+        # Those whose ids no engine takes.
+        self._unnameable = 0
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
         _log.info(
@@ -243,7 +247,7 @@ class ConnectorScheduler:
         if lends:
             self._heard_ns[request.request_id] = self._clock.now_ns()
         if _wants_remote_decode(request):
-            self._note_not_lent()
+            self._note_not_lent(request.request_id)
             if lends:
                 self._leave_tokens_to_decode(request)
             pull = self._pull_back(request)
@@ -679,12 +683,25 @@ class ConnectorScheduler:
         """Whether the blocks of prefills that come now will be lent."""
         return self._stopped is None and self._draining.accepts
 
-    def _note_not_lent(self) -> None:
+    def _note_not_lent(self, request_id: str) -> None:
         """A prefill has come whose blocks will not be lent, if this is one."""
-        if self._accepts_prefills:
-            return
-        self._not_lent += 1
-        self._figures.note_not_lent(catalogue.DRAINING_REASON if self._stopped is None else catalogue.STOPPED_REASON)
+        if not self._accepts_prefills:
+            self._not_lent += 1
+            self._figures.note_not_lent(
+                catalogue.DRAINING_REASON if self._stopped is None else catalogue.STOPPED_REASON
+            )
+        elif not is_request_id(request_id):
+            self._figures.note_not_lent(catalogue.REQUEST_ID_REASON)
+            self._unnameable += 1
+            if self._unnameable & (self._unnameable - 1) == 0:  # a client may send many
+                _log.warning(
+                    "prefill %s is answered without kv_transfer_params, so that D computes the prompt: its id has more "
+                    "than %d characters or control characters; what to do: have clients send ids of printable ASCII "
+                    "in X-Request-Id (number %d)",
+                    shorten(request_id),
+                    ID_LENGTH_MAX,
+                    self._unnameable,
+                )
 
     def _count_lent(self) -> Lent:
         """In the listener's thread."""
@@ -695,8 +712,8 @@ class ConnectorScheduler:
         """Whether its blocks are kept for another engine when it has finished."""
         if _wants_remote_decode(request):
             # Streamed input: which tokens are left to D is known only at its end. Where none are, it is as any other.
-            return not (request.resumable and self._tokens_left_to_decode)
-        return self._lends_back and bool(request.kv_transfer_params)
+            return is_request_id(request.request_id) and not (request.resumable and self._tokens_left_to_decode)
+        return self._lends_back and bool(request.kv_transfer_params) and is_request_id(request.request_id)
 
     def _has_room(self) -> bool:
         pool = self._block_pool

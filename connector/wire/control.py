@@ -232,13 +232,19 @@ def _only(frames: Sequence[bytes]) -> bytes:
     return frames[0]
 
 
+def is_request_id(text: str) -> bool:
+    """Whether engines take it for the id of a request. vLLM puts what a client sends (`X-Request-Id`) into its ids as
+    it is, however long, and bytes that are no ASCII as control characters."""
+    return len(text) <= ID_LENGTH_MAX and _is_identifier(text) is not None
+
+
 def _require_bounded(leases: Iterable[LeaseName | HeldLease | GoneLease]) -> None:
     """Raise ValueError for too many leases or an impossible name; msgspec makes it a failed decode."""
     # Not with msgspec.Meta: LeaseName belongs to the protocol, which has no bounds on text.
     for count, lease in enumerate(leases, start=1):
         if count > LEASES_PER_MESSAGE_MAX:
             raise ValueError(f"more than {LEASES_PER_MESSAGE_MAX} leases")
-        if len(lease.request_id) > ID_LENGTH_MAX or not _is_identifier(lease.request_id):
+        if not is_request_id(lease.request_id):
             raise ValueError(f"a request id is not 1 to {ID_LENGTH_MAX} characters without control characters")
         if not 0 <= lease.number <= _NUMBER_MAX:
             raise ValueError(f"the number of a lease is not from 0 to {_NUMBER_MAX}")

@@ -210,7 +210,7 @@ def test_a_lease_that_has_expired(cluster: OnePrefillTwoDecode) -> None:
     assert said.status == 4
     assert "no decode engine is known to read them" in said.first_line
     cluster.traces.ended_lease(key, LEASE_SECONDS + 20)
-    assert_names(why(key, cluster.prefill), "LeaseExpired", "nobody had read them")
+    assert_names(why(key, cluster.prefill), "LeaseExpired", "no decode engine has asked for it")
     assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
     assert_names(why(key, cluster.failing), "LeaseOver", "expired")
 

@@ -237,6 +237,14 @@ def test_doctor_says_which_address_was_given_twice() -> None:
     assert answer.output.count("ConnectionRefused") == 1
 
 
+def test_a_text_that_engines_are_not_asked_for_is_an_error_of_usage() -> None:
+    """They take it for a malformed message, and warn of who sends it."""
+    answer = runner.invoke(app, ["why", "a" * 513, "--engine", f"127.0.0.1:{free_port()}"])
+    assert answer.exit_code == 2
+    assert "at most 512 characters" in answer.output
+    assert "could be asked" not in answer.output
+
+
 def test_an_address_that_is_none_is_an_error_of_usage() -> None:
     answer = runner.invoke(app, ["ps", "--engine", "nowhere"])
     assert answer.exit_code == 2

@@ -292,9 +292,9 @@ def drain(engine: HybridEngine, state: State = State.DRAINING, *, left_seconds: 
     return listener
 
 
-def not_lent(engine: HybridEngine) -> int:
+def not_lent(engine: HybridEngine, reason: str = catalogue.DRAINING_REASON) -> int:
     counts = side(engine)._figures._next.data[COUNTS]
-    count: int = counts.get(catalogue.PREFILLS_NOT_LENT.key(catalogue.DRAINING_REASON), 0)
+    count: int = counts.get(catalogue.PREFILLS_NOT_LENT.key(reason), 0)
     return count
 
 
@@ -312,6 +312,26 @@ def test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parame
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
     assert side(engine)._count_lent() == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["a" * 513, "caf\xc3\x89"], ids=["too long", "UTF-8 in a header"])
+def test_a_prefill_whose_id_no_engine_takes_is_answered_without_parameters(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D would refuse its parameters; so it computes the prompt. vLLM reads the bytes of a header as Latin-1."""
+    engine = HybridEngine([full()], caches_prefixes=False)
+    free_before = free_blocks(engine)
+    engine.submit(name, TOKENS, REMOTE_DECODE)
+    assert not_lent(engine, catalogue.REQUEST_ID_REASON) == 1
+    for _ in range(2):
+        engine.step()
+    assert engine.finished[name] == "length"
+    assert name not in engine.params
+    assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
+    assert free_blocks(engine) == free_before
+    assert side(engine)._count_lent() == (0, 0), "it counts for no drain"
+    (line,) = [each for each in caplog.messages if "X-Request-Id" in each]
+    assert "answered without kv_transfer_params" in line
 
 
 @pytest.mark.parametrize("steps", [0, 1])

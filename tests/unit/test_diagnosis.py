@@ -310,6 +310,12 @@ def test_peers_that_failed(state: str, level: str | None) -> None:
     assert [each.level for each in found(engine("d", row), check="peers")] == ([level] if level else [])
 
 
+def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries() -> None:
+    """Another attempt ends alike, and `doctor` ended with status 0."""
+    row: PeerRow = peer_row("idle", failure="NotAllowed", detail="it has a key that is not among the accepted keys").row
+    assert problems(engine("d", row)) == ["peers"]
+
+
 def test_quarantined_blocks() -> None:
     row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
     (finding,) = found(engine("d", row), check="quarantine")
@@ -330,6 +336,17 @@ def test_silent_local_prefill(role: str, level: str, word: str) -> None:
     for each in (word, "7 request(s)", "in the last 5 s 1 of 1 requests (100%)", "the last one was cmpl-x, 1 s ago"):
         assert each in finding.what
     assert found(engine("d", role=role), check="silent local prefill") == []
+
+
+def test_a_prefill_engine_that_drains_is_named_where_parameters_are_missing() -> None:
+    """It answers without them; the router has lost nothing."""
+    (rank,) = engine("p", role="kv_producer").ranks
+    draining = msgspec.structs.replace(extension(), draining="drained")
+    said = Advertisement(compatibility_hash="h", metadata=None, actor=draining, error=None)
+    drained = replace(engine("p", role="kv_producer"), ranks=(replace(rank, advertisement=said),))
+    decode = engine("d", *lost(1), role="kv_consumer", counts={"local prefills": 1})
+    (finding,) = found(decode, drained, check="silent local prefill")
+    assert "p drains, and answers without them" in finding.what
 
 
 def lost(number: int, age_seconds: float = 1.0) -> list[LocalPrefillRow]:
@@ -471,7 +488,7 @@ def test_without_a_decode_engine_it_is_not_known_who_has_read() -> None:
     assert finding.what.endswith("(cmpl-p): no decode engine was asked")
     silent = EngineReport(address=Address("h", 1), problem="it hangs", problem_kind="HandshakeTimeout")
     (finding,) = found(engine("d"), prefill, silent, check="expired leases")
-    assert "the records of d, h:1 do not reach" in finding.what
+    assert finding.what.endswith("(cmpl-p): h:1 could not be asked")
     another_p = replace(silent, named_by=("d",))
     assert "none of d has read" in found(engine("d"), prefill, another_p, check="expired leases")[0].what
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe.course import brought_together
 from connector.observe.explanation import (
     LEASE_WAITING,
     WAITING,
@@ -154,7 +155,7 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
         return {base}.union(*map(leaves, below)) - {base} if below else {base}
 
     kinds = {each.__name__ for each in leaves(Failure)}
-    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS}
+    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NOT_READ}
 
 
 def test_every_state_that_waits_says_for_what() -> None:
@@ -318,6 +319,14 @@ def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:
     assert [line.side for line in answer.happened] == ["P", "P"]
 
 
+def test_one_without_parameters_says_which_prefill_engine_gives_none() -> None:
+    """Because it drains: the router has lost nothing. Not where the blocks were lent: then it has."""
+    live = Live(local_prefills=(local_prefill(),), leaving=("P",))
+    assert "P drains" in the_answer([], live).cause
+    assert "P drains" not in the_answer(lent(LENT[:2]), live).cause
+    assert "P drains" in explain_nothing("abc", Live(leaving=("P",)), ["P at h:1"])
+
+
 def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
     live = Live(engines=(engine_row("D", role="kv_producer"),), local_prefills=(local_prefill(),))
     answer = the_answer([], live)
@@ -333,7 +342,7 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
         (LENT[:2], (lease_row("held", (HolderRow(engine_id="other-d", ranks=1, released=(), released_count=0),)),),
          "for other-d", "waiting"),
         (EXPIRED, (), "LeaseExpired: ", "failed"),
-        (LENT, (), "read and released", "served"),
+        (LENT, (), "its own records were not found", "served"),
         ((LENT[0], ("computing", "Withdrawn", "released")), (), "without lending", "failed"),
     ],
 )  # fmt: skip
@@ -344,6 +353,42 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert word in answer.cause
     assert (answer.outcome, answer.side) == (outcome, "P")
     assert answer.since_wall == len(steps) - 1
+
+
+def test_a_lease_that_expired_says_who_held_it() -> None:
+    *before, last = lent(EXPIRED)
+    held = "held by other-d (0 of 1 ranks are done)"
+    answer = the_answer([*before, msgspec.structs.replace(last, detail=held)])
+    assert answer.cause.endswith(f"not released: {held}")
+
+
+HELD_UNREAD: tuple[Step, ...] = (
+    (None, "Created", "wanted"),
+    ("wanted", "HeldByPeer", "held"),
+    ("held", "LetGo", "releasing"),
+    ("releasing", "ReleaseConfirmed", "released"),
+)
+
+
+def held(steps: tuple[Step, ...] = HELD_UNREAD, engine_id: str = "D") -> list[TransitionRecord]:
+    return records("hold", engine_id, f"{P_NAME}/0", steps, peer="P", remote_request_id=P_NAME, at=1.5)
+
+
+@pytest.mark.parametrize("steps", [HELD_UNREAD, HELD_UNREAD[:3]], ids=["released", "not confirmed yet"])
+def test_a_lease_that_a_decode_engine_let_go_of_without_a_read_is_not_said_to_be_loaded(
+    steps: tuple[Step, ...],
+) -> None:
+    """As of a request whose client leaves while it is in vLLM's queue, of which D records nothing else."""
+    answer = the_answer([*lent(), *held(steps)])
+    assert answer.cause.startswith("NotRead: decode engine D ")
+    assert (answer.kind, answer.outcome, answer.side) == ("NotRead", "not_read", "P")
+    assert "hold releasing, by LetGo" in [line.what for line in answer.happened]
+    assert answer.advice == WHAT_TO_DO["NotRead"]
+
+
+def test_where_the_beginning_of_its_hold_was_overwritten_nobody_knows_whether_it_was_read() -> None:
+    assert the_answer([*lent(), *held()[2:]]).outcome == "served"
+    assert the_answer([*lent(), *held(HELD_UNREAD[:2], "E"), *held()]).outcome == "served"
 
 
 # --- what happened, and which request is meant ------------------------------------------------------------------------
@@ -362,6 +407,36 @@ def test_both_sides_are_one_order_with_offsets() -> None:
         ("P", 2.0),
         ("D", 2.25),
         ("D", 4.25),
+    ]
+
+
+@pytest.mark.parametrize("ahead_seconds", [3600.0, -3600.0])
+def test_traces_of_machines_whose_clocks_differ_are_told_in_one_order(ahead_seconds: float) -> None:
+    asked = ("held", "Held", "held")
+    whole = [*lent((*LENT[:2], asked, asked, LENT[2])), *held(), *pulled(at=1.5)]
+    assert brought_together(whole) == (whole, {})
+    apart = [msgspec.structs.replace(each, wall=each.wall + ahead_seconds * (each.engine_id == "D")) for each in whole]
+    together, shifts = brought_together(apart)
+    answer = the_answer(together, Live(shifts=shifts))
+    offsets = {f"{line.side} {line.what}": line.offset_seconds for line in answer.happened}
+    for before, after in (
+        ("P lease held, by Granted", "D hold held, by HeldByPeer"),
+        ("D hold releasing, by LetGo", "P lease done, by ReaderDone"),
+        ("P lease done, by ReaderDone", "D hold released, by ReleaseConfirmed"),
+    ):
+        assert offsets[before] <= offsets[after] + 1e-6, offsets
+    assert answer.happened[-1].offset_seconds < 10
+    ((engine_id, rank),) = shifts
+    assert f"the clock of {engine_id} rank {rank} was moved by" in answer.facts[-1]
+
+
+def test_what_one_moment_saw_is_told_in_the_order_in_which_it_happened() -> None:
+    """Also where the times of day of its records were worked out one after the other, the newest first."""
+    created, failed = pulled(FAILED, reason="WrongPrompt", detail="another prompt")
+    failed = msgspec.structs.replace(failed, mono_ns=created.mono_ns, wall=created.wall - 1e-6)
+    assert [line.what for line in the_answer([created, failed]).happened] == [
+        "request pending_handshake, by Created (WrongPrompt)",
+        "request failed, by PeerFailed (WrongPrompt)",
     ]
 
 

@@ -54,6 +54,27 @@ def test_bad_ends_outlive_the_other_steps() -> None:
     assert sum(Step._make(step).after.state is lease.State.EXPIRED for step in kept) == 1
 
 
+def test_the_record_of_a_lease_that_expired_says_who_held_it() -> None:
+    sink = ListSink()
+    own, clock = recorder(sink)
+    core = Lending(LIMITS, own.observer(None))
+    other = LeaseName("nobody's", 8)
+    for each in (LEASE, other):
+        core.handle(lending.Computing(lease=each), clock.ns)
+        core.handle(lending.Granted(lease=each), clock.ns)
+    asked = lending.HoldAsked(reply_to=b"", engine_id="d", rank=0, ranks=2, sent_ns=0, leases=(LEASE,))
+    core.handle(asked, clock.ns)
+    clock.pass_seconds(20)
+    core.advance(clock.ns)
+    own.catch_up()
+    details = {each.subject: each.detail for each in sink.records if each.to_state == "expired"}
+    assert details == {
+        LEASE.request_id: "held by d (0 of 2 ranks are done)",
+        other.request_id: "no decode engine has asked for it",
+    }
+    assert {each.detail for each in sink.records if each.to_state != "expired"} == {None}
+
+
 def test_a_step_that_stays_in_its_state_is_only_traced() -> None:
     sink = ListSink()
     own, clock = recorder(sink)

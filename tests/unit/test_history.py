@@ -123,6 +123,18 @@ def test_a_lease_that_nobody_asked_for_is_a_story_of_its_own() -> None:
     assert story.names == {"a-p"}
 
 
+def test_a_lease_without_a_request_has_the_holds_of_every_decode_engine() -> None:
+    holds = [
+        *records("hold", "D", "a-p/0", ((None, "Created", "wanted"),), peer="P", remote_request_id="a-p"),
+        *records("hold", "E", "a-p/0", ((None, "Created", "wanted"),), peer="P", remote_request_id="a-p", at=1),
+        *records("hold", "E", "a-p/0", ((None, "Created", "wanted"),), peer="Q", remote_request_id="a-p", at=1),
+    ]
+    (story,) = stories(histories([*records("lease", "P", "a-p", LENT), *holds]))
+    assert [each.engine_id for each in story.holds] == ["D", "E"]
+    with_request = stories(histories([*records("lease", "P", "a-p", LENT), *pulled("a-d", "a-p"), *holds]))
+    assert [[each.engine_id for each in story.holds] for story in with_request] == [["D"]]
+
+
 def test_leases_of_another_engine_with_the_same_id_do_not_belong_to_the_request() -> None:
     written = [*pulled("a-d", "a-p", peer="P"), *records("lease", "Q", "a-p", LENT, at=9)]
     first, second = stories(histories(written))

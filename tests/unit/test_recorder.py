@@ -357,7 +357,7 @@ def test_what_only_looks_on_costs_a_core_nothing(clock: HandClock, broken: str) 
     asked = RemoteEngine("p", "p:1", reading_core(recorder)._limits, observe=observe)
     asked.handle(remote_engine.Started(request_id="d-1", lease=LEASE, address="p:1", age_ns=0), clock.ns)
     recorder.catch_up()
-    assert asked.request_in_hand("d-1") is not None
+    assert asked.view_request("d-1") is not None
     assert crashes
     assert len(crashes) < 5  # powers of two
     assert len(recorder.flight.newest_first()) >= 3

@@ -78,6 +78,14 @@ def test_a_trace_of_one_side_has_the_times_of_that_side(page: Browser, tmp_path:
     assert "null" not in page.evaluate("panel.innerText")
 
 
+def test_a_lease_that_was_held_and_not_read_says_who_held_it(page: Browser, tmp_path: Path) -> None:
+    """As of a client that left while its request was in vLLM's queue on D."""
+    records = [each for each in trace(SMALL) if each.machine != "request"]
+    page.open(written(stories(histories(records)), tmp_path))
+    page.evaluate("app.choose(app.stories.find((story) => story.holds.length), true)")
+    assert "held it, and made no request of it" in page.evaluate("document.querySelector('.facts').innerText")
+
+
 def test_a_filter_that_matches_nothing_says_so_and_can_be_cleared(page: Browser, small: str) -> None:
     page.open(small)
     fill(page, "query", "nobody has this id")

@@ -164,7 +164,23 @@ def test_failures_are_grouped_with_examples_and_advice(faulty: Path) -> None:
         assert each["advice"] == WHAT_TO_DO[each["kind"]]
         assert 1 <= len(each["examples"]) <= min(3, each["count"])
     text = run("failures", faulty)
-    assert all(each["kind"] in text and each["advice"] in text.replace("\n", " ") for each in found)
+    lines = text.splitlines()
+    assert all(each["kind"] in text for each in found)
+    assert all(f"  what to do: {each['advice']}" in lines for each in found)
+
+
+def test_a_long_sentence_is_one_line_in_a_pipe(tmp_path: Path) -> None:
+    """So that it is found by what it says."""
+    detail = " ".join(f"word-{number}" for number in range(60))
+    ended = next(each for each in faulty_run() if each.machine == "request" and each.reason)
+    records = [
+        msgspec.structs.replace(each, detail=detail if each.reason else None)
+        for each in faulty_run()
+        if each.subject == ended.subject
+    ]
+    write_run(tmp_path, records)
+    for command in (("failures",), ("show", ended.subject)):
+        assert detail in run(*command, tmp_path), command
 
 
 # --- check and errors -----------------------------------------------------------------------------------------------

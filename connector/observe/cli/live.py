@@ -1,8 +1,8 @@
 """Commands that ask running engines: `why`, `ps`, `doctor`.
 
 Exit status, for scripts:
-  why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read; 2 nobody could
-           be asked; 3 nothing is known of it; 4 it waits
+  why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read, or D let go of
+           its blocks unread; 2 nobody could be asked; 3 nothing is known of it; 4 it waits
   ps       0; 2 nobody could be asked
   doctor   0 no problem; 1 a problem; 2 nobody could be asked
 """
@@ -29,7 +29,7 @@ JSON_SCHEMA = 1
 """Of `--json`; grows when the meaning of a field changes."""
 
 SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
-_EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "waiting": WAITS}
+_EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "not_read": BAD, "waiting": WAITS}
 ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
 PIPE_COLUMNS = 300
@@ -75,12 +75,20 @@ def why(
     from connector.observe.explanation import Live, explain, explain_nothing, find, live_of
 
     if trace is not None:
-        live, records = Live(), _records_about(request, trace)
+        from connector.observe.course import brought_together
+
+        records, shifts = brought_together(_records_about(request, trace))
+        live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
         from connector.observe.live import look_up
+        from connector.wire.inspection import MATCH_LENGTH_MAX
 
         addresses = _addresses(engine)
+        if len(request) > MATCH_LENGTH_MAX:
+            raise typer.BadParameter(
+                f"engines are asked for at most {MATCH_LENGTH_MAX} characters; give a part of the id"
+            )
         found = look_up(
             request,
             addresses,
@@ -88,7 +96,7 @@ def why(
             followed_seconds=_followed_seconds(timeout),
             access=access_of(keys),
         )
-        records, live = live_of(found.rows(), silent_of(found))
+        records, live = live_of(found.rows(), silent_of(found), found.leaving())
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
         if not looked_at:
             _fail_unasked(found, as_json=json)

@@ -108,6 +108,11 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
+def _line(console: Console, text: str) -> None:
+    """One that the terminal folds where it is too long for it, so that a file or a pipe has it whole."""
+    console.print(_text(text), soft_wrap=True)
+
+
 def _text(value: object, style: str = "") -> Text:
     from rich.text import Text
 
@@ -224,7 +229,7 @@ def show(
             _add(table, each.side, who, subject, state, why, _duration(each.offset_seconds), stays)
         console.print(table)
         for detail in dict.fromkeys(each.record.detail for each in one.moments if each.record.detail):
-            console.print(_text(f"  {detail}"))
+            _line(console, f"  {detail}")
         for process, seconds in one.shifts.items():
             moved = f"was moved by {seconds * 1e3:+.1f} ms to agree with the others"
             console.print(_text(f"  the clock of {process} {moved}"))
@@ -242,7 +247,7 @@ def _describe(console: Console, story: Story) -> None:
         lines.append(f"D {each.engine_id} rank {each.rank}: {each.subject}: {each.state}{reason}{queued}{amount}")
     lines += [f"P {each.engine_id} rank {each.rank}: {each.subject}: {each.state}" for each in story.leases]
     for line in lines:
-        console.print(_text(line))
+        _line(console, line)
 
 
 def _moment(moment: Any) -> dict[str, Any]:
@@ -288,7 +293,7 @@ def slow(
     console = _console()
     console.print(table)
     command = shlex.join(["nixl-actor", "trace", "show", plain(found[0].request_id), str(directory)])
-    console.print(_text(command), soft_wrap=True)
+    _line(console, command)
 
 
 def _parts(each: SlowRequest) -> str:
@@ -312,9 +317,9 @@ def failures(directory: Directory, json: AsJson = False) -> None:
         from_to = f"{_clock_time(each.first_wall)} to {_clock_time(each.last_wall)}"
         console.print(_text(each.kind, "bold"), _text(f"{each.count} x, of {each.of}s, {from_to}{peers}"))
         if each.advice:
-            console.print(_text(f"  what to do: {each.advice}"))
+            _line(console, f"  what to do: {each.advice}")
         for example in each.examples:
-            console.print(_text(f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}"))
+            _line(console, f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}")
 
 
 # --- the machines' word ---------------------------------------------------------------------------------------------

@@ -180,7 +180,10 @@ function showStory(app, panel) {
   const from = [...new Set(story.leases.map((each) => each.process.engine).concat(story.requests.map((each) => each.peer).filter(Boolean)))];
   const to = [...new Set(story.requests.map((each) => each.process.engine))];
   facts.push(["P", from.length ? from.map(shortEngine).join(", ") : "not in this trace"]);
-  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : doc.knowsReaders ? "nobody asked for it" : "not in this trace"]);
+  const held = [...new Set(story.holds.map((each) => each.process.engine))];
+  const unread = held.length ? held.map(shortEngine).join(", ") + " held it, and made no request of it"
+    : doc.knowsReaders ? "nobody asked for it" : "not in this trace";
+  facts.push(["D", to.length ? to.map(shortEngine).join(", ") : unread]);
   facts.push(["began", moment(story.start, 1e3), wallClock(doc, story.start)]);
   parts.push(make("dl", { class: "facts" }, ...facts.map(([name, value, also]) => make("div", {}, make("dt", {}, name), make("dd", {}, value,
     also ? make("span", { class: "wall" }, also) : null)))));
