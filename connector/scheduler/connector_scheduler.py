@@ -75,6 +75,7 @@ from connector.key_files import listener_access, own_workers_access, params_key_
 from connector.observe import catalogue
 from connector.observe.log import CrashCount, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
+from connector.own_address import told_host
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -175,6 +176,7 @@ class ConnectorScheduler:
         self._workers_access = own_workers_access(options)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._told_host = told_host(self._host)
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         # With TP 1, the ranks that share each block's tokens count as transfer ranks.
         self._tp_size: int = max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size)
@@ -733,7 +735,7 @@ class ConnectorScheduler:
         return build_remote_prefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
-            host=self._host,
+            host=self._told_host,
             port=self._port,
             block_ids=lent,
             tp_size=self._tp_size,
