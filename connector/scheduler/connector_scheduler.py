@@ -505,8 +505,9 @@ class ConnectorScheduler:
                 expected = "false on an engine of kv_role kv_producer with async scheduling"
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
-            self._check_fit(remote, request)
-            self._check_prompt(remote, request)
+            tokens = self._tokens_to_load_from(remote, request)
+            self._check_fit(remote, request, tokens)
+            self._check_prompt(remote, request, tokens)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -554,13 +555,13 @@ class ConnectorScheduler:
         allows_unsigned = self._options.allow_insecure_peers
         return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
-    def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for parameters that no READ of this request can satisfy."""
+    def _check_fit(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
+        """Raise ParamsError for parameters that no READ of so many tokens of this request can satisfy."""
         ours, theirs = len(self._groups), len(remote.block_ids)
         if ours != theirs:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
-        tokens, found = self._tokens_to_load(request), remote.num_tokens
+        found = remote.num_tokens
         if found is None or not self._loads(request):
             return
         has_states = any(group.keeps.is_state for group in self._groups)
@@ -572,15 +573,15 @@ class ConnectorScheduler:
             expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
 
-    def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
-        built-in P does not say; it numbers no lease."""
+    def _check_prompt(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
+        """Raise ParamsError for parameters that were given out for a prompt with others than these tokens
+        (`prefix_digest`). For which, a built-in P does not say; it numbers no lease."""
         if remote.lease_number is None or not self._loads(request):
             return
         prompt = request.num_prompt_tokens
         # A digest of fewer tokens than are loaded shows nothing of the rest.
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
-        ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
+        ours = prompt_digests(request, [length for length in said if length >= tokens])
         # Of embeddings nobody has a digest.
         is_shown = any(said[length] == digest for length, digest in ours)
         if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
@@ -597,6 +598,15 @@ class ConnectorScheduler:
         """Counted from the start of the request, prefix hits included."""
         tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
         return tokens
+
+    def _tokens_to_load_from(self, remote: RemotePrefill, request: Request) -> int:
+        """The same, or what this P has, where the prompt is known to go on behind it: its first token was appended, or
+        a tool has answered (vLLM asks with the same parameters again then)."""
+        tokens, lent = self._tokens_to_load(request), remote.num_tokens or 0
+        said = [digest for length, digest in remote.prefix_digests if length == lent]
+        if remote.lease_number is None or lent >= tokens or not said:
+            return tokens
+        return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else tokens
 
     def _leave_tokens_to_decode(self, request: Request) -> None:
         """P: take the tokens that D computes itself out of the prompt. What is sampled after it is of no use then."""
