@@ -5,20 +5,22 @@ P puts the dict that `build_remote_prefill` makes into its response, the router 
 type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
 what was found. Keys that are not listed here are ignored, because routers add their own. Some routers hand the dict on
 in protobuf's Struct, which has one kind of number: what P said in integers comes as floats, and is taken for integers
-where it is whole.
+where it is whole. Dynamo's sidecar for vLLM sends `remote_port`, and no other, as a text, for the built-in connector's
+sake, which would put the float into an address.
 
 The keys and their meaning are those of the built-in connector. Four are ours, and ignored by a built-in engine, which
 does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` and, beside it, `signed_host`
 (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
-are floats looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
+are such numbers looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -34,6 +36,7 @@ LEASE_NUMBER_MAX = 2**63 - 1
 
 PREFIX_DIGESTS_MAX = 8
 SIGNATURE_LENGTH_MAX = 256
+_PORT_TEXT = re.compile("[1-9][0-9]{0,4}")
 _NESTING_MAX = 2
 """Lists of lists: no field has more."""
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -140,6 +143,9 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
         wire = _convert(known, limits)
     except (msgspec.ValidationError, RecursionError):
         known = {key: _with_integers(value) for key, value in known.items()}
+        port = known.get("remote_port")
+        if isinstance(port, str) and _PORT_TEXT.fullmatch(port):
+            known["remote_port"] = int(port)
         try:
             wire = _convert(known, limits)
         except (msgspec.ValidationError, RecursionError):

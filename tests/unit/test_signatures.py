@@ -379,7 +379,8 @@ def test_d_reads_what_p_has_signed(tmp_path: Path) -> None:
 
 def test_d_reads_what_p_has_signed_when_a_router_makes_floats_of_integers(tmp_path: Path) -> None:
     decode = engine(tmp_path, "d")
-    decode.submit("a", TOKENS, as_floats(lent(engine(tmp_path, "p"))))
+    params = lent(engine(tmp_path, "p"))
+    decode.submit("a", TOKENS, as_floats(params) | {"remote_port": str(params["remote_port"])})
     decode.step()
     assert commands(decode) == [TrackLease, StartPull]
 

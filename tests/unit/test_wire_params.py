@@ -66,6 +66,12 @@ def test_integers_may_come_as_floats() -> None:
     assert parse_remote_prefill(as_floats(ends)) == parse_remote_prefill(ends)
 
 
+def test_the_port_may_come_as_a_text() -> None:
+    """As from Dynamo's sidecar for vLLM, beside floats in all other places. Ids that are all digits stay texts."""
+    raw = VALID | {"remote_engine_id": "17", "remote_request_id": "5600", "signed_host": "10"}
+    assert parse_remote_prefill(as_floats(raw | {"remote_port": str(raw["remote_port"])})) == parse_remote_prefill(raw)
+
+
 def test_params_of_a_builtin_prefill() -> None:
     """A built-in P numbers no lease, sends tuples in process, and possibly no blocks at all."""
     raw = {key: value for key, value in VALID.items() if key != "lease_number"}
@@ -112,7 +118,17 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_port", 0),
     ("remote_port", -1),
     ("remote_port", 65536),
-    ("remote_port", "5600"),
+    ("remote_port", ""),
+    ("remote_port", "0"),
+    ("remote_port", "05600"),
+    ("remote_port", "5600.0"),
+    ("remote_port", "+5600"),
+    ("remote_port", " 5600"),
+    ("remote_port", "5600\n"),
+    ("remote_port", "\u0665\u0666"),
+    ("remote_port", "65536"),
+    ("remote_port", "9" * 5000),
+    ("remote_port", b"5600"),
     ("remote_port", 5600.5),
     ("remote_port", True),
     ("remote_block_ids", None),
