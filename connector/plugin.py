@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ CONNECTOR_MODULE = "connector.nixl_connector"
 
 _SEVERAL = "MultiConnector"
 _VLLM_CHECK = "_verify_kv_transfer_compat"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""All the names under which torch takes the settings of its allocator."""
 _MARK = "_checks_options_of_nixl_actor_connector"
 
 
@@ -50,6 +53,7 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
         from connector.step_overlap import require_role_that_reads
 
         _require_no_routed_experts(vllm_config)
+        _require_memory_that_stays(vllm_config, config)
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
         require_role_that_reads(vllm_config, options, config)
@@ -111,6 +115,25 @@ def _require_no_routed_experts(vllm_config: VllmConfig) -> None:
             " takes none of them from P to D"
         )
         raise UnsupportedCache("enable_return_routed_experts", True, expected)
+
+
+def _require_memory_that_stays(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
+    """Raise UnsupportedCache for an engine whose KV cache may get other memory behind the same addresses: NIXL has
+    registered what was there first, and would go on reading and writing that. vLLM refuses it itself, of the variable
+    by which torch knew it first."""
+    model = vllm_config.model_config
+    if config.kv_buffer_device == "cpu" or (model is not None and model.enable_cumem_allocator):
+        return
+    for name in _ALLOCATOR_VARIABLES:
+        settings = os.environ.get(name, "").replace(" ", "")
+        if "expandable_segments:True" in settings.split(","):
+            from connector.unsupported import UnsupportedCache
+
+            expected = (
+                "settings without expandable_segments:True, or any with --enable-cumem-allocator: torch may move what"
+                " lies in such a segment to other memory, and NIXL would go on reading and writing the one before"
+            )
+            raise UnsupportedCache(name, settings, expected)
 
 
 def _is_ours(config: KVTransferConfig) -> bool:

@@ -75,6 +75,7 @@ from connector.key_files import listener_access, own_workers_access, params_key_
 from connector.observe import catalogue
 from connector.observe.log import CrashCount, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
+from connector.own_address import told_host
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -177,6 +178,7 @@ class ConnectorScheduler:
         self._workers_access = own_workers_access(options)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._told_host = told_host(self._host)
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         # With TP 1, the ranks that share each block's tokens count as transfer ranks.
         self._tp_size: int = max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size)
@@ -507,8 +509,9 @@ class ConnectorScheduler:
                 expected = "false on an engine of kv_role kv_producer with async scheduling"
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
-            self._check_fit(remote, request)
-            self._check_prompt(remote, request)
+            tokens = self._tokens_to_load_from(remote, request)
+            self._check_fit(remote, request, tokens)
+            self._check_prompt(remote, request, tokens)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -556,13 +559,13 @@ class ConnectorScheduler:
         allows_unsigned = self._options.allow_insecure_peers
         return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
-    def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for parameters that no READ of this request can satisfy."""
+    def _check_fit(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
+        """Raise ParamsError for parameters that no READ of so many tokens of this request can satisfy."""
         ours, theirs = len(self._groups), len(remote.block_ids)
         if ours != theirs:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
-        tokens, found = self._tokens_to_load(request), remote.num_tokens
+        found = remote.num_tokens
         if found is None or not self._loads(request):
             return
         has_states = any(group.keeps.is_state for group in self._groups)
@@ -574,15 +577,15 @@ class ConnectorScheduler:
             expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
 
-    def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
-        built-in P does not say; it numbers no lease."""
+    def _check_prompt(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
+        """Raise ParamsError for parameters that were given out for a prompt with others than these tokens
+        (`prefix_digest`). For which, a built-in P does not say; it numbers no lease."""
         if remote.lease_number is None or not self._loads(request):
             return
         prompt = request.num_prompt_tokens
         # A digest of fewer tokens than are loaded shows nothing of the rest.
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
-        ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
+        ours = prompt_digests(request, [length for length in said if length >= tokens])
         # Of embeddings nobody has a digest.
         is_shown = any(said[length] == digest for length, digest in ours)
         if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
@@ -599,6 +602,15 @@ class ConnectorScheduler:
         """Counted from the start of the request, prefix hits included."""
         tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
         return tokens
+
+    def _tokens_to_load_from(self, remote: RemotePrefill, request: Request) -> int:
+        """The same, or what this P has, where the prompt is known to go on behind it: its first token was appended, or
+        a tool has answered (vLLM asks with the same parameters again then)."""
+        tokens, lent = self._tokens_to_load(request), remote.num_tokens or 0
+        said = [digest for length, digest in remote.prefix_digests if length == lent]
+        if remote.lease_number is None or lent >= tokens or not said:
+            return tokens
+        return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else tokens
 
     def _leave_tokens_to_decode(self, request: Request) -> None:
         """P: take the tokens that D computes itself out of the prompt. What is sampled after it is of no use then."""
@@ -750,7 +762,7 @@ class ConnectorScheduler:
         return build_remote_prefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
-            host=self._host,
+            host=self._told_host,
             port=self._port,
             block_ids=lent,
             tp_size=self._tp_size,

@@ -5,9 +5,9 @@ vLLM's own hashes of blocks do not serve for it: they differ between processes.
 From P, for D (`prompt_digests`). Parameters get to another request than the one that they were given out for: routers
 mistake one for the other, `/v1/completions` hands one set to all prompts of a call, and a chat template that tells the
 time makes two prompts of one. KV depends on every token before it, so D loads only what is shown to be of the prompt
-that it has. The digest is of the tokens and of the adapter's name. It leaves out what may differ between two engines
-that compute the same: a salt concerns the cache of one engine only, and vLLM's identifier of an image depends on the
-path of the model and on which caches are on.
+that it has, or of what that one begins with. The digest is of the tokens and of the adapter's name. It leaves out what
+may differ between two engines that compute the same: a salt concerns the cache of one engine only, and vLLM's
+identifier of an image depends on the path of the model and on which caches are on.
 
 From D, for P (`prefix_digests`). A conversation's next prompt need not begin with what D has: clients edit what was
 said, and chat templates leave out a model's thoughts or put tokens between. P reads back only what a digest of all that

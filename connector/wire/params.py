@@ -3,20 +3,24 @@
 P puts the dict that `build_remote_prefill` makes into its response, the router forwards it, D reads it back with
 `parse_remote_prefill`. Between the two lies a program that we do not know, so the dict is untrusted: every field has a
 type and a bound, and the first one that is wrong is named, together with what was expected and a short rendering of
-what was found. Keys that are not listed here are ignored, because routers add their own.
+what was found. Keys that are not listed here are ignored, because routers add their own. Some routers hand the dict on
+in protobuf's Struct, which has one kind of number: what P said in integers comes as floats, and is taken for integers
+where it is whole. Dynamo's sidecar for vLLM sends `remote_port`, and no other, as a text, for the built-in connector's
+sake, which would put the float into an address.
 
 The keys and their meaning are those of the built-in connector. Four are ours, and ignored by a built-in engine, which
 does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` and, beside it, `signed_host`
 (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
-are the fields looked at one by one to find the culprit, so the common case stays cheap.
+are such numbers looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -32,6 +36,9 @@ LEASE_NUMBER_MAX = 2**63 - 1
 
 PREFIX_DIGESTS_MAX = 8
 SIGNATURE_LENGTH_MAX = 256
+_PORT_TEXT = re.compile("[1-9][0-9]{0,4}")
+_NESTING_MAX = 2
+"""Lists of lists: no field has more."""
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 """All of which parameters have that name an engine to read from."""
 
@@ -133,9 +140,16 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
     raw = _require_dict(raw_untrusted)
     known = {field.key: raw[field.key] for field in _wire_fields(limits) if field.key in raw}
     try:
-        wire: Any = msgspec.convert(known, _wire_struct(limits))
+        wire = _convert(known, limits)
     except (msgspec.ValidationError, RecursionError):
-        raise _first_error(known, limits) from None
+        known = {key: _with_integers(value) for key, value in known.items()}
+        port = known.get("remote_port")
+        if isinstance(port, str) and _PORT_TEXT.fullmatch(port):
+            known["remote_port"] = int(port)
+        try:
+            wire = _convert(known, limits)
+        except (msgspec.ValidationError, RecursionError):
+            raise _first_error(known, limits) from None
     block_ids: tuple[tuple[int, ...], ...] = wire.remote_block_ids
     block_count = sum(map(len, block_ids))
     if block_count > limits.blocks_max:
@@ -318,6 +332,20 @@ def _wire_struct(limits: ParamLimits) -> type[msgspec.Struct]:
         for field in _wire_fields(limits)
     ]
     return msgspec.defstruct("KvTransferParams", fields, frozen=True, kw_only=True)
+
+
+def _convert(known: dict[str, Any], limits: ParamLimits) -> Any:
+    return msgspec.convert(known, _wire_struct(limits))
+
+
+def _with_integers(value: Any, depth: int = _NESTING_MAX) -> Any:
+    """The value with integers in place of floats that are whole, as far in as our fields go. From 2**53 on a float may
+    stand for another integer than was said."""
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if depth and isinstance(value, (list, tuple)):
+        return [_with_integers(each, depth - 1) for each in value]
+    return value
 
 
 def _first_error(known: dict[str, Any], limits: ParamLimits) -> ParamsError:

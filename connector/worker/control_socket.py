@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from connector.config import ConnectorOptions, OptionError
+from connector.own_address import told_host
 from connector.ports.side_channel import Listener, PortUnavailable, SideChannel, SideChannelError
 from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.worker.parallelism import ranks_of
@@ -88,7 +89,7 @@ def open_control_socket(
 
     try:
         try:
-            return host, listen(host)
+            return told_host(host), listen(host)
         except PortUnavailable:
             raise
         except SideChannelError:

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.advice import WHAT_TO_DO
 from connector.ports.nixl import PortBroken
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -265,6 +266,22 @@ def test_engine_replaced_at_its_address_is_given_up() -> None:
                 await reads(d, new, "after")
                 await until(lambda: d.trace.path("peer", "p1")[-1] == "gone")
                 await until(lambda: d.counts().remote_agents == 1)
+
+    run(test)
+
+
+def test_two_engines_of_one_id_cost_the_second_its_requests_and_nobody_a_wrong_byte() -> None:
+    """As replicas that are started with one `engine_id` in their configuration."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as met, engine("p", serves=True) as other, engine("d") as d:
+            await reads(d, met, "before")
+            other.lend("remote-a")
+            d.pull("a", other, [10], [1])
+            failure = await failure_of(d, "a")
+            assert failure.kind == "LeaseOver"
+            assert "the same engine_id" in WHAT_TO_DO[failure.kind]
+            await reads(d, met, "after")
 
     run(test)
 

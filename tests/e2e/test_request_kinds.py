@@ -61,6 +61,19 @@ def test_only_what_lies_behind_a_common_prefix_is_read(cluster: OnePrefillTwoDec
         assert request.blocks == blocks_of(len(text)) - cached
 
 
+@pytest.mark.parametrize(("tokens", "more"), [(90, 1), (96, 70)], ids=["by a token", "by several blocks"])
+def test_a_prompt_that_goes_on_behind_what_p_was_given(cluster: OnePrefillTwoDecode, tokens: int, more: int) -> None:
+    """As from a router that appends the token that P has sampled."""
+    text, key = prompt(tokens + more, f"goes on by {more}"), f"goes-on-{more}"
+    params = cluster.fail.prefill(text[:tokens], key).kv_transfer_params
+    assert params is not None
+    answer = cluster.fail.decode(text, params, key)
+    assert answer.ok, answer.error
+    assert answer.token_ids == cluster.fail.alone(text).token_ids
+    request, _ = cluster.traces.assert_plain(key)
+    assert request.blocks == blocks_of(tokens)
+
+
 def test_several_requests_in_one_step(cluster: OnePrefillTwoDecode) -> None:
     prompts = {f"together-{number}": prompt(20 + 47 * number, f"together {number}") for number in range(6)}
     answers = cluster.fail.pd_concurrently(prompts)

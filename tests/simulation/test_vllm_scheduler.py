@@ -264,7 +264,7 @@ def believe_forged_parameters(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_for_whatever_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConnectorScheduler, "_check_prompt", lambda self, remote, request: None)
+    patch.setattr(ConnectorScheduler, "_check_prompt", lambda *_: None)
 
 
 def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:

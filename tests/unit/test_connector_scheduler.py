@@ -89,6 +89,19 @@ def test_the_answer_of_a_prefill_names_the_lease_and_no_clock() -> None:
     assert params["remote_blocks_expiry_time"] is None
 
 
+@pytest.mark.parametrize(
+    ("variable", "told"), [("0.0.0.0", "192.0.2.7"), ("::", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")]
+)
+def test_the_answer_of_a_prefill_names_an_address_to_connect_to(
+    monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", variable)
+    monkeypatch.setattr("connector.own_address.get_ip", lambda: "192.0.2.7")
+    engine = HybridEngine([full()])
+    engine.prefill("a", TOKENS)
+    assert engine.params["a"]["remote_host"] == told
+
+
 # --- pulls ------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.config import ParallelConfig
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
+from connector import own_address
 from connector.config import ConnectorOptions, OptionError, parse_options
 from connector.ports.side_channel import Listener, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -76,6 +78,25 @@ def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, host: 
     answer = opened(monkeypatch, host)
     assert answer.sent_ns == 3
     assert answer.held[0].remaining_ns == 9
+
+
+@pytest.mark.parametrize("variable", ["0.0.0.0", "::"])
+def test_who_listens_at_all_interfaces_says_one_of_them(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """Another machine that tried to connect to all interfaces would reach itself."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", variable)
+    monkeypatch.setattr(own_address, "get_ip", lambda: "127.0.0.7")
+
+    async def main() -> None:
+        channel = ZmqSideChannel()
+        try:
+            host, listener = open_control_socket(channel, _refuse_failure)
+            assert host == "127.0.0.7"
+            with socket.create_connection((host, listener.port), timeout=5):
+                pass
+        finally:
+            channel.close()
+
+    trio.run(main)
 
 
 def test_an_engine_without_an_address_of_its_own_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,25 @@ def test_routed_experts_are_refused_under_any_name(monkeypatch: pytest.MonkeyPat
     VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), aux_output_config=experts)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "inside", [lambda config: config, lambda config: several(ANOTHER, config)], ids=["alone", "in"]
+)
+def test_memory_that_moves_is_refused_under_all_names_of_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, inside: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """vLLM looks at PYTORCH_CUDA_ALLOC_CONF alone."""
+    on_device = inside(NAMED | {"kv_buffer_device": "cuda"})
+    monkeypatch.setenv(variable, "max_split_size_mb:512, expandable_segments:True")
+    with pytest.raises(UnsupportedCache, match="--enable-cumem-allocator") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**on_device))
+    assert refused.value.field == variable
+    for config in (ANOTHER, inside(NAMED | {"kv_buffer_device": "cpu"})):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config))
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:False")
+    VllmConfig(kv_transfer_config=KVTransferConfig(**on_device))
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_one_of_several_knows_the_policy_that_counts(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM's scheduler looks at that of MultiConnector; the others keep what they have."""

@@ -67,11 +67,43 @@ def test_the_prompt_that_was_lent_is_loaded(specs: list[KVCacheSpec]) -> None:
     ids=["late", "early", "reversed", "cut", "one block"],
 )
 def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> None:
-    """A longer one needs more tokens than are lent, and is refused for that."""
     told = asked(engine("d", *specs), prompt, lent(*specs))
     assert isinstance(told, RejectPull)
     assert told.failure.kind in ("WrongPrompt", "BadParams")
     assert isinstance(told.failure, WrongPrompt) or (len(prompt) < len(PROMPT) and len(specs) > 1)
+
+
+@FAMILIES
+@pytest.mark.parametrize("more", [[7], [7] * (BLOCK_TOKENS + 1)], ids=["a token", "a block"])
+def test_a_prompt_that_goes_on_behind_what_was_lent_is_loaded_as_far(specs: list[KVCacheSpec], more: list[int]) -> None:
+    """A router has appended the first token, or a tool has answered."""
+    told = asked(engine("d", *specs), [*PROMPT, *more], lent(*specs))
+    assert isinstance(told, StartPull)
+    assert told.awaited
+    assert told.num_tokens == told.remote_num_tokens == lent(*specs)["remote_num_tokens"] <= len(PROMPT)
+    pages = -(-told.num_tokens // BLOCK_TOKENS)
+    assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
+
+
+@FAMILIES
+def test_a_prompt_that_goes_on_behind_another_is_not(specs: list[KVCacheSpec]) -> None:
+    for prompt in ([999, *PROMPT[1:], 7], [*PROMPT[:-2], 999, 999, 7]):
+        told = asked(engine("d", *specs), prompt, lent(*specs))
+        assert isinstance(told, RejectPull)
+        assert told.failure.kind == "BadParams"
+
+
+def test_the_prompt_with_which_a_tool_has_answered_is_served_of_what_d_has_cached() -> None:
+    """`/v1/responses` asks again with the parameters of the first turn. Its blocks are P's own again by then."""
+    params, decode = lent(), engine("d", recomputes=False)
+    decode.load("r", PROMPT, params, max_tokens=BLOCK_TOKENS)
+    decode.loaded("r")
+    while "r" not in decode.finished:
+        decode.step()
+    decode.submit("r2", [*PROMPT, *[SAMPLED_TOKEN] * BLOCK_TOKENS, 7, 8, 9], params)
+    decode.step()
+    assert not decode.pull_of("r2").awaited
+    assert "r2" in decode.finished
 
 
 def test_p_may_have_decoded_more_than_is_wanted() -> None:

@@ -29,6 +29,7 @@ from connector.wire.params import (
 from connector.wire.signatures import KeysError, ParamsKey, ParamsKeys, format_keys, parse_keys
 from statemachine.failures import BadParams, ParamsForged
 from tests.unit.hybrid_engine import SAMPLED_TOKEN, HybridEngine, full
+from tests.unit.numbers_as_floats import as_floats
 from tests.unit.properties import on_any_machine
 
 OLD, NEW = ParamsKey("2026-01", bytes(range(32))), ParamsKey("2026-02", bytes(range(1, 33)))
@@ -372,6 +373,14 @@ def commands(decode: HybridEngine) -> list[type]:
 def test_d_reads_what_p_has_signed(tmp_path: Path) -> None:
     decode = engine(tmp_path, "d")
     decode.submit("a", TOKENS, lent(engine(tmp_path, "p")))
+    decode.step()
+    assert commands(decode) == [TrackLease, StartPull]
+
+
+def test_d_reads_what_p_has_signed_when_a_router_makes_floats_of_integers(tmp_path: Path) -> None:
+    decode = engine(tmp_path, "d")
+    params = lent(engine(tmp_path, "p"))
+    decode.submit("a", TOKENS, as_floats(params) | {"remote_port": str(params["remote_port"])})
     decode.step()
     assert commands(decode) == [TrackLease, StartPull]
 

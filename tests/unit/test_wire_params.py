@@ -19,6 +19,7 @@ from connector.wire.params import (
     classify,
     parse_remote_prefill,
 )
+from tests.unit.numbers_as_floats import as_floats
 from tests.unit.properties import on_any_machine
 
 VALID: dict[str, Any] = build_remote_prefill(
@@ -55,6 +56,20 @@ def test_round_trip_through_json() -> None:
         num_tokens=200,
         lease_number=7,
     )
+
+
+def test_integers_may_come_as_floats() -> None:
+    """As from routers that hand parameters on in protobuf's Struct, Dynamo's sidecar for vLLM among them."""
+    raw = VALID | {"lease_number": 2**48 + 1, "prefix_digests": [[100, "ab"], [200, "cd"]], "dcp_size": 1, "pp_size": 3}
+    assert parse_remote_prefill(as_floats(raw)) == parse_remote_prefill(raw)
+    ends = raw | {"remote_blocks_expiry_time": 12.0}
+    assert parse_remote_prefill(as_floats(ends)) == parse_remote_prefill(ends)
+
+
+def test_the_port_may_come_as_a_text() -> None:
+    """As from Dynamo's sidecar for vLLM, beside floats in all other places. Ids that are all digits stay texts."""
+    raw = VALID | {"remote_engine_id": "17", "remote_request_id": "5600", "signed_host": "10"}
+    assert parse_remote_prefill(as_floats(raw | {"remote_port": str(raw["remote_port"])})) == parse_remote_prefill(raw)
 
 
 def test_params_of_a_builtin_prefill() -> None:
@@ -103,8 +118,18 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_port", 0),
     ("remote_port", -1),
     ("remote_port", 65536),
-    ("remote_port", "5600"),
-    ("remote_port", 5600.0),
+    ("remote_port", ""),
+    ("remote_port", "0"),
+    ("remote_port", "05600"),
+    ("remote_port", "5600.0"),
+    ("remote_port", "+5600"),
+    ("remote_port", " 5600"),
+    ("remote_port", "5600\n"),
+    ("remote_port", "\u0665\u0666"),
+    ("remote_port", "65536"),
+    ("remote_port", "9" * 5000),
+    ("remote_port", b"5600"),
+    ("remote_port", 5600.5),
     ("remote_port", True),
     ("remote_block_ids", None),
     ("remote_block_ids", "12"),
@@ -133,7 +158,9 @@ WRONG: list[tuple[str, Any]] = [
     ("lease_number", -1),
     ("lease_number", 2**63),
     ("lease_number", 10**400),
-    ("lease_number", 7.0),
+    ("lease_number", 7.25),
+    ("lease_number", 2.0**53),
+    ("lease_number", float("inf")),
     ("lease_number", "7"),
     ("lease_number", True),
 ]
@@ -156,7 +183,10 @@ def test_wrong_value_is_named(field: str, value: Any) -> None:
         ([[1], [2, 2**31]], "remote_block_ids[1][1]"),
         ([[1, True]], "remote_block_ids[0][1]"),
         ([[1, "2"]], "remote_block_ids[0][1]"),
-        ([[1.0]], "remote_block_ids[0][0]"),
+        ([[1.5]], "remote_block_ids[0][0]"),
+        ([[1.0, "2"]], "remote_block_ids[0][1]"),
+        ([[float("nan")]], "remote_block_ids[0][0]"),
+        ([[[1.0]]], "remote_block_ids[0][0]"),
         ([[[1]]], "remote_block_ids[0][0]"),
     ],
 )

@@ -1,0 +1,17 @@
+"""What other engines are told of the address at which this one listens.
+
+An address of all interfaces is one to listen at and none to connect to: whoever tries it reaches its own machine. The
+built-in connector hands it on all the same, and with a router that puts the right host into every request's parameters
+that is good enough. A control socket is named in the handshake, which no router sees.
+"""
+
+from __future__ import annotations
+
+from vllm.utils.network_utils import get_ip
+
+_ALL_INTERFACES = ("0.0.0.0", "::", "[::]")
+
+
+def told_host(host: str) -> str:
+    """For a host to listen at: the same, or an address of this machine in place of all its interfaces."""
+    return get_ip() if host in _ALL_INTERFACES else host
