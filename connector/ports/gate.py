@@ -66,7 +66,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         found = ipaddress.ip_address(address)
         if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
             found = found.ipv4_mapped
-        return any(found.version == network.version and found in network for network in self.networks)
+        return any(found in network for network in self.networks)
 
 
 ANYBODY = Access()

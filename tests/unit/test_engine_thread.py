@@ -235,6 +235,18 @@ def test_actors_that_are_late_are_shown_and_then_no_more(engine: Engine, monkeyp
         assert shown() == expected, lateness
 
 
+def test_what_the_actors_have_in_hand_is_told_when_it_changes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = engine.worker._worker_side
+    engine.tell_figures()
+    in_hand = [{"requests|reading": 2.0}, None, {"requests|reading": 2.0}, {"requests|reading": 0.0}]
+    monkeypatch.setattr(worker._figures, "take_gauges", iter(in_hand).__next__)
+    shown = []
+    for _ in in_hand:
+        reports = [each for each in engine.tell_figures()[1] if isinstance(each, WorkerReport)]
+        shown.append([report.gauges[0]["requests|reading"] for report in reports])
+    assert shown == [[2.0], [], [], [0.0]]
+
+
 def test_the_page_shows_commands_that_wait_for_actors_who_are_held_up(engine: Engine) -> None:
     """The thread of the actors stands still, as in a system call that does not come back, while the engine steps: all
     the way from the thread's mailbox to what Prometheus reads."""

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
 from connector.layout.plan import plan_engine
-from connector.layout.shapes import PageStrides, attention, mamba, page_strides, paged_pieces, state_pieces
+from connector.layout.shapes import PageStrides, attention, mamba, of_unit, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
 from tests.unit.vllm_setup import HEAD_SIZE, KV_HEADS, LAYERS, allocate, attention_spec, cache_config, layer_name
@@ -74,6 +74,15 @@ def test_strides_are_those_of_real_tensors(layout: str) -> None:
         assert [step * item for step in cache.stride()] == [strides.block, strides.head, strides.token, item]
     addresses = [cache.data_ptr() for cache in caches]
     assert addresses == [addresses[0] + index * strides.layer for index in range(LAYERS)]
+
+
+def test_a_region_of_one_head_holds_that_head_and_no_other() -> None:
+    """One that claimed its neighbours' too would be read several times over, in no order."""
+    strides = page_strides("LHBNC", layers=1, blocks=BLOCKS, heads=KV_HEADS, tokens=32, bytes_per_token=8)
+    shape = attention(layer_name(0), heads=KV_HEADS, k_bytes=4, v_bytes=4)
+    of_layer = paged_pieces(shape, tp_rank=0, tp_size=1, strides=strides)
+    for head in range(KV_HEADS):
+        assert {(each.start, each.stop) for each in of_unit(of_layer, head)} == {(head, head + 1)}
 
 
 @pytest.mark.parametrize("decode_layout", LAYOUTS)

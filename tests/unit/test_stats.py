@@ -10,7 +10,7 @@ import collections
 import functools
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -415,6 +415,29 @@ def test_gauges_are_the_newest_and_of_the_rank_with_the_most() -> None:
     assert value(registry, "vllm:nixl_actor_requests", 0, state="reading") == 0
     assert figures.take(2, 1) is None, "nothing has changed"
     assert figures.take(1, 1) is not None
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda figures: figures.grant("b", 1, 10),
+        lambda figures: figures.end_leases(["a"]),
+        lambda figures: figures.quarantine([2]),
+        lambda figures: figures.lift([1]),
+        lambda figures: figures.note_wait(3.0, is_loaded=True),
+        lambda figures: figures.note_local_prefill(catalogue.ABSENT),
+        lambda figures: figures.note_not_lent(catalogue.DRAINING_REASON),
+        lambda figures: figures.take_over({0: {catalogue.REQUESTS.key("reading"): 3}}),
+    ],
+)
+def test_whatever_happens_is_told_with_the_next_step(happens: Callable[[EngineFigures], None]) -> None:
+    figures = engine_figures()
+    figures.grant("a", 4, 100)
+    figures.quarantine([1])
+    figures.take(0, 0)
+    assert figures.take(0, 0) is None
+    happens(figures)
+    assert figures.take(0, 0) is not None
 
 
 def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:

@@ -25,7 +25,10 @@ from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import (
     ID_LENGTH_MAX,
     MESSAGE_BYTES_MAX,
+    SUMS_PART_BYTES,
+    SUMS_PARTS_MAX,
     WHY_LENGTH_MAX,
+    AskSums,
     GoneLease,
     HeldLease,
     Hold,
@@ -33,6 +36,7 @@ from connector.wire.control import (
     Leaving,
     Release,
     Released,
+    Sums,
     decode_answer,
     decode_request,
     encode_answer,
@@ -51,18 +55,21 @@ ANSWER = HoldAnswer(
 )
 RELEASED = Released(leases=LEASES)
 LEAVE, LEAVING = Leave(grace_ns=5_000, secret=bytes(range(16))), Leaving(grace_ns=4_000)
-MESSAGES = [HOLD, RELEASE, ANSWER, RELEASED, LEAVE, LEAVING]
+ASK_SUMS = AskSums(lease=LEASES[0], part=1)
+SUMS = Sums(lease=LEASES[0], part=1, parts=2, content=b"\0\xff")
+MESSAGES = [HOLD, RELEASE, ANSWER, RELEASED, LEAVE, LEAVING, ASK_SUMS, SUMS]
+REQUESTS = (Hold, Release, Leave, AskSums)
 
 # The longest text in bytes: a character that is printable and takes four.
 WIDE = "\U00020000"
 
 
 def _decoder(message: Any) -> Callable[[Any], Any]:
-    return decode_request if isinstance(message, (Hold, Release, Leave)) else decode_answer
+    return decode_request if isinstance(message, REQUESTS) else decode_answer
 
 
 def _encode(message: Any) -> tuple[bytes]:
-    return encode_request(message) if isinstance(message, (Hold, Release, Leave)) else encode_answer(message)
+    return encode_request(message) if isinstance(message, REQUESTS) else encode_answer(message)
 
 
 def _wire(message: Any) -> dict[str, Any]:
@@ -106,6 +113,8 @@ def test_what_is_on_the_wire() -> None:
         "gone": [["HB:x", 0, "expired"]],
     }
     assert _wire(RELEASED) == {"type": "released", "leases": leases}
+    assert _wire(ASK_SUMS) == {"type": "ask_sums", "lease": leases[0], "part": 1}
+    assert _wire(SUMS) == {"type": "sums", "lease": leases[0], "part": 1, "parts": 2, "content": b"\0\xff"}
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -123,7 +132,7 @@ def test_one_frame_is_a_message(decode: Callable[[Any], Any], frames: list[bytes
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_the_other_direction_is_refused(message: Any) -> None:
-    decode = decode_answer if isinstance(message, (Hold, Release, Leave)) else decode_request
+    decode = decode_answer if isinstance(message, REQUESTS) else decode_request
     with pytest.raises(DecodeFailed, match="Invalid value"):
         decode(_encode(message))
 
@@ -175,6 +184,16 @@ OUT_OF_BOUNDS: list[tuple[Any, dict[str, Any]]] = [
     (ANSWER, {"gone": [["a\x85", 1, "expired"]]}),
     (RELEASED, {"leases": [["a", -1]]}),
     (RELEASED, {"leases": [["a", 1]] * (LEASES_PER_MESSAGE_MAX + 1)}),
+    (ASK_SUMS, {"lease": ["", 1]}),
+    (ASK_SUMS, {"lease": ["a", -1]}),
+    (ASK_SUMS, {"part": -1}),
+    (ASK_SUMS, {"part": SUMS_PARTS_MAX}),
+    (SUMS, {"lease": ["a\n", 1]}),
+    (SUMS, {"lease": ["a", NUMBER_MAX + 1]}),
+    (SUMS, {"part": SUMS_PARTS_MAX}),
+    (SUMS, {"parts": 0}),
+    (SUMS, {"parts": SUMS_PARTS_MAX + 1}),
+    (SUMS, {"content": bytes(SUMS_PART_BYTES + 1)}),
 ]
 
 
