@@ -91,6 +91,12 @@ class ConnectorStats(KVConnectorStats):
         # A copy, because vLLM hands one dict to several loggers, and each of them adds up in what it was given.
         super().__init__(data={key: _copied(value) for key, value in data.items()} if data else _nothing())
 
+    @classmethod
+    def of_periodic_line(cls, data: Mapping[str, Any]) -> ConnectorStats:
+        """What the periodic line says of `data`. A front end adds up what it is given until there is something to say,
+        and an engine that only lends may never have that: nothing else may be kept until then."""
+        return cls(_nothing() | {key: data[key] for key in _LOGGED})
+
     def add(self, outcome: Outcome) -> None:
         """Fold one outcome in."""
         match outcome:
