@@ -15,7 +15,8 @@ Rules:
   wrong: then the handshake fails for those who say the same, and for nobody else.
 * There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was asked for
   longest ago is retired, one that is not connected before one that is. A connected one goes too, because a dead engine
-  that nobody uses looks connected: with a full table, engines that replaced others would never find a place.
+  that nobody uses may look connected, for minutes or until it is asked for something: with a full table, engines that
+  replaced others would not find a place.
 * A newcomer is refused when nobody can be retired for it, and when the connector stops. From then on nothing begins at
   a member either: it would fail with the member's end, and be told another reason than the true one.
 * When a member has connected, other engines that were looked for at the same place are gone: they are retired. Not by

@@ -152,7 +152,8 @@ SHARED_FRAMES_MAX = 16
 """Frames of replies that are so large are kept for the next reply that is equal, so many of them."""
 
 KEEPALIVE_IDLE_SECONDS = 60
-"""A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
+"""Whose machine has vanished without a word is noticed by the kernel after this time of silence and a few probes. At
+both ends of a connection: a decode engine that wants nothing says nothing either."""
 
 GREETING_SECONDS = 1.0
 """How long a server may take to greet before something else is thought to listen there, and then to show what it is."""
@@ -757,8 +758,6 @@ class ZmqSideChannel:
             router.setsockopt(zmq.HANDSHAKE_IVL, GREETING_LIMIT_SECONDS * 1000)
             router.setsockopt(zmq.TCP_MAXRT, UNREAD_SECONDS * 1000)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            router.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
                 unheard_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
@@ -805,6 +804,8 @@ class ZmqSideChannel:
         made: Socket = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, int(ipv6))
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
         return made
 
     def make_client(self, address: str, key: bytes | None) -> Socket:

@@ -489,6 +489,21 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_machine_that_vanishes_is_noticed_from_both_ends_of_a_connection_that_is_silent(self) -> None:
+        """The kernel probes; without that, an engine that nobody asks for anything would look connected for ever."""
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                link = await channel.open_link(HOST, listener.port)
+                link.send([b"hello"])
+                assert await link.receive() == (b"hello",)
+                await until(lambda: _timers(listener.port) == ["keepalive", "keepalive"])
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
     def test_nothing_is_left_behind(self) -> None:
         """Descriptors and threads, after a thousand exchanges, hundreds that failed, and hundreds of links."""
 
@@ -555,6 +570,17 @@ def babbler(said: bytes) -> Iterator[int]:
 
 FEW = 10
 """Sockets that libzmq may still be closing in its own time."""
+
+
+def _timers(port: int) -> list[str]:
+    """Of both ends of the connections to this port of HOST, what the kernel waits for."""
+    kinds = {"00": "nothing", "01": "an acknowledgement", "02": "keepalive"}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, _, timer, *_ = line.split()
+        if state == "01" and f"{port:04X}" in (local[-4:], remote[-4:]):
+            found.append(kinds.get(timer[:2], timer))
+    return found
 
 
 def _descriptors() -> int:
