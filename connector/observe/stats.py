@@ -75,13 +75,14 @@ COUNTS = "counts"
 SAMPLES = "samples"
 GAUGES = "gauges"
 
-_COUNTED_AS: dict[type[Outcome], str] = {
+COUNTED_AS: dict[type[Outcome], str] = {
     HandshakeFailureNoted: FAILED_HANDSHAKES,
     TransferFailureNoted: FAILED_TRANSFERS,
     NotificationFailureNoted: FAILED_NOTIFICATIONS,
     LateNotificationNoted: LATE_NOTIFICATIONS,
     StrayReleaseNoted: STRAY_NOTIFICATIONS,
 }
+"""Outcomes that say nothing but that they have happened."""
 
 
 class ConnectorStats(KVConnectorStats):
@@ -110,9 +111,13 @@ class ConnectorStats(KVConnectorStats):
             case SendEnded(expired=True):
                 self.data[EXPIRED_LEASES] += 1
             case _:
-                key = _COUNTED_AS.get(type(outcome))
-                if key is not None:
-                    self.data[key] += 1
+                self.add_noted(type(outcome), 1)
+
+    def add_noted(self, kind: type[Outcome], times: int) -> None:
+        """Fold in so many outcomes of one kind, if it is one of COUNTED_AS."""
+        key = COUNTED_AS.get(kind)
+        if key is not None:
+            self.data[key] += times
 
     def _add_receive(self, ended: ReceiveEnded) -> None:
         if ended.failure is None:
