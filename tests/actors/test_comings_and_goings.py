@@ -152,6 +152,24 @@ def test_engines_that_are_named_by_an_option_are_met_before_their_first_request(
     run(test)
 
 
+def test_engines_that_are_named_beyond_the_limit_do_not_drive_out_each_other() -> None:
+    """Each would be met again after a pause, and each meeting leaves sockets behind (docs/nixl.md fact 11)."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("q", serves=True) as q:
+            places = tuple(f"{HOST}:{each.address.port}" for each in (p, q))
+            options = ConnectorOptions(known_peers=places, peer_limit=1, backoff_initial_seconds=0.02)
+            async with engine("d", options=options) as d:
+                await until(lambda: any(actor.is_connected for actor in d.supervisor._peers.values()) or None)
+                met = handshakes(d)
+                await trio.sleep(1.0)  # many pauses
+                assert handshakes(d) == met
+                (other,) = [each for each in (p, q) if each.engine_id not in {k.engine_id for k in d.supervisor._peers}]
+                assert (await read(d, other, "a")).failure is None, "for a request room is made"
+
+    run(test)
+
+
 def test_an_engine_that_is_named_while_it_is_away_is_met_when_it_comes_and_when_it_comes_back() -> None:
     async def test() -> None:
         port = free_port()
