@@ -105,6 +105,8 @@ LINK_UNFINISHED_BYTES_MAX = (LINK_WAITING_MAX + 2) * LINK_FRAMES_MAX * LINK_FRAM
 keeps."""
 
 CLIENTS_MEASURED_EVERY_SECONDS = 0.25
+CLIENTS_MEASURED_AT_A_TIME = 32
+"""Before other tasks have their turn: there is a link for each rank of each engine that is connected."""
 
 LINK_QUEUED_MAX = 1000
 """Messages that wait in a link for a connection, or for a peer that does not read."""
@@ -860,12 +862,15 @@ class ZmqSideChannel:
     async def _measure_until_none_is_open(self) -> None:
         try:
             while clients := [each for each in self._open if not isinstance(each, ZmqListener)]:
-                for client in clients:
+                for number, client in enumerate(clients, start=1):
                     try:
-                        client.measure()
+                        if client in self._open:
+                            client.measure()
                     except Exception as error:
                         # A task of the run itself must not raise: everything would end.
                         log_crash("measuring of a client of the side channel", error)
+                    if number % CLIENTS_MEASURED_AT_A_TIME == 0:
+                        await trio.lowlevel.checkpoint()
                 await trio.sleep(CLIENTS_MEASURED_EVERY_SECONDS)
         finally:
             self._is_measuring = False

@@ -32,6 +32,7 @@ from connector.ports.zmq_bridge import (
     GREETING_SECONDS,
     OVERSIZE_FACTOR,
     REPLIES_QUEUED_MAX,
+    ZmqLink,
     ZmqSideChannel,
 )
 from tests.attack import zmtp
@@ -462,6 +463,52 @@ class TestZmqSideChannel(SideChannelSuite):
         async def scenario(channel: SideChannel) -> None:
             with babbler(zmtp.endless()) as port, pytest.raises(NotASideChannel, match="message without end"):
                 await channel.connect(HOST, port).ask([b"who is there?"])
+
+        self.run(scenario)
+
+    def test_other_tasks_have_their_turns_while_many_clients_are_measured(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        measured, in_a_turn = 0, [0]
+
+        def measure(link: ZmqLink) -> None:
+            nonlocal measured
+            measured += 1
+
+        monkeypatch.setattr(ZmqLink, "measure", measure)
+
+        async def scenario(channel: SideChannel) -> None:
+            nonlocal measured
+            with socket.create_server((HOST, 0)) as server:
+                for _ in range(200):
+                    await channel.open_link(HOST, server.getsockname()[1])
+                while sum(in_a_turn) < 1000:
+                    measured = 0
+                    await trio.lowlevel.checkpoint()
+                    in_a_turn.append(measured)
+            # The other task may come before us in one round of the loop, and after us in the one before.
+            assert max(in_a_turn) <= 2 * zmq_bridge.CLIENTS_MEASURED_AT_A_TIME
+
+        self.run(scenario)
+
+    def test_a_client_that_is_closed_while_others_are_measured_is_left_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_AT_A_TIME", 1)
+        crashes: list[str] = []
+        monkeypatch.setattr(zmq_bridge, "log_crash", lambda what, error: crashes.append(f"{what}: {error!r}"))
+
+        async def scenario(channel: SideChannel) -> None:
+            with socket.create_server((HOST, 0)) as server:
+                for _ in range(20):
+                    links = [await channel.open_link(HOST, server.getsockname()[1]) for _ in range(10)]
+                    await trio.sleep(0.01)
+                    for link in links:
+                        link.close()
+                        await trio.lowlevel.checkpoint()
+            assert crashes == []
 
         self.run(scenario)
 
