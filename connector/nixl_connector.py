@@ -102,7 +102,8 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return ConnectorStats(data=data) if data is not None else ConnectorStats()
+        """For the periodic line of a front end. Prometheus is fed with `data` itself."""
+        return ConnectorStats.of_periodic_line(data) if data else ConnectorStats()
 
     @classmethod
     def build_prom_metrics(

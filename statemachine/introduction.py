@@ -12,8 +12,8 @@ request would have said. A built-in engine does not say its sizes, so it cannot 
 asked again now and then, because another engine may take its place.
 
 Whatever fails is tried again, after a pause that doubles, and said once until the engine has been met. An engine whose
-connection is lost is met again: it, or the one that has taken its place. Nothing is retired for an engine that nobody
-has asked for yet but by the rules of the roster, and requests do not wait for any of this: a request for an engine that
+connection is lost is met again: it, or the one that has taken its place. No engine that is connected is given up for
+one that nobody has asked for yet (`roster.py`), and requests do not wait for any of this: a request for an engine that
 is being met shares the handshake, as requests share theirs.
 
 Whoever reaches the control socket may name places. Said again and again, a place is asked as often as its first pause
@@ -342,4 +342,4 @@ class Introductions:
         return effects
 
 
-NOT_CONNECTED = "it answers, and could not be connected; the log says why"
+NOT_CONNECTED = "it answers, and could not be connected; the log says why, unless peer_limit engines are connected"

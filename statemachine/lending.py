@@ -23,6 +23,7 @@ and one that is met later when it first asks.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
@@ -234,8 +235,9 @@ class Lending:
             self._note, self._whose = observe
         # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
-        # Why the others are over, oldest first, at most ENDED_MAX.
-        self._ended: dict[LeaseName, str] = {}
+        # Why the others are over, oldest first, at most ENDED_MAX. In a plain dict the way to the oldest leads past all
+        # that were deleted before it.
+        self._ended: OrderedDict[LeaseName, str] = OrderedDict()
         # Of those that have expired: the engines and ranks that had said by now that they were done; never empty.
         self._readers_of_expired: dict[LeaseName, frozenset[tuple[str, int | str]]] = {}
         # The newest lease of each request id that is in one of the two above.
@@ -245,7 +247,7 @@ class Lending:
         # One entry for each lease in state `held`, at or before its deadline.
         self._timers: Deadlines[LeaseName] = Deadlines()
         # Who is told when this engine leaves, the rank that was met last at the end; at most HEARERS_MAX.
-        self._hearers: dict[ReplyAddress, None] = {}
+        self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
         # When the grace period is over, since Leave.
         self._leaves_ns: int | None = None
         self._effects: list[Effect] = []
@@ -350,7 +352,7 @@ class Lending:
         self._hearers.pop(reply_to, None)
         self._hearers[reply_to] = None
         if len(self._hearers) > HEARERS_MAX:
-            del self._hearers[next(iter(self._hearers))]
+            self._hearers.popitem(last=False)
         if is_new and self._leaves_ns is not None:
             self._effects.append(TellLeaving(reply_to=reply_to, grace_ns=max(0, self._leaves_ns - now_ns)))
 
@@ -475,8 +477,7 @@ class Lending:
         self._timers.cancel(name)
         self._ended[name] = why
         if len(self._ended) > ENDED_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest]
+            oldest, _ = self._ended.popitem(last=False)
             self._readers_of_expired.pop(oldest, None)
             if self._newest.get(oldest.request_id) == oldest:
                 del self._newest[oldest.request_id]
@@ -499,12 +500,12 @@ class Lending:
         other = type(self)(self._limits)
         other._note, other._whose = self._note, self._whose
         other._leases = dict(self._leases)
-        other._ended = dict(self._ended)
+        other._ended = self._ended.copy()
         other._readers_of_expired = dict(self._readers_of_expired)
         other._newest = dict(self._newest)
         other._reused = set(self._reused)
         other._timers = self._timers.copy()
-        other._hearers = dict(self._hearers)
+        other._hearers = self._hearers.copy()
         other._leaves_ns = self._leaves_ns
         return other
 

@@ -38,6 +38,7 @@ them (the peer is ready, or lost). Renewals of many leases travel in one message
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -545,7 +546,7 @@ class RemoteEngine:
         # Those of them that have users, and were not given up because the engine has left.
         self._wanted: set[LeaseName] = set()
         # Leases that were released here, oldest first, at most CONSUMED_MAX. None of them gets a user again.
-        self._consumed: dict[LeaseName, None] = {}
+        self._consumed: OrderedDict[LeaseName, None] = OrderedDict()
         # The one that is ready, draining or disconnecting; None in every other state of the peer.
         self._current: _Connection | None = None
         # Of the latest connection; None before the first.
@@ -1129,7 +1130,7 @@ class RemoteEngine:
     def _let_go(self, claim: _Claim) -> None:
         self._consumed[claim.lease] = None
         if len(self._consumed) > CONSUMED_MAX:
-            del self._consumed[next(iter(self._consumed))]
+            self._consumed.popitem(last=False)
         for rank, each in enumerate(claim.holds):
             if not hold.MACHINE.is_terminal(each):
                 self._step_hold(claim, rank, hold.LetGo())
@@ -1409,7 +1410,7 @@ class RemoteEngine:
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
         other._claims = {lease: claim.copy() for lease, claim in self._claims.items()}
         other._wanted = set(self._wanted)
-        other._consumed = dict(self._consumed)
+        other._consumed = self._consumed.copy()
         other._connections = {number: connection.copy() for number, connection in self._connections.items()}
         other._life = self._life
         other._current = other._connections[self._current.number] if self._current is not None else None

@@ -15,7 +15,9 @@ Rules:
   wrong: then the handshake fails for those who say the same, and for nobody else.
 * There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was asked for
   longest ago is retired, one that is not connected before one that is. A connected one goes too, because a dead engine
-  that nobody uses looks connected: with a full table, engines that replaced others would never find a place.
+  that nobody uses may look connected, for minutes or until it is asked for something: with a full table, engines that
+  replaced others would not find a place. Not for a newcomer that no request needs yet: of more engines that are to be
+  met than can stay, each would drive out another without end, and leave its sockets behind.
 * A newcomer is refused when nobody can be retired for it, and when the connector stops. From then on nothing begins at
   a member either: it would fail with the member's end, and be told another reason than the true one.
 * When a member has connected, other engines that were looked for at the same place are gone: they are retired. Not by
@@ -78,6 +80,7 @@ class Asked(Event, frozen=True, kw_only=True):
     Attributes:
         place: where the engine is said to be, as host:port.
         is_awaited: a report is awaited, so a refusal is one. Otherwise nobody misses what is not done.
+        is_needed: a request wants it; otherwise it is only to be met.
         age_ns: how long the engine has known the request.
         message: what it wants; opaque to the core.
     """
@@ -89,6 +92,7 @@ class Asked(Event, frozen=True, kw_only=True):
     is_awaited: bool
     message: Any
     age_ns: int = 0
+    is_needed: bool = True
 
 
 class AbortAsked(Event, frozen=True, kw_only=True):
@@ -354,7 +358,7 @@ class Roster:
             return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
         if entry is None:
             if self._staying >= self._members_max:
-                effects = self._make_room()
+                effects = self._make_room(takes_connected=asked.is_needed)
                 if not effects:
                     crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
                     return self._turn_away(asked, crowded)
@@ -392,12 +396,14 @@ class Roster:
         limit = quarantine.limit_blocks
         return [NoteQuarantine(is_full=quarantine.is_full, blocks=quarantine.blocks, limit_blocks=limit)]
 
-    def _make_room(self) -> list[Effect]:
-        """Retire one member; no effect if all are in use."""
+    def _make_room(self, *, takes_connected: bool) -> list[Effect]:
+        """Retire one member; no effect if there is none that may go."""
         found: tuple[bool, int, PeerKey] | None = None
         for key, entry in self._entries.items():
             member = self._member(key)
             if entry.is_retired or not member.is_unused:
+                continue
+            if member.is_connected and not takes_connected:
                 continue
             candidate = (member.is_connected, entry.asked_ns, key)
             if found is None or candidate[:2] < found[:2]:

@@ -75,13 +75,14 @@ COUNTS = "counts"
 SAMPLES = "samples"
 GAUGES = "gauges"
 
-_COUNTED_AS: dict[type[Outcome], str] = {
+COUNTED_AS: dict[type[Outcome], str] = {
     HandshakeFailureNoted: FAILED_HANDSHAKES,
     TransferFailureNoted: FAILED_TRANSFERS,
     NotificationFailureNoted: FAILED_NOTIFICATIONS,
     LateNotificationNoted: LATE_NOTIFICATIONS,
     StrayReleaseNoted: STRAY_NOTIFICATIONS,
 }
+"""Outcomes that say nothing but that they have happened."""
 
 
 class ConnectorStats(KVConnectorStats):
@@ -90,6 +91,12 @@ class ConnectorStats(KVConnectorStats):
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         # A copy, because vLLM hands one dict to several loggers, and each of them adds up in what it was given.
         super().__init__(data={key: _copied(value) for key, value in data.items()} if data else _nothing())
+
+    @classmethod
+    def of_periodic_line(cls, data: Mapping[str, Any]) -> ConnectorStats:
+        """What the periodic line says of `data`. A front end adds up what it is given until there is something to say,
+        and an engine that only lends may never have that: nothing else may be kept until then."""
+        return cls(_nothing() | {key: data[key] for key in _LOGGED})
 
     def add(self, outcome: Outcome) -> None:
         """Fold one outcome in."""
@@ -104,9 +111,13 @@ class ConnectorStats(KVConnectorStats):
             case SendEnded(expired=True):
                 self.data[EXPIRED_LEASES] += 1
             case _:
-                key = _COUNTED_AS.get(type(outcome))
-                if key is not None:
-                    self.data[key] += 1
+                self.add_noted(type(outcome), 1)
+
+    def add_noted(self, kind: type[Outcome], times: int) -> None:
+        """Fold in so many outcomes of one kind, if it is one of COUNTED_AS."""
+        key = COUNTED_AS.get(kind)
+        if key is not None:
+            self.data[key] += times
 
     def _add_receive(self, ended: ReceiveEnded) -> None:
         if ended.failure is None:

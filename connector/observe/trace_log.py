@@ -268,8 +268,13 @@ class RotatingFiles:
         self._left_bytes = max(1, self._file_bytes - len(line))
 
     def _create_first(self) -> FileIO:
+        # Of a sequence that was rotated the first file is gone, and the others are in the way all the same.
+        found = map(_FILE_NAME.fullmatch, os.listdir(self._stem.parent))
+        taken = {named["stem"] for named in found if named is not None}
         for number in range(FILES_PER_NAME_MAX):
             stem = self._stem.with_name(f"{self._stem.name}-{number}") if number else self._stem
+            if stem.name in taken:
+                continue
             with contextlib.suppress(FileExistsError):
                 self.path = _part_path(stem, 0)
                 file = _create(self.path)

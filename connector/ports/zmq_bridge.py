@@ -105,6 +105,8 @@ LINK_UNFINISHED_BYTES_MAX = (LINK_WAITING_MAX + 2) * LINK_FRAMES_MAX * LINK_FRAM
 keeps."""
 
 CLIENTS_MEASURED_EVERY_SECONDS = 0.25
+CLIENTS_MEASURED_AT_A_TIME = 32
+"""Before other tasks have their turn: there is a link for each rank of each engine that is connected."""
 
 LINK_QUEUED_MAX = 1000
 """Messages that wait in a link for a connection, or for a peer that does not read."""
@@ -152,7 +154,8 @@ SHARED_FRAMES_MAX = 16
 """Frames of replies that are so large are kept for the next reply that is equal, so many of them."""
 
 KEEPALIVE_IDLE_SECONDS = 60
-"""A requester whose machine vanished without a word is noticed by the kernel after this time and a few probes."""
+"""Whose machine has vanished without a word is noticed by the kernel after this time of silence and a few probes. At
+both ends of a connection: a decode engine that wants nothing says nothing either."""
 
 GREETING_SECONDS = 1.0
 """How long a server may take to greet before something else is thought to listen there, and then to show what it is."""
@@ -757,8 +760,6 @@ class ZmqSideChannel:
             router.setsockopt(zmq.HANDSHAKE_IVL, GREETING_LIMIT_SECONDS * 1000)
             router.setsockopt(zmq.TCP_MAXRT, UNREAD_SECONDS * 1000)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            router.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
                 unheard_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
@@ -805,6 +806,8 @@ class ZmqSideChannel:
         made: Socket = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, int(ipv6))
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
         return made
 
     def make_client(self, address: str, key: bytes | None) -> Socket:
@@ -859,12 +862,15 @@ class ZmqSideChannel:
     async def _measure_until_none_is_open(self) -> None:
         try:
             while clients := [each for each in self._open if not isinstance(each, ZmqListener)]:
-                for client in clients:
+                for number, client in enumerate(clients, start=1):
                     try:
-                        client.measure()
+                        if client in self._open:
+                            client.measure()
                     except Exception as error:
                         # A task of the run itself must not raise: everything would end.
                         log_crash("measuring of a client of the side channel", error)
+                    if number % CLIENTS_MEASURED_AT_A_TIME == 0:
+                        await trio.lowlevel.checkpoint()
                 await trio.sleep(CLIENTS_MEASURED_EVERY_SECONDS)
         finally:
             self._is_measuring = False

@@ -336,6 +336,7 @@ class Supervisor:
                 request_id="",
                 lease=LeaseName("", 0),
                 is_awaited=False,
+                is_needed=False,
                 message=command,
             )
         )

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from connector.clock import Clock, to_ns
 from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
-from connector.observe.stats import ConnectorStats
+from connector.observe.stats import COUNTED_AS, ConnectorStats
 from connector.protocol import (
     Command,
     LeaseGranted,
@@ -58,6 +58,13 @@ class TransferLedger:
         self._clock = clock
         self._lease_ns = to_ns(lease_seconds)
         self._outcomes: deque[Outcome] = deque()
+        # How often each of those has come that are only counted, and what of that was taken: they are not kept, for
+        # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts, and the
+        # sum last; the engine thread takes.
+        self._noted: dict[type[Outcome], int] = dict.fromkeys(COUNTED_AS, 0)
+        self._noted_in_all = 0
+        self._noted_taken = self._noted.copy()
+        self._noted_taken_in_all = 0
         self._stats = ConnectorStats()
         self._crashes = CrashCount()
         self._report = WorkerReport()
@@ -126,12 +133,19 @@ class TransferLedger:
     # --- on the way back ----------------------------------------------------------------------------------------
 
     def record(self, outcome: Outcome) -> None:
-        """Any thread: something has ended. It is told with the next `take_results`."""
-        self._outcomes.append(outcome)
+        """Something has ended. It is told with the next `take_results`. Any thread, but for what is only counted: the
+        trio thread."""
+        if type(outcome) in COUNTED_AS:
+            self._noted[type(outcome)] += 1
+            self._noted_in_all += 1
+        else:
+            self._outcomes.append(outcome)
 
     def take_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call, but for requests that were loaded: see `take_loaded`."""
         results = KVConnectorTransferResults()
+        if self._noted_in_all != self._noted_taken_in_all:
+            self._take_noted()
         while self._outcomes:
             outcome = self._outcomes.popleft()
             if self._is_repeated(outcome):
@@ -216,6 +230,13 @@ class TransferLedger:
                 self._outcomes.append(SendEnded(request_id=request_id, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _take_noted(self) -> None:
+        self._noted_taken_in_all = self._noted_in_all
+        for kind, times in self._noted.items():
+            self._stats.add_noted(kind, times - self._noted_taken[kind])
+            self._noted_taken[kind] = times
+        self._has_figures = True
 
     def _note_stop(self, reason: str) -> None:
         if self._report.stopped is None:

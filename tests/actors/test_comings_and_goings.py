@@ -168,6 +168,20 @@ def test_nobody_is_met_before_the_engine_has_been_warmed_up() -> None:
                 d.supervisor.deliver(WarmedUp())
                 for each in (p, q):
                     await until(lambda each=each: d.trace.path("peer", each.engine_id)[-1:] == ["ready"] or None)
+def test_engines_that_are_named_beyond_the_limit_do_not_drive_out_each_other() -> None:
+    """Each would be met again after a pause, and each meeting leaves sockets behind (docs/nixl.md fact 11)."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("q", serves=True) as q:
+            places = tuple(f"{HOST}:{each.address.port}" for each in (p, q))
+            options = ConnectorOptions(known_peers=places, peer_limit=1, backoff_initial_seconds=0.02)
+            async with engine("d", options=options) as d:
+                await until(lambda: any(actor.is_connected for actor in d.supervisor._peers.values()) or None)
+                met = handshakes(d)
+                await trio.sleep(1.0)  # many pauses
+                assert handshakes(d) == met
+                (other,) = [each for each in (p, q) if each.engine_id not in {k.engine_id for k in d.supervisor._peers}]
+                assert (await read(d, other, "a")).failure is None, "for a request room is made"
 
     run(test)
 

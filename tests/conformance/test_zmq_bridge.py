@@ -32,6 +32,7 @@ from connector.ports.zmq_bridge import (
     GREETING_SECONDS,
     OVERSIZE_FACTOR,
     REPLIES_QUEUED_MAX,
+    ZmqLink,
     ZmqSideChannel,
 )
 from tests.attack import zmtp
@@ -465,6 +466,52 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_other_tasks_have_their_turns_while_many_clients_are_measured(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        measured, in_a_turn = 0, [0]
+
+        def measure(link: ZmqLink) -> None:
+            nonlocal measured
+            measured += 1
+
+        monkeypatch.setattr(ZmqLink, "measure", measure)
+
+        async def scenario(channel: SideChannel) -> None:
+            nonlocal measured
+            with socket.create_server((HOST, 0)) as server:
+                for _ in range(200):
+                    await channel.open_link(HOST, server.getsockname()[1])
+                while sum(in_a_turn) < 1000:
+                    measured = 0
+                    await trio.lowlevel.checkpoint()
+                    in_a_turn.append(measured)
+            # The other task may come before us in one round of the loop, and after us in the one before.
+            assert max(in_a_turn) <= 2 * zmq_bridge.CLIENTS_MEASURED_AT_A_TIME
+
+        self.run(scenario)
+
+    def test_a_client_that_is_closed_while_others_are_measured_is_left_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_AT_A_TIME", 1)
+        crashes: list[str] = []
+        monkeypatch.setattr(zmq_bridge, "log_crash", lambda what, error: crashes.append(f"{what}: {error!r}"))
+
+        async def scenario(channel: SideChannel) -> None:
+            with socket.create_server((HOST, 0)) as server:
+                for _ in range(20):
+                    links = [await channel.open_link(HOST, server.getsockname()[1]) for _ in range(10)]
+                    await trio.sleep(0.01)
+                    for link in links:
+                        link.close()
+                        await trio.lowlevel.checkpoint()
+            assert crashes == []
+
+        self.run(scenario)
+
     def test_messages_that_are_taken_may_be_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 32 << 20)
         monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
@@ -486,6 +533,21 @@ class TestZmqSideChannel(SideChannelSuite):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 connection.close()
                 await lost_soon(link)
+
+        self.run(scenario)
+
+    def test_a_machine_that_vanishes_is_noticed_from_both_ends_of_a_connection_that_is_silent(self) -> None:
+        """The kernel probes; without that, an engine that nobody asks for anything would look connected for ever."""
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                link = await channel.open_link(HOST, listener.port)
+                link.send([b"hello"])
+                assert await link.receive() == (b"hello",)
+                await until(lambda: _timers(listener.port) == ["keepalive", "keepalive"])
+                nursery.cancel_scope.cancel()
 
         self.run(scenario)
 
@@ -555,6 +617,17 @@ def babbler(said: bytes) -> Iterator[int]:
 
 FEW = 10
 """Sockets that libzmq may still be closing in its own time."""
+
+
+def _timers(port: int) -> list[str]:
+    """Of both ends of the connections to this port of HOST, what the kernel waits for."""
+    kinds = {"00": "nothing", "01": "an acknowledgement", "02": "keepalive"}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, _, timer, *_ = line.split()
+        if state == "01" and f"{port:04X}" in (local[-4:], remote[-4:]):
+            found.append(kinds.get(timer[:2], timer))
+    return found
 
 
 def _descriptors() -> int:

@@ -30,8 +30,8 @@ CALLS_OF_AN_END = 155
 SLACK = 8
 """A heap drops stale entries and a dict grows now or later, whoever's turn it is: far less than one for each block."""
 OBJECTS_OF_AN_OPEN_REQUEST = 45
-OBJECTS_LEFT_BEHIND = 3
-"""A lease that was released is remembered on both sides (`CONSUMED_MAX`, `ENDED_MAX`)."""
+OBJECTS_LEFT_BEHIND = 5
+"""A lease that was released is remembered on both sides (`CONSUMED_MAX`, `ENDED_MAX`), in their order."""
 TRANSIENT_BYTES_PER_BLOCK = 120
 """A dozen arrays of numbers."""
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
+import pytest
 
 from connector.clock import to_ns
+from connector.observe.stats import COUNTED_AS
 from connector.protocol import (
     LeaseGranted,
     Memory,
@@ -221,6 +226,36 @@ def test_actors_that_have_stopped_by_themselves_are_reported_too() -> None:
     book.take_results()
     assert book.take_report() == WorkerReport(stopped="the NIXL thread has ended")
     assert book.take_report() is None
+
+
+@pytest.mark.parametrize("kind", COUNTED_AS, ids=lambda kind: kind.__name__)
+def test_an_idle_engine_keeps_nothing_of_what_is_only_counted(kind: Callable[[], Outcome]) -> None:
+    """It takes no results, and strangers may go on for days."""
+    book, _ = ledger()
+
+    def note(times: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(times):
+            book.record(kind())
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        note(300)
+        assert note(10_000) < 1000
+    finally:
+        tracemalloc.stop()
+    book.take_results()
+    stats = book.take_stats()
+    assert stats is not None
+    assert stats.data[COUNTED_AS[kind]] == 10_300
+    book.take_results()
+    assert book.take_stats() is None
+    book.record(kind())
+    book.take_results()
+    stats = book.take_stats()
+    assert stats is not None
+    assert stats.data[COUNTED_AS[kind]] == 1
 
 
 def test_what_is_to_be_summed_is_taken_once_and_is_no_result() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import msgspec
@@ -289,6 +290,26 @@ def test_what_a_message_costs_does_not_grow_with_the_leases_that_are_out() -> No
         return best
 
     assert seconds_per_hold(10_000) < 5 * seconds_per_hold(10)
+
+
+def test_what_the_end_of_a_lease_costs_does_not_grow_with_those_that_were_forgotten() -> None:
+    core = Lending(LIMITS)
+    numbers = itertools.count(1)
+
+    def seconds_of_an_end() -> float:
+        lease = LeaseName("r", next(numbers))
+        core.handle(Computing(lease=lease), 0)
+        started = time.perf_counter()
+        core.handle(Withdrawn(lease=lease), 0)
+        return time.perf_counter() - started
+
+    def after(leases: int) -> float:
+        for _ in range(leases):
+            seconds_of_an_end()
+        return min(seconds_of_an_end() for _ in range(100))
+
+    first = after(100)
+    assert after(2 * lending.ENDED_MAX) < 5 * first
 
 
 def test_a_lease_is_held_by_a_bounded_number_of_engines() -> None:

@@ -7,6 +7,8 @@ released, connections that are given up in order, and that everything ends.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -1336,6 +1338,29 @@ def lines_of_a_read(ranks: int) -> float:
 def test_what_a_read_costs_does_not_grow_with_the_ranks() -> None:
     """But for two looks at the holds of its lease: how long it is proven, and whether all were released."""
     assert lines_of_a_read(72) < 1.25 * lines_of_a_read(8)
+
+
+def test_what_a_release_costs_does_not_grow_with_those_that_were_forgotten() -> None:
+    drive = connected()
+    numbers = itertools.count(1)
+
+    def seconds_of_a_release() -> float:
+        lease = LeaseName("p", next(numbers))
+        drive.announce("a", lease)
+        started = time.perf_counter()
+        drive.settle("a", lease)
+        passed = time.perf_counter() - started
+        drive.confirm(lease)
+        drive.log.clear()
+        return passed
+
+    def after(leases: int) -> float:
+        for _ in range(leases):
+            seconds_of_a_release()
+        return min(seconds_of_a_release() for _ in range(100))
+
+    first = after(100)
+    assert after(4 * remote_engine.CONSUMED_MAX) < 3 * first
 
 
 def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,14 @@ class Driver:
         return self.members[key]
 
     def ask(
-        self, key: PeerKey, now_ns: int = 0, *, request_id: str = "r", place: str = "", is_awaited: bool = True
+        self,
+        key: PeerKey,
+        now_ns: int = 0,
+        *,
+        request_id: str = "r",
+        place: str = "",
+        is_awaited: bool = True,
+        is_needed: bool = True,
     ) -> list[Effect]:
         asked = Asked(
             key=key,
@@ -82,6 +89,7 @@ class Driver:
             request_id=request_id,
             lease=LEASE,
             is_awaited=is_awaited,
+            is_needed=is_needed,
             message=request_id,
         )
         return self.tell(asked, now_ns)
@@ -190,6 +198,17 @@ def test_one_that_is_connected_makes_room_only_when_no_other_can() -> None:
     assert retired(drive.ask(C, 2)) == ["b"]
     drive.members[C].is_unused = False
     assert retired(drive.ask(D, 3)) == ["a"]
+
+
+def test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met() -> None:
+    drive = Driver(members_max=2)
+    drive.ask(A, 0)
+    drive.ask(B, 1)
+    drive.connect(A)
+    assert retired(drive.ask(C, 2, is_awaited=False, is_needed=False)) == ["b"]
+    drive.connect(C)
+    assert drive.ask(D, 3, is_awaited=False, is_needed=False) == []
+    assert retired(drive.ask(D, 4, is_awaited=False)) == ["a"], "a request in the queue needs it"
 
 
 def test_one_place_is_given_away_once() -> None:
@@ -543,6 +562,26 @@ class Orders(RuleBasedStateMachine):
         self.quarantined[key, request_id] = blocks
         effects = quarantine(self.drive, request_id, blocks, key) if blocks else lift(self.drive, request_id, key)
         assert [type(effect) for effect in effects] == [NoteQuarantine] * (was_full != self.is_full)
+
+    @rule(key=KEYS, place=PLACES)
+    def meet(self, key: PeerKey, place: str) -> None:
+        """Nobody needs it."""
+        self.now_ns += 1
+        drive, handed = self.drive, HandOver(key=key, message="r")
+        staying = self.staying()
+        free = [each for each in staying if drive.members[each].is_unused and not drive.members[each].is_connected]
+        free.sort(key=lambda each: self.asked_ns[each])
+        is_known, has_room = key in drive.members, len(staying) < self.LIMIT
+        effects = drive.ask(key, self.now_ns, place=place, is_awaited=False, is_needed=False)
+        if is_known:
+            assert effects == [handed]
+            self.asked_ns[key] = self.now_ns
+        elif not has_room and not free:
+            assert effects == []
+        else:
+            assert effects[-2:] == [Admit(key=key, message="r"), handed]
+            self.expect(effects[:-2], [] if has_room else free[:1])
+            self.place[key], self.asked_ns[key] = place, self.now_ns
 
     @rule(key=KEYS, place=PLACES)
     def ask(self, key: PeerKey, place: str) -> None:

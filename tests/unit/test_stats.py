@@ -21,7 +21,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.metrics import loggers, ray_wrappers
 from vllm.v1.metrics.stats import SchedulerStats
@@ -206,6 +206,34 @@ def test_the_periodic_line_of_vllm_shows_the_figures_of_the_interval() -> None:
     assert "Num KV expired reqs=1," in line
     assert "Num failed receives=3, Num failed receives (LeaseNotProven)=2" in line
     assert "Aborted" not in line
+
+
+def lending() -> ConnectorStats:
+    """Of a step of an engine whose leases are held and released, and which reads nothing."""
+    stats = stats_of(SendEnded(request_id="r", expired=False))
+    stats.count(catalogue.TRANSITIONS.key("lease", "done", catalogue.OTHER), 1)
+    stats.sample(catalogue.STATE_SECONDS.key("lease", "held"), 0.1)
+    stats.set_gauges({catalogue.UP.key(): 1})
+    return stats
+
+
+@pytest.mark.parametrize("is_combined", [False, True], ids=["alone", "of several"])
+def test_a_front_end_that_has_nothing_to_print_keeps_nothing(is_combined: bool) -> None:
+    """vLLM starts anew only after it has printed a line, which one of a healthy prefill engine never does."""
+
+    def kept(steps: int) -> Any:
+        periodic = KVConnectorLogging(TRANSFER_CONFIG)
+        if is_combined:
+            periodic.connector_cls = MultiConnector
+        for _ in range(steps):
+            figures = across_processes(lending())
+            periodic.observe({"NixlActorConnector": figures} if is_combined else figures)
+            periodic.log(lambda template, *values: pytest.fail(template % values))
+        accumulated = periodic.transfer_stats_accumulator
+        assert accumulated is not None
+        return accumulated.to_dict()
+
+    assert kept(10) == kept(1)
 
 
 def test_an_interval_with_failures_only_is_logged_too() -> None:

@@ -581,6 +581,20 @@ def test_a_process_of_the_same_name_does_not_continue_the_sequence(tmp_path: Pat
     assert [[each.seq for each in process.records] for process in read_processes(tmp_path)] == [list(range(20))] * 2
 
 
+def test_a_process_of_the_same_name_takes_no_place_in_a_sequence_whose_first_files_are_gone(
+    tmp_path: Path, errors: list[str]
+) -> None:
+    """The next files of that sequence would be in its way."""
+    kept = 3
+    for life in range(2):
+        lines = [record(seq=seq, mono_ns=1000 * life + seq) for seq in range(60)]
+        traced(tmp_path, lines, file_bytes=2000, files_kept=kept)
+    assert errors == []
+    lasts = [[each.seq for each in process.records][-1] for process in read_processes(tmp_path)]
+    assert lasts == [59, 59]
+    assert len(list(tmp_path.iterdir())) == 2 * kept
+
+
 def test_a_file_that_somebody_has_deleted_is_not_missed(tmp_path: Path, errors: list[str]) -> None:
     sink = opened(tmp_path, file_bytes=2000, files_kept=2)
     for seq in range(40):

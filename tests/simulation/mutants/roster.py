@@ -50,6 +50,13 @@ MUTANTS = (
         place=ByTest(f"{ROSTER}::test_one_that_is_connected_makes_room_only_when_no_other_can"),
     ),
     Mutant(
+        name="the connected for nobody",
+        rule="a limit to members",
+        broken="a live connection makes room for an engine that no request needs",
+        changes=(Edit(Roster._make_room, "member.is_connected and not takes_connected", "False"),),
+        place=ByTest(f"{ROSTER}::test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met"),
+    ),
+    Mutant(
         name="the latest first",
         rule="a limit to members",
         broken="that a member was asked for again is not noted",
