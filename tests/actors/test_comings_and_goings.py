@@ -168,6 +168,10 @@ def test_nobody_is_met_before_the_engine_has_been_warmed_up() -> None:
                 d.supervisor.deliver(WarmedUp())
                 for each in (p, q):
                     await until(lambda each=each: d.trace.path("peer", each.engine_id)[-1:] == ["ready"] or None)
+
+    run(test)
+
+
 def test_engines_that_are_named_beyond_the_limit_do_not_drive_out_each_other() -> None:
     """Each would be met again after a pause, and each meeting leaves sockets behind (docs/nixl.md fact 11)."""
 
