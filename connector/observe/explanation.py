@@ -673,8 +673,8 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
     silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent} Either the router never sent it to "
-        "these engines, or under another id; or it ended before their records begin; or it was fully in D's prefix "
-        "cache and nothing had to be read." + (TRACE_LACKS if is_trace else "")
+        "these engines, or under another id; or it ended before their records begin; or nothing had to be read for "
+        "it: D had it cached, or its prompt goes on from one that was lent before." + (TRACE_LACKS if is_trace else "")
     )
 
 

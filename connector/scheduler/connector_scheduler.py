@@ -20,6 +20,10 @@ fleet are (`connector.wire.signatures`), is parked like any other, and the worke
 gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
 that they name.
 
+Parameters may come once more with a prompt that goes on from the one that was lent: where vLLM runs tools itself
+(`/v1/responses`), each turn of a call has those of the call. By then the blocks are P's again, and most of the prompt
+is in the prefix cache here. Such a prompt is computed here, and nothing is read for it.
+
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
 are paired by position: after a prefix-cache hit of h blocks D reads P's blocks h.. into its own.
@@ -503,8 +507,12 @@ class ConnectorScheduler:
                 expected = "false on an engine of kv_role kv_producer with async scheduling"
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
-            self._check_fit(remote, request)
-            self._check_prompt(remote, request)
+            if self._goes_on(remote, request):
+                self._figures.note_local_prefill(catalogue.CONTINUED)
+                tokens = 0
+            else:
+                self._check_fit(remote, request)
+                self._check_prompt(remote, request)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -551,6 +559,16 @@ class ConnectorScheduler:
             return remote
         allows_unsigned = self._options.allow_insecure_peers
         return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
+
+    def _goes_on(self, remote: RemotePrefill, request: Request) -> bool:
+        """D: whether its prompt is longer than what is lent, and is known to begin with the prompt of that."""
+        lent = remote.num_tokens
+        if remote.lease_number is None or lent is None or not self._loads(request):
+            return False
+        if self._tokens_to_load(request) <= lent:
+            return False
+        said = {length: digest for length, digest in remote.prefix_digests if length <= lent}
+        return any(said[length] == digest for length, digest in prompt_digests(request, said))
 
     def _check_fit(self, remote: RemotePrefill, request: Request) -> None:
         """Raise ParamsError for parameters that no READ of this request can satisfy."""

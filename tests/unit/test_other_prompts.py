@@ -4,12 +4,16 @@ compares. Under vLLM's own scheduler on both sides. Scenario 32.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -67,11 +71,74 @@ def test_the_prompt_that_was_lent_is_loaded(specs: list[KVCacheSpec]) -> None:
     ids=["late", "early", "reversed", "cut", "one block"],
 )
 def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> None:
-    """A longer one needs more tokens than are lent, and is refused for that."""
     told = asked(engine("d", *specs), prompt, lent(*specs))
     assert isinstance(told, RejectPull)
     assert told.failure.kind in ("WrongPrompt", "BadParams")
     assert isinstance(told.failure, WrongPrompt) or (len(prompt) < len(PROMPT) and len(specs) > 1)
+
+
+@FAMILIES
+def test_a_prompt_that_goes_on_from_the_one_that_was_lent_is_computed(specs: list[KVCacheSpec]) -> None:
+    """Turn by turn vLLM runs tools in one call, and hands the parameters of the call to each."""
+    decode, params = engine("d", *specs), lent(*specs)
+    decode.load("r", PROMPT, params, max_tokens=2)
+    decode.loaded("r")
+    for _ in range(3):
+        decode.step()
+    assert "r" in decode.finished
+    turn = [*PROMPT, SAMPLED_TOKEN, SAMPLED_TOKEN, *range(600, 620)]
+    decode.run("turn", turn, params)
+    decode.step()  # Commands go to the worker with the next step.
+    assert not decode.pull_of("turn").awaited
+    assert (decode.finished["turn"], decode.params) == ("length", {})
+    cached = 0 if len(specs) > 1 and isinstance(specs[1], MambaSpec) else len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert decode.computed["turn"] == len(turn) - cached
+
+
+@FAMILIES
+def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCacheSpec]) -> None:
+    params = lent(*specs)
+    unknown = {key: value for key, value in params.items() if key != "prefix_digests"}
+    for prompt, said in (([999, *PROMPT[1:], *range(600, 620)], params), ([*PROMPT, *range(600, 620)], unknown)):
+        told = asked(engine("d", *specs), prompt, said)
+        assert isinstance(told, RejectPull)
+        assert told.failure.kind == "BadParams"
+
+
+async def _turns(count: int) -> list[Any]:
+    """The sampling parameters of each turn of a call in which vLLM runs a tool between every two."""
+    asked: list[Any] = []
+
+    async def generate(prompt: object, params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[Any]:
+        asked.append((request_id, params.extra_args))
+        yield SimpleNamespace(metrics=None)
+
+    async def run_tool() -> None:
+        return None
+
+    serving = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        engine_client=SimpleNamespace(generate=generate),
+        _log_inputs=lambda *_, **__: None,
+    )
+    context = SimpleNamespace(
+        append_output=lambda _: None,
+        append_tool_output=lambda _: None,
+        need_builtin_tool_call=lambda: len(asked) < count,
+        call_tool=run_tool,
+    )
+    params = SamplingParams(extra_args={"kv_transfer_params": lent()})
+    turns: Any = OpenAIServingResponses._generate_with_builtin_tools
+    async for _ in turns(serving, "call", {}, params, context):
+        pass
+    return asked
+
+
+def test_each_turn_of_a_call_has_the_parameters_of_the_call() -> None:
+    """What vLLM does, for the tests above."""
+    asked = asyncio.run(_turns(3))
+    assert [name for name, _ in asked] == ["call_0", "call_1", "call_2"]
+    assert all(extra["kv_transfer_params"]["do_remote_prefill"] for _, extra in asked)
 
 
 def test_p_may_have_decoded_more_than_is_wanted() -> None:
