@@ -726,14 +726,16 @@ class ConnectorScheduler:
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
         is_for_decode = _wants_remote_decode(request)
+        computed = request.num_computed_tokens
+        tokens = min(group.unbroken(block_ids[group.group_id], computed) for group in self._groups)
         if is_for_decode:
-            lease_seconds, tokens = self._options.kv_lease_duration, request.num_computed_tokens
+            lease_seconds = self._options.kv_lease_duration
             known = min(tokens, request.num_tokens)
         else:
             lease_seconds = self._options.decoder_kv_blocks_ttl
             expires_seconds = time.perf_counter() + lease_seconds
             # The token that was sampled last may be computed in a step that is still under way.
-            known = tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            known = tokens = min(tokens, request.num_tokens - 1)
         lengths = {min(known, request.num_prompt_tokens), known} - {0}
         digests = prompt_digests(request, lengths) if is_for_decode else self._prefix_digests(request, lengths)
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -53,6 +54,11 @@ _HEAD = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 def full() -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK_TOKENS, **_HEAD)
+
+
+def gapped(tokens: int) -> RSWASpec:
+    """Of an answer only the last tokens are kept."""
+    return RSWASpec(block_size=BLOCK_TOKENS, rswa_window=tokens, **_HEAD)
 
 
 def mla() -> MLAAttentionSpec:

@@ -106,8 +106,8 @@ MUTANTS = (
             _GOES_ON,
             Edit(
                 ConnectorScheduler._grant,
-                "request.num_computed_tokens\n        known",
-                "request.num_prompt_tokens\n        known",
+                "computed = request.num_computed_tokens",
+                "computed = request.num_prompt_tokens",
             ),
         ),
         place=with_vllm("bytes"),
