@@ -445,11 +445,14 @@ class ConnectorScheduler:
 
         Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it, and a
         window has moved. Drafts that were refused do the same. What is staged on the host is copied there after a
-        prefill only.
+        prefill only. With ReplaySSM a state is that of some tokens fewer until it is brought up to date every so many
+        steps; how many are missing only that engine knows.
         """
         runs_ahead = vllm_config.scheduler_config.async_scheduling or self._drafts_max > 0
         if self._is_staged:
             why = "its KV is staged in memory of the host (kv_buffer_device cpu)"
+        elif vllm_config.cache_config.use_replayssm:
+            why = "its states are not of all that it has decoded (use_replayssm)"
         elif runs_ahead and not self._keeps_everything:
             why = "its model has states or windows, and steps overlap (async scheduling) or speculate"
         else:

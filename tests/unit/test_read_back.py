@@ -369,3 +369,17 @@ def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
         decode = engine("d", *specs, overlaps=True)
     assert ("lends no blocks" in caplog.text) is not is_lent
     assert decode.scheduler.connector._scheduler._lends_back is is_lent  # type: ignore[union-attr]
+
+
+def test_states_that_are_behind_what_was_decoded_are_not_lent(caplog: pytest.LogCaptureFixture) -> None:
+    """A prefill is followed by no tokens that are missing, so P lends."""
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = (engine(name, full(), state("none"), replays_states=True) for name in "pd")
+    assert "use_replayssm" in caplog.text
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=ANSWER)
+    decode.loaded("first")
+    for _ in range(ANSWER + 2):
+        decode.step()
+    assert "first" in decode.finished
+    assert "first" not in decode.params
