@@ -376,7 +376,7 @@ FAMILIES: dict[type[KVCacheSpec], Family] = {
     FullAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything, packs=True),
     # The tokens of sinks lie in blocks that each engine fills for itself.
     SinkFullAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything),
-    # Its gaps open behind the prompt, which is all that D loads.
+    # Its gaps open behind the prompt, and nothing behind them is lent.
     RSWASpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_everything),
     SlidingWindowSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_window),
     ChunkedLocalAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_chunk),

@@ -362,7 +362,7 @@ WAKE_UP_SECONDS = Metric(
 
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
-ABSENT, UNUSABLE = "absent", "unusable"
+ABSENT, UNUSABLE, CONTINUED = "absent", "unusable", "continued"
 DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
 
 COMPLETED = Metric(
@@ -431,10 +431,11 @@ LOCAL_PREFILLS = Metric(
     name=f"{PREFIX}local_prefills",
     kind="counter",
     documentation="Requests whose prompt D computes itself without anybody having asked for that: their "
-    "kv_transfer_params are absent (counted on a kv_consumer only), or ask for nothing (unusable).",
+    "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), or are those of a "
+    "shorter prompt, with which this one begins (continued).",
     side="D",
     labels=("reason",),
-    series=((ABSENT,), (UNUSABLE,)),
+    series=((ABSENT,), (UNUSABLE,), (CONTINUED,)),
 )
 GRANTED_LEASES = Metric(
     name=f"{PREFIX}granted_leases", kind="counter", documentation="Leases that were granted.", side="P"

@@ -706,8 +706,8 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
         "it to these engines, or under another id; or it ended before their records begin; or its client left while it "
-        "was in vLLM's queue; or it was fully in D's prefix cache and nothing had to be read."
-        + (TRACE_LACKS if is_trace else "")
+        "was in vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that "
+        "was read before." + (TRACE_LACKS if is_trace else "")
     )
 
 

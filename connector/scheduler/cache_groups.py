@@ -68,6 +68,13 @@ class TransferGroup:
             table = table[-(self._blocks_of(self.keeps.window + self.keeps.retained) + 1) :]
         return self._without_placeholders(table)
 
+    def unbroken(self, block_ids: Sequence[int], num_tokens: int) -> int:
+        """P: of how many of these tokens a table that keeps everything has all blocks. R-SWA has none of answers but
+        for their last tokens."""
+        if self.keeps != Keeps() or NULL_BLOCK_ID not in block_ids:
+            return num_tokens
+        return min(num_tokens, list(block_ids).index(NULL_BLOCK_ID) * self.block_size)
+
     def written(self, block_ids: Sequence[int], first: int, stop: int) -> list[int]:
         """P: the blocks of tokens `first` to `stop`, or of the states after them, as far as they are kept."""
         table = block_ids[first // self.block_size : self._blocks_of(stop)]

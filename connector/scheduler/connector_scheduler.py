@@ -20,6 +20,11 @@ fleet are (`connector.wire.signatures`), is parked like any other, and the worke
 gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
 that they name.
 
+Of a prompt that goes on from the one that was lent, as where a router has appended the token that P has sampled, what
+was lent is loaded and the rest computed. Parameters may also come once more with such a prompt: where vLLM runs tools
+itself (`/v1/responses`), each turn of a call has those of the call. By then the blocks are P's again, and most of the
+prompt is in the prefix cache here. So it is computed here, and nothing is read for it.
+
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
 are paired by position: after a prefix-cache hit of h blocks D reads P's blocks h.. into its own.
@@ -56,6 +61,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,6 +135,8 @@ if TYPE_CHECKING:
 LEFT_TO_REQUESTS = 0.25
 """Share of D's blocks that has to be free for it to keep those of a request that has finished."""
 
+TAKEN_MAX = 16_384
+"""Leases: more than are taken while a tool that vLLM runs answers."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _log = get_logger()
@@ -199,6 +207,8 @@ class ConnectorScheduler:
         self._loading: dict[str, int] = {}
         # Loads that failed and have not asked again since; see the module's docstring.
         self._failed: set[str] = set()
+        # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
+        self._taken: OrderedDict[tuple[str, LeaseName], None] = OrderedDict()
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
         # still ask for leases of this one. 48 bits leave room up to the 63 of the wire.
         self._lease_numbers = itertools.count(1 + int(life[:12], 16))
@@ -291,6 +301,7 @@ class ConnectorScheduler:
         request_id = request.request_id
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
+            self._note_taken(pull.remote)
             if num_external_tokens > 0:
                 self._loading[request_id] = pull.heard_ns
                 self._commands.append(self._load(request, pull, blocks))
@@ -313,6 +324,7 @@ class ConnectorScheduler:
         self._heard_ns.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
+            self._note_taken(pull.remote)
             self._skip_load(request_id, pull)
             if self._spans is not None:
                 self._spans.forget(request_id)
@@ -447,11 +459,14 @@ class ConnectorScheduler:
 
         Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it, and a
         window has moved. Drafts that were refused do the same. What is staged on the host is copied there after a
-        prefill only.
+        prefill only. With ReplaySSM a state is that of some tokens fewer until it is brought up to date every so many
+        steps; how many are missing only that engine knows.
         """
         runs_ahead = vllm_config.scheduler_config.async_scheduling or self._drafts_max > 0
         if self._is_staged:
             why = "its KV is staged in memory of the host (kv_buffer_device cpu)"
+        elif vllm_config.cache_config.use_replayssm:
+            why = "its states are not of all that it has decoded (use_replayssm)"
         elif runs_ahead and not self._keeps_everything:
             why = "its model has states or windows, and steps overlap (async scheduling) or speculate"
         else:
@@ -509,9 +524,14 @@ class ConnectorScheduler:
                 expected = "false on an engine of kv_role kv_producer with async scheduling"
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
-            tokens = self._tokens_to_load_from(remote, request)
-            self._check_fit(remote, request, tokens)
-            self._check_prompt(remote, request, tokens)
+            lent = self._lent_beginning(remote, request)
+            if lent is not None and _lease_key(remote) in self._taken:
+                self._figures.note_local_prefill(catalogue.CONTINUED)
+                tokens = 0
+            else:
+                tokens = tokens if lent is None else lent
+                self._check_fit(remote, request, tokens)
+                self._check_prompt(remote, request, tokens)
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -603,14 +623,21 @@ class ConnectorScheduler:
         tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
         return tokens
 
-    def _tokens_to_load_from(self, remote: RemotePrefill, request: Request) -> int:
-        """The same, or what this P has, where the prompt is known to go on behind it: its first token was appended, or
-        a tool has answered (vLLM asks with the same parameters again then)."""
+    def _lent_beginning(self, remote: RemotePrefill, request: Request) -> int | None:
+        """D: how many tokens are lent, where there are fewer than it loads and its prompt is known to begin with them;
+        otherwise None."""
         tokens, lent = self._tokens_to_load(request), remote.num_tokens or 0
         said = [digest for length, digest in remote.prefix_digests if length == lent]
         if remote.lease_number is None or lent >= tokens or not said:
-            return tokens
-        return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else tokens
+            return None
+        return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else None
+
+    def _note_taken(self, remote: RemotePrefill | ParamsFailure) -> None:
+        """D: a request has got what it wants of these blocks, or begins to."""
+        if isinstance(remote, RemotePrefill):
+            self._taken[_lease_key(remote)] = None
+            if len(self._taken) > TAKEN_MAX:
+                self._taken.popitem(last=False)
 
     def _leave_tokens_to_decode(self, request: Request) -> None:
         """P: take the tokens that D computes itself out of the prompt. What is sampled after it is of no use then."""
@@ -737,14 +764,16 @@ class ConnectorScheduler:
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
         is_for_decode = _wants_remote_decode(request)
+        computed = request.num_computed_tokens
+        tokens = min(group.unbroken(block_ids[group.group_id], computed) for group in self._groups)
         if is_for_decode:
-            lease_seconds, tokens = self._options.kv_lease_duration, request.num_computed_tokens
+            lease_seconds = self._options.kv_lease_duration
             known = min(tokens, request.num_tokens)
         else:
             lease_seconds = self._options.decoder_kv_blocks_ttl
             expires_seconds = time.perf_counter() + lease_seconds
             # The token that was sampled last may be computed in a step that is still under way.
-            known = tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            known = tokens = min(tokens, request.num_tokens - 1)
         lengths = {min(known, request.num_prompt_tokens), known} - {0}
         digests = prompt_digests(request, lengths) if is_for_decode else self._prefix_digests(request, lengths)
         lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
@@ -806,6 +835,11 @@ def _wants_remote_decode(request: Request) -> bool:
 
 def _lease(remote: RemotePrefill) -> LeaseName:
     return LeaseName(remote.request_id, remote.lease_number or 0)
+
+
+def _lease_key(remote: RemotePrefill) -> tuple[str, LeaseName]:
+    """Also of other engines than one."""
+    return remote.engine_id, _lease(remote)
 
 
 def _address(remote: RemotePrefill) -> PeerAddress:

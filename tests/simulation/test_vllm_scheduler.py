@@ -40,9 +40,10 @@ from tests.simulation.faults import (
 from tests.simulation.vllm.cluster import WITH_STATES, WITH_STATES_AND_OVERLAP, WITH_WINDOWS, simulate
 
 REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
-SEEDS = (3, 13, 18, 24, 79, 82, 100, 107, 109, 192)
-"""Models have windows in 3, whose steps overlap, and in 192. They have states in 79 and 100, where both roles cache
-them, in 18 and 109 (D alone does), 82 (P alone), 107 and storm 153 (nobody). Steps overlap in 18, 79, 82 and 107."""
+SEEDS = (3, 13, 18, 24, 79, 82, 100, 107, 109, 192, 194)
+"""Models have windows in 3, whose steps overlap, and in 192. They have states in 79, 100 and 194, where both roles
+cache them, in 18 and 109 (D alone does), 82 (P alone), 107 and storm 153 (nobody). Steps overlap in 18, 79, 82, 107 and
+194."""
 STORMS = range(148, 156)
 NOTIFICATION_KINDS = (Kind.NOTIFICATION_LOSS, Kind.NOTIFICATION_DUPLICATE, Kind.NOTIFICATION_DELAY)
 STORMS_OVER_PREFILL = (*PREFILL_KINDS, Kind.WORKER_STOPS)

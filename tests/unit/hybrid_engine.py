@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -53,6 +54,11 @@ _HEAD = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 def full() -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK_TOKENS, **_HEAD)
+
+
+def gapped(tokens: int) -> RSWASpec:
+    """Of an answer only the last tokens are kept."""
+    return RSWASpec(block_size=BLOCK_TOKENS, rswa_window=tokens, **_HEAD)
 
 
 def mla() -> MLAAttentionSpec:
@@ -97,6 +103,7 @@ class HybridEngine:
         options: of the connector.
         overlaps: a step may be scheduled before the one before it has ended (async scheduling).
         role: vLLM's `kv_role`.
+        replays_states: ReplaySSM: states are brought up to date every so many tokens.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class HybridEngine:
         options: Mapping[str, Any] | None = None,
         overlaps: bool = False,
         role: str = "kv_both",
+        replays_states: bool = False,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
@@ -121,6 +129,7 @@ class HybridEngine:
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caches_prefixes
+        config.cache_config.use_replayssm = replays_states
         config.cache_config.mamba_cache_mode = next(
             (spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)), "none"
         )

@@ -4,12 +4,16 @@ compares. Under vLLM's own scheduler on both sides. Scenario 32.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -76,34 +80,80 @@ def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> N
 @FAMILIES
 @pytest.mark.parametrize("more", [[7], [7] * (BLOCK_TOKENS + 1)], ids=["a token", "a block"])
 def test_a_prompt_that_goes_on_behind_what_was_lent_is_loaded_as_far(specs: list[KVCacheSpec], more: list[int]) -> None:
-    """A router has appended the first token, or a tool has answered."""
-    told = asked(engine("d", *specs), [*PROMPT, *more], lent(*specs))
-    assert isinstance(told, StartPull)
-    assert told.awaited
-    assert told.num_tokens == told.remote_num_tokens == lent(*specs)["remote_num_tokens"] <= len(PROMPT)
-    pages = -(-told.num_tokens // BLOCK_TOKENS)
-    assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
+    """A router has appended the first token. So are samples of it, of which none has been given blocks before."""
+    decode, params = engine("d", *specs), lent(*specs)
+    for name in ("first", "second"):
+        decode.submit(name, [*PROMPT, *more], params)
+    decode.step()
+    for told in (decode.pull_of("first"), decode.pull_of("second")):
+        assert told.awaited
+        assert told.num_tokens == told.remote_num_tokens == params["remote_num_tokens"] <= len(PROMPT)
+        pages = -(-told.num_tokens // BLOCK_TOKENS)
+        assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
 
 
 @FAMILIES
-def test_a_prompt_that_goes_on_behind_another_is_not(specs: list[KVCacheSpec]) -> None:
-    for prompt in ([999, *PROMPT[1:], 7], [*PROMPT[:-2], 999, 999, 7]):
-        told = asked(engine("d", *specs), prompt, lent(*specs))
+def test_the_turn_after_a_tool_has_answered_is_computed(specs: list[KVCacheSpec]) -> None:
+    """Turn by turn vLLM runs tools in one call, and hands the parameters of the call to each."""
+    decode, params = engine("d", *specs), lent(*specs)
+    decode.load("r", PROMPT, params, max_tokens=2)
+    decode.loaded("r")
+    for _ in range(3):
+        decode.step()
+    assert "r" in decode.finished
+    turn = [*PROMPT, SAMPLED_TOKEN, SAMPLED_TOKEN, *range(600, 620)]
+    decode.run("turn", turn, params)
+    decode.step()  # Commands go to the worker with the next step.
+    assert not decode.pull_of("turn").awaited
+    assert (decode.finished["turn"], decode.params) == ("length", {})
+    cached = 0 if len(specs) > 1 and isinstance(specs[1], MambaSpec) else len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert decode.computed["turn"] == len(turn) - cached
+
+
+@FAMILIES
+def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCacheSpec]) -> None:
+    params = lent(*specs)
+    unknown = {key: value for key, value in params.items() if key != "prefix_digests"}
+    for prompt, said in (([999, *PROMPT[1:], *range(600, 620)], params), ([*PROMPT, *range(600, 620)], unknown)):
+        told = asked(engine("d", *specs), prompt, said)
         assert isinstance(told, RejectPull)
         assert told.failure.kind == "BadParams"
 
 
-def test_the_prompt_with_which_a_tool_has_answered_is_served_of_what_d_has_cached() -> None:
-    """`/v1/responses` asks again with the parameters of the first turn. Its blocks are P's own again by then."""
-    params, decode = lent(), engine("d", recomputes=False)
-    decode.load("r", PROMPT, params, max_tokens=BLOCK_TOKENS)
-    decode.loaded("r")
-    while "r" not in decode.finished:
-        decode.step()
-    decode.submit("r2", [*PROMPT, *[SAMPLED_TOKEN] * BLOCK_TOKENS, 7, 8, 9], params)
-    decode.step()
-    assert not decode.pull_of("r2").awaited
-    assert "r2" in decode.finished
+async def _turns(count: int) -> list[Any]:
+    """The sampling parameters of each turn of a call in which vLLM runs a tool between every two."""
+    asked: list[Any] = []
+
+    async def generate(prompt: object, params: SamplingParams, request_id: str, **_: object) -> AsyncIterator[Any]:
+        asked.append((request_id, params.extra_args))
+        yield SimpleNamespace(metrics=None)
+
+    async def run_tool() -> None:
+        return None
+
+    serving = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        engine_client=SimpleNamespace(generate=generate),
+        _log_inputs=lambda *_, **__: None,
+    )
+    context = SimpleNamespace(
+        append_output=lambda _: None,
+        append_tool_output=lambda _: None,
+        need_builtin_tool_call=lambda: len(asked) < count,
+        call_tool=run_tool,
+    )
+    params = SamplingParams(extra_args={"kv_transfer_params": lent()})
+    turns: Any = OpenAIServingResponses._generate_with_builtin_tools
+    async for _ in turns(serving, "call", {}, params, context):
+        pass
+    return asked
+
+
+def test_each_turn_of_a_call_has_the_parameters_of_the_call() -> None:
+    """What vLLM does, for the tests above."""
+    asked = asyncio.run(_turns(3))
+    assert [name for name, _ in asked] == ["call_0", "call_1", "call_2"]
+    assert all(extra["kv_transfer_params"]["do_remote_prefill"] for _, extra in asked)
 
 
 def test_p_may_have_decoded_more_than_is_wanted() -> None:

@@ -22,10 +22,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
+from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
-from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, state, window
+from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, gapped, state, window
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -246,7 +247,7 @@ def _without_address(params: dict[str, Any]) -> None:
 
 
 def _malformed(params: dict[str, Any]) -> None:
-    params["remote_port"] = "80"
+    params["remote_port"] = "eighty"
 
 
 def _other_groups(params: dict[str, Any]) -> None:
@@ -327,6 +328,26 @@ def test_what_vllm_streams_does_not_say_where_blocks_are() -> None:
         assert "kv_transfer_params" not in chunk.model_fields
 
 
+def test_what_is_lent_ends_where_blocks_of_the_answer_are_gone() -> None:
+    """The null block stands there, which holds nobody's KV."""
+    prefill, decode, answer = engine("p", gapped(32)), engine("d", gapped(32)), 6 * BLOCK_TOKENS
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=answer)
+    decode.loaded("first")
+    other = engine("p", gapped(32))
+    other.submit("decodes too", PROMPT, REMOTE_DECODE, max_tokens=answer)
+    for _ in range(answer + 2):
+        decode.step()
+        other.step()
+    blocks = -(-len(PROMPT) // BLOCK_TOKENS)
+    for params in (decode.params["first"], other.params["decodes too"]):
+        (table,) = params["remote_block_ids"]
+        assert (len(table), params["remote_num_tokens"]) == (blocks, blocks * BLOCK_TOKENS)
+        assert NULL_BLOCK_ID not in table
+    pull = prefill.load("second", [*PROMPT, *[SAMPLED_TOKEN] * answer, 500], decode.params["first"])
+    assert pull.num_tokens == blocks * BLOCK_TOKENS
+
+
 def test_an_aborted_request_is_not_lent() -> None:
     prefill, decode = engine("p"), engine("d")
     prefill.prefill("first", PROMPT)
@@ -348,3 +369,17 @@ def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
         decode = engine("d", *specs, overlaps=True)
     assert ("lends no blocks" in caplog.text) is not is_lent
     assert decode.scheduler.connector._scheduler._lends_back is is_lent  # type: ignore[union-attr]
+
+
+def test_states_that_are_behind_what_was_decoded_are_not_lent(caplog: pytest.LogCaptureFixture) -> None:
+    """A prefill is followed by no tokens that are missing, so P lends."""
+    with caplog.at_level(logging.WARNING):
+        prefill, decode = (engine(name, full(), state("none"), replays_states=True) for name in "pd")
+    assert "use_replayssm" in caplog.text
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=ANSWER)
+    decode.loaded("first")
+    for _ in range(ANSWER + 2):
+        decode.step()
+    assert "first" in decode.finished
+    assert "first" not in decode.params

@@ -22,6 +22,8 @@ from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Seeds, Set
 
 STATES = 16
 """A seed of level `vllm` whose engines keep one state for each request."""
+UNNUMBERED = 47
+"""One whose prefill engines number no leases besides: nobody says there of which prompt parameters are."""
 LATE = 109
 """A seed with states whose devices are late; D caches them."""
 _GOES_ON = Edit(ConnectorScheduler._leave_tokens_to_decode, "request.max_tokens = 1", "pass")
@@ -83,7 +85,7 @@ MUTANTS = (
         name="any state will do",
         broken="D loads a state of more tokens than it asked for",
         changes=(Edit(ConnectorScheduler._check_fit, "has_states and found != tokens", "False"),),
-        place=with_vllm("bytes"),
+        place=with_vllm("bytes", first=UNNUMBERED),
     ),
     Mutant(
         name="nothing left to compute",
@@ -104,8 +106,8 @@ MUTANTS = (
             _GOES_ON,
             Edit(
                 ConnectorScheduler._grant,
-                "request.num_computed_tokens\n        known",
-                "request.num_prompt_tokens\n        known",
+                "computed = request.num_computed_tokens",
+                "computed = request.num_prompt_tokens",
             ),
         ),
         place=with_vllm("bytes"),
