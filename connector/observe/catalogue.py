@@ -362,7 +362,7 @@ WAKE_UP_SECONDS = Metric(
 
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
-ABSENT, UNUSABLE, CONTINUED = "absent", "unusable", "continued"
+ABSENT, UNUSABLE, CONTINUED, WINDOW = "absent", "unusable", "continued", "window"
 DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
 
 COMPLETED = Metric(
@@ -431,11 +431,12 @@ LOCAL_PREFILLS = Metric(
     name=f"{PREFIX}local_prefills",
     kind="counter",
     documentation="Requests whose prompt D computes itself without anybody having asked for that: their "
-    "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), or are those of a "
-    "shorter prompt, with which this one begins (continued).",
+    "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), are those of a shorter "
+    "prompt, with which this one begins (continued), or lack a block that the last token sees and vLLM has freed on P "
+    "(window).",
     side="D",
     labels=("reason",),
-    series=((ABSENT,), (UNUSABLE,), (CONTINUED,)),
+    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,)),
 )
 GRANTED_LEASES = Metric(
     name=f"{PREFIX}granted_leases", kind="counter", documentation="Leases that were granted.", side="P"

@@ -1,10 +1,8 @@
 """Which blocks of a request travel, one KV cache group at a time. Pure: block tables in, block tables out.
 
 What a table still has after n tokens depends on the kind of cache (`families.Keeps`). vLLM clips both sides' tables by
-these rules: on P after the tokens that it has computed, on D after the tokens to load. So neither side has a block for
-a token that only the n-th token itself would have looked back on. D computes the n-th token again after it has loaded a
-whole prompt: without the token at the far end of its window when a block ends there, and without its chunk when the
-chunk ends with it. vLLM loads such prompts in this way whatever the connector.
+these rules: on P for the first token of its last step, on D for the one after the tokens to load. So D has no block for
+what only the last of these has seen, and that one must not be computed again.
 """
 
 from __future__ import annotations
@@ -24,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _Block = TypeVar("_Block")
+
+_POWERS = 7
+"""Of two, by which block sizes of two engines are taken to differ."""
 
 NULL_BLOCK_ID = 0
 """vLLM's placeholder in block tables; never a block of a request, in any engine."""
@@ -68,6 +69,22 @@ class TransferGroup:
             table = table[-(self._blocks_of(self.keeps.window + self.keeps.retained) + 1) :]
         return self._without_placeholders(table)
 
+    def reaches(self, num_tokens: int, remote_num_tokens: int, remote_block_size: int) -> bool:
+        """D: whether a table of P after so many tokens still has what D needs of the first `num_tokens`. P's table may
+        have been clipped for the token after the last one that it has computed."""
+        kept = self._first_kept(remote_num_tokens)
+        return kept // remote_block_size * remote_block_size <= self._first_kept(num_tokens)
+
+    def remote_block_size(self, remote_block_ids: Sequence[int], remote_num_tokens: int) -> int | None:
+        """D: tokens of a block of P, whose table of so many tokens keeps everything; None: not known, from such a
+        table. P says it in the handshake, which may be still to come. Sizes are powers of two times each other."""
+        if self.keeps != Keeps():
+            return None
+        factors = [2**power for power in range(_POWERS)]
+        sizes = [self.block_size * factor for factor in factors]
+        sizes += [self.block_size // factor for factor in factors if self.block_size % factor == 0]
+        return next((size for size in sizes if -(-remote_num_tokens // size) == len(remote_block_ids)), None)
+
     def unbroken(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """P: of how many of these tokens a table that keeps everything has all blocks. R-SWA has none of answers but
         for their last tokens."""
@@ -85,6 +102,11 @@ class TransferGroup:
 
     def _last_state(self, table: Sequence[_Block]) -> Sequence[_Block]:
         return table[-1:] if self.keeps.is_state else table
+
+    def _first_kept(self, num_tokens: int) -> int:
+        """The first token of those that a table after `num_tokens` holds for certain."""
+        kept = self._tokens_kept(num_tokens)
+        return 0 if kept is None else max(0, num_tokens - kept)
 
     def _tokens_kept(self, num_tokens: int) -> int | None:
         """How many of the last of `num_tokens` tokens a table holds for certain; None: all."""

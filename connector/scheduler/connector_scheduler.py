@@ -66,6 +66,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import vllm
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -194,6 +195,10 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
+        # Of what P has of a prompt D leaves these out in any case.
+        self._tokens_not_loaded = max(
+            self._tokens_left_to_decode, int(any(group.keeps.is_clipped for group in self._groups))
+        )
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
@@ -524,6 +529,10 @@ class ConnectorScheduler:
                 expected = "false on an engine of kv_role kv_producer with async scheduling"
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
+            if remote.num_tokens is None:
+                # What an engine with these options computes of it. Clipped tables are counted from their end.
+                computed = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
+                remote = msgspec.structs.replace(remote, num_tokens=computed)
             lent = self._lent_beginning(remote, request)
             if lent is not None and _lease_key(remote) in self._taken:
                 self._figures.note_local_prefill(catalogue.CONTINUED)
@@ -532,6 +541,9 @@ class ConnectorScheduler:
                 tokens = tokens if lent is None else lent
                 self._check_fit(remote, request, tokens)
                 self._check_prompt(remote, request, tokens)
+                if not self._reaches(remote, tokens):
+                    self._figures.note_local_prefill(catalogue.WINDOW)
+                    tokens = 0
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -619,9 +631,26 @@ class ConnectorScheduler:
         return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache and not is_made_up
 
     def _tokens_to_load(self, request: Request) -> int:
-        """Counted from the start of the request, prefix hits included."""
-        tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
+        """Counted from the start of the request, prefix hits included.
+
+        Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
+        the token after it: what only the last one sees would be missing. So it is not loaded where tables are clipped.
+        """
+        tokens: int = max(0, request.num_prompt_tokens - self._tokens_not_loaded)
         return tokens
+
+    def _reaches(self, remote: RemotePrefill, tokens: int) -> bool:
+        """D: whether P still has all that is needed of these tokens, with which a prompt begins.
+
+        vLLM clips P's tables once more when the prompt has been computed, for a token after it that P will not compute.
+        So where a block ends with what only the last token sees, P has given it back. No connector is asked before.
+        """
+        theirs = remote.num_tokens or 0
+        pairs = list(zip(self._groups, remote.block_ids, strict=True))
+        # What P's blocks are to ours they are in each group.
+        sizes = ((group, group.remote_block_size(table, theirs)) for group, table in pairs)
+        ours, size = next(((group.block_size, size) for group, size in sizes if size is not None), (1, 1))
+        return all(group.reaches(tokens, theirs, group.block_size * size // ours) for group, _ in pairs)
 
     def _lent_beginning(self, remote: RemotePrefill, request: Request) -> int | None:
         """D: how many tokens are lent, where there are fewer than it loads and its prompt is known to begin with them;

@@ -30,9 +30,11 @@ CACHE_BLOCKS = 300
 LEASE_SECONDS = 120.0
 """Longer than any answer takes, and than the patience of `blocks_are_free`: only a notification ends it in time."""
 
-LENGTHS = (1, 20, LONG_BLOCK_SIZE, 5 * LONG_BLOCK_SIZE, 300, 700)
-"""Shorter than a block, one and several whole blocks of either size, and parts of one behind them; the last three are
-several times as long as the sliding window."""
+FAR_END = SLIDING_WINDOW_TOKENS - 1
+LENGTHS = (1, 20, 95, 319, LONG_BLOCK_SIZE, 5 * LONG_BLOCK_SIZE, 300, 700)
+"""Shorter than a block; a window less a token and whole blocks; one and several whole blocks of either size, and parts
+of one behind them. The last three are several times as long as the sliding window."""
+assert {length % BLOCK_SIZE_TOKENS for length in LENGTHS[2:4]} == {(SLIDING_WINDOW_TOKENS - 1) % BLOCK_SIZE_TOKENS}
 assert LENGTHS[-3] > 4 * SLIDING_WINDOW_TOKENS
 
 
@@ -47,11 +49,25 @@ class Family:
     chunk_tokens: int | None = None
     left_to_decode: int = 0
     """Tokens at the end of a prompt that D computes itself."""
+    window: int | None = None
+
+    def loads(self, tokens: int) -> bool:
+        """Whether D reads anything of a prompt. Where a block ends with the first token that the last one sees, vLLM
+        has freed it on P by then, and D computes the prompt."""
+        is_freed = self.window is not None and tokens >= self.window + BLOCK_SIZE_TOKENS - 1
+        is_freed = is_freed and (tokens - (self.window or 0) + 1) % BLOCK_SIZE_TOKENS == 0
+        return tokens > self.left_to_decode and not is_freed
 
 
 FAMILIES = {
     "llama": Family(tiny_llama, prefix_caching=True),
-    "gemma": Family(tiny_gemma, prefix_caching=True, chunk_tokens=2 * SLIDING_WINDOW_TOKENS),
+    "gemma": Family(
+        tiny_gemma,
+        prefix_caching=True,
+        chunk_tokens=2 * SLIDING_WINDOW_TOKENS,
+        left_to_decode=1,
+        window=SLIDING_WINDOW_TOKENS,
+    ),
     "deepseek": Family(tiny_deepseek, prefix_caching=False, attention_backend="CPU_MLA"),
     "granite": Family(tiny_granite, prefix_caching=False, left_to_decode=1),
 }
@@ -174,7 +190,7 @@ class Served:
             assert answers[key].token_ids == self.service.alone(text).token_ids, f"{key}: {len(text)} tokens"
             if self.traces is not None:
                 # For a request of which D computes everything nothing is read, and its blocks on P are released.
-                if len(text) > self.family.left_to_decode:
+                if self.family.loads(len(text)):
                     for request in self.traces.ended_on_ranks(key, self.route.decode.ranks):
                         assert request.states in REQUEST_PATHS_PLAIN, request
                 assert self.traces.ended_lease(key).states in LEASE_PATHS_PLAIN
