@@ -195,10 +195,10 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
-        # Of what P has of a prompt D leaves these out in any case.
-        self._tokens_not_loaded = max(
-            self._tokens_left_to_decode, int(any(group.keeps.is_clipped for group in self._groups))
-        )
+        # Of what P has of a prompt D leaves these out in any case. A state is that of all tokens that P has computed.
+        is_clipped = any(group.keeps.is_clipped for group in self._groups)
+        has_state = any(group.keeps.is_state for group in self._groups)
+        self._tokens_not_loaded = max(self._tokens_left_to_decode, int(is_clipped and not has_state))
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
