@@ -90,6 +90,9 @@ class Keeps(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a chunk of local attention."""
     is_state: bool = False
     """One block: the state of everything before it, or a ring buffer."""
+    is_read_again: bool = True
+    """Whether the last token of a prompt sees the others here when it is computed again. Not in a compressor's window:
+    that is read when an entry is complete, and then none of its blocks has just been freed."""
 
     @property
     def is_clipped(self) -> bool:
@@ -215,6 +218,12 @@ def _keeps_everything(spec: KVCacheSpec) -> Keeps:
 
 def _keeps_window(spec: SlidingWindowSpec) -> Keeps:
     return Keeps(window=spec.sliding_window, retained=spec.extra_retained_tokens)
+
+
+def _keeps_window_of_latents(spec: SlidingWindowMLASpec) -> Keeps:
+    # Compressors keep the tokens of an entry that is not complete yet in a window, of no type that a user chooses.
+    is_compressor = spec.cache_dtype_str is None
+    return msgspec.structs.replace(_keeps_window(spec), is_read_again=not is_compressor)
 
 
 def _keeps_chunk(spec: ChunkedLocalAttentionSpec) -> Keeps:
@@ -381,7 +390,7 @@ FAMILIES: dict[type[KVCacheSpec], Family] = {
     SlidingWindowSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_window),
     ChunkedLocalAttentionSpec: _row(Holds.TOKENS, _require_entry_per_token, _heads, _keeps_chunk),
     MLAAttentionSpec: _row(Holds.TOKENS, _require_whole_entries, _latent, _keeps_everything),
-    SlidingWindowMLASpec: _row(Holds.TOKENS, _require_whole_entries, _latent, _keeps_window),
+    SlidingWindowMLASpec: _row(Holds.TOKENS, _require_whole_entries, _latent, _keeps_window_of_latents),
     CircularBufferSpec: _row(Holds.RING, _require_plain_ring, _ring, _keeps_one_block),
     MambaSpec: _row(Holds.STATE, _require_channels_first, _state, _keeps_one_block),
 }

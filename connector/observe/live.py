@@ -194,9 +194,11 @@ class Survey:
                     yield engine.engine_id or "", number, row
 
     def leaving(self) -> list[str]:
-        """The engines that drain or have drained."""
+        """The engines that lend nothing any more, because they drain or have drained."""
         return [
-            each.engine_id or str(each.address) for each in self.engines if any(rank.draining for rank in each.ranks)
+            each.engine_id or str(each.address)
+            for each in self.engines
+            if each.role != "kv_consumer" and any(rank.draining for rank in each.ranks)
         ]
 
     def other_names(self, text: str) -> list[str]:

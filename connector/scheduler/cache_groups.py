@@ -1,8 +1,8 @@
 """Which blocks of a request travel, one KV cache group at a time. Pure: block tables in, block tables out.
 
 What a table still has after n tokens depends on the kind of cache (`families.Keeps`). vLLM clips both sides' tables by
-these rules: on P for the first token of its last step, on D for the one after the tokens to load. So D has no block for
-what only the last of these has seen, and that one must not be computed again.
+these rules, for the token after the n-th: on P after the tokens that it has computed, on D after the tokens to load. So
+neither has a block for what only the n-th token itself sees, and D must not compute that one again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _Block = TypeVar("_Block")
-
-_POWERS = 7
-"""Of two, by which block sizes of two engines are taken to differ."""
 
 NULL_BLOCK_ID = 0
 """vLLM's placeholder in block tables; never a block of a request, in any engine."""
@@ -69,21 +66,21 @@ class TransferGroup:
             table = table[-(self._blocks_of(self.keeps.window + self.keeps.retained) + 1) :]
         return self._without_placeholders(table)
 
-    def reaches(self, num_tokens: int, remote_num_tokens: int, remote_block_size: int) -> bool:
-        """D: whether a table of P after so many tokens still has what D needs of the first `num_tokens`. P's table may
-        have been clipped for the token after the last one that it has computed."""
-        kept = self._first_kept(remote_num_tokens)
-        return kept // remote_block_size * remote_block_size <= self._first_kept(num_tokens)
+    def reaches(self, num_tokens: int, table_tokens: int, block_size: int) -> bool:
+        """D: whether a table for `table_tokens` tokens still has all that the token after the first `num_tokens` sees.
+        `block_size`: tokens of a block of that table, which may be P's."""
+        kept = self._first_kept(table_tokens)
+        return not self.keeps.is_read_again or kept // block_size * block_size <= self._first_kept(num_tokens)
 
-    def remote_block_size(self, remote_block_ids: Sequence[int], remote_num_tokens: int) -> int | None:
-        """D: tokens of a block of P, whose table of so many tokens keeps everything; None: not known, from such a
-        table. P says it in the handshake, which may be still to come. Sizes are powers of two times each other."""
-        if self.keeps != Keeps():
-            return None
-        factors = [2**power for power in range(_POWERS)]
-        sizes = [self.block_size * factor for factor in factors]
-        sizes += [self.block_size // factor for factor in factors if self.block_size % factor == 0]
-        return next((size for size in sizes if -(-remote_num_tokens // size) == len(remote_block_ids)), None)
+    def remote_blocks_per_block(self, remote_block_ids: Sequence[int], remote_num_tokens: int) -> int:
+        """D: how many of P's blocks may make one of ours, at most, as P's table of so many tokens says if it keeps
+        everything. 1: P's are as large, or larger, or it says nothing. P says it in the handshake, which may be still
+        to come."""
+        count, size = len(remote_block_ids), self.block_size
+        if self.keeps != Keeps() or count <= self._blocks_of(remote_num_tokens):
+            return 1
+        ratios = (ratio for ratio in range(2, size + 1) if size % ratio == 0)
+        return max((ratio for ratio in ratios if -(-remote_num_tokens * ratio // size) == count), default=1)
 
     def unbroken(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """P: of how many of these tokens a table that keeps everything has all blocks. R-SWA has none of answers but

@@ -152,12 +152,15 @@ class WaitingPull:
         tokens: to be loaded, counted from the start of the request, prefix hits included.
         at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
+        computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
+            nothing to load.
     """
 
     remote: RemotePrefill | ParamsFailure
     tokens: int
     at_least: int
     heard_ns: int
+    computed_because: str | None = None
 
 
 class ConnectorScheduler:
@@ -195,10 +198,6 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
-        # Of what P has of a prompt D leaves these out in any case. A state is that of all tokens that P has computed.
-        is_clipped = any(group.keeps.is_clipped for group in self._groups)
-        has_state = any(group.keeps.is_state for group in self._groups)
-        self._tokens_not_loaded = max(self._tokens_left_to_decode, int(is_clipped and not has_state))
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
@@ -311,6 +310,8 @@ class ConnectorScheduler:
                 self._loading[request_id] = pull.heard_ns
                 self._commands.append(self._load(request, pull, blocks))
                 return  # it comes again when it has been loaded
+            if pull.computed_because is not None:
+                self._figures.note_local_prefill(pull.computed_because)
             self._skip_load(request_id, pull)
             if self._spans is not None:
                 self._spans.forget(request_id)
@@ -521,6 +522,7 @@ class ConnectorScheduler:
         """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
         params_untrusted = request.kv_transfer_params
         tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
+        because = None
         try:
             if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
                 return None
@@ -535,19 +537,17 @@ class ConnectorScheduler:
                 remote = msgspec.structs.replace(remote, num_tokens=computed)
             lent = self._lent_beginning(remote, request)
             if lent is not None and _lease_key(remote) in self._taken:
-                self._figures.note_local_prefill(catalogue.CONTINUED)
-                tokens = 0
+                tokens, because = 0, catalogue.CONTINUED
             else:
                 tokens = tokens if lent is None else lent
                 self._check_fit(remote, request, tokens)
                 self._check_prompt(remote, request, tokens)
-                if not self._reaches(remote, tokens):
-                    self._figures.note_local_prefill(catalogue.WINDOW)
-                    tokens = 0
+                if self._loads(request) and not self._can_go_on(remote, request, tokens):
+                    tokens, because = 0, catalogue.WINDOW
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
-        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns)
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns, computed_because=because)
 
     def _note_wait(self, heard_ns: int, *, is_loaded: bool) -> None:
         self._figures.note_wait((self._clock.now_ns() - heard_ns) / NS_PER_SECOND, is_loaded=is_loaded)
@@ -597,9 +597,9 @@ class ConnectorScheduler:
         if ours != theirs:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
-        found = remote.num_tokens
-        if found is None or not self._loads(request):
+        if not self._loads(request):
             return
+        found = remote.num_tokens or 0
         has_states = any(group.keeps.is_state for group in self._groups)
         if has_states and found != tokens:
             expected = f"{tokens}, the state after exactly so many tokens"
@@ -631,26 +631,26 @@ class ConnectorScheduler:
         return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache and not is_made_up
 
     def _tokens_to_load(self, request: Request) -> int:
-        """Counted from the start of the request, prefix hits included.
-
-        Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
-        the token after it: what only the last one sees would be missing. So it is not loaded where tables are clipped.
-        """
-        tokens: int = max(0, request.num_prompt_tokens - self._tokens_not_loaded)
+        """Counted from the start of the request, prefix hits included."""
+        tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
         return tokens
 
-    def _reaches(self, remote: RemotePrefill, tokens: int) -> bool:
-        """D: whether P still has all that is needed of these tokens, with which a prompt begins.
+    def _can_go_on(self, remote: RemotePrefill, request: Request, tokens: int) -> bool:
+        """D: whether the next token that is computed would find all that it sees, after so many were loaded.
 
-        vLLM clips P's tables once more when the prompt has been computed, for a token after it that P will not compute.
-        So where a block ends with what only the last token sees, P has given it back. No connector is asked before.
+        Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
+        a token after it: where a block ends with what only the last one sees, that block is missing. Loading a token
+        fewer does not help: vLLM clips P's tables in the same way when the prompt has been computed, and asks no
+        connector before.
         """
-        theirs = remote.num_tokens or 0
-        pairs = list(zip(self._groups, remote.block_ids, strict=True))
-        # What P's blocks are to ours they are in each group.
-        sizes = ((group, group.remote_block_size(table, theirs)) for group, table in pairs)
-        ours, size = next(((group.block_size, size) for group, size in sizes if size is not None), (1, 1))
-        return all(group.reaches(tokens, theirs, group.block_size * size // ours) for group, _ in pairs)
+        theirs, computed = remote.num_tokens or 0, min(tokens, request.num_prompt_tokens - 1)
+        pairs = zip(self._groups, remote.block_ids, strict=True)
+        ratio = max((group.remote_blocks_per_block(table, theirs) for group, table in pairs), default=1)
+        return all(
+            group.reaches(computed, theirs, max(1, group.block_size // ratio))
+            and group.reaches(computed, tokens, group.block_size)
+            for group in self._groups
+        )
 
     def _lent_beginning(self, remote: RemotePrefill, request: Request) -> int | None:
         """D: how many tokens are lent, where there are fewer than it loads and its prompt is known to begin with them;

@@ -65,7 +65,6 @@ FAMILIES = {
         tiny_gemma,
         prefix_caching=True,
         chunk_tokens=2 * SLIDING_WINDOW_TOKENS,
-        left_to_decode=1,
         window=SLIDING_WINDOW_TOKENS,
     ),
     "deepseek": Family(tiny_deepseek, prefix_caching=False, attention_backend="CPU_MLA"),

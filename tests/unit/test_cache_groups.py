@@ -60,6 +60,7 @@ FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "everything": [mla(), window(40), state("align"), window(20)],
     "ring buffer": [mla(), ring()],
     "ring buffer and states": [full(), state("align"), ring(), state("align", speculative=2)],
+    "ring buffer and a window": [mla(), window(40), ring()],
     "ring buffer and a window that is replayed": [mla(), replayed(40), ring()],
 }
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -127,7 +128,8 @@ def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: Hybrid
         assert [ours[place].block_id for place in local] == list(local.values())
         assert [theirs[place].block_id for place in remote] == list(remote.values())
         assert all(ours[place].block_hash is None and not ours[place].is_null for place in local)
-        for token in range(first_token_needed(spec, pull.num_tokens), pull.num_tokens):
+        computed = min(pull.num_tokens, decode.scheduler.requests[name].num_prompt_tokens - 1)
+        for token in range(first_token_needed(spec, computed), pull.num_tokens):
             place = token // BLOCK_TOKENS
             assert ours[place].block_hash is not None or (place in local and place in remote)
         if group.window_tokens is not None:
@@ -144,31 +146,23 @@ def check_state(group: GroupPull, spec: MambaSpec | CircularBufferSpec, ours: li
     assert (group.local_first, group.window_tokens) == (0, None)
 
 
-def is_clipped(family: str) -> bool:
-    """Whether D leaves out the last token because of its tables alone: P computes it."""
-    specs = FAMILIES[family]
-    leaves_out = any(isinstance(spec, MambaSpec) or spec.prefix_replay_tokens for spec in specs)
-    return not leaves_out and any(isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs)
-
-
 def has_given_back(family: str, length: int) -> bool:
     """Whether P has no block for a token that the last one of a prompt sees."""
-    return is_clipped(family) and any(
+    specs = FAMILIES[family]
+    leaves_out = any(isinstance(spec, MambaSpec) or spec.prefix_replay_tokens for spec in specs)
+    return not leaves_out and any(
         first_token_needed(spec, length) // BLOCK_TOKENS > first_token_needed(spec, length - 1) // BLOCK_TOKENS
-        for spec in FAMILIES[family]
+        for spec in specs
     )
 
 
-def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull, family: str) -> None:
-    """The built-in connector reads into the same blocks, but that it loads the token that is computed again."""
+def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull) -> None:
+    """The built-in connector reads into the same blocks."""
     builtin = NixlPullConnectorScheduler(decode.config, "engine", decode.cache_config)
-    length = decode.scheduler.requests[name].num_prompt_tokens
-    if is_clipped(family):
-        assert pull.num_tokens == builtin._get_remote_prefill_token_count(length) - 1
-        return
     blocks = decode.scheduler.kv_cache_manager.get_blocks(name)
     theirs = builtin.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
     assert [group.local_block_ids for group in pull.groups] == [list(table) for table in theirs]
+    length = decode.scheduler.requests[name].num_prompt_tokens
     assert pull.num_tokens == builtin._get_remote_prefill_token_count(length)
 
 
@@ -193,8 +187,9 @@ def test_what_is_kept_before_a_window_is_lent_too(retained: int) -> None:
 
 @pytest.mark.parametrize("batch_tokens", [512, 48], ids=["at once", "in chunks"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_all_lengths(family: str, batch_tokens: int) -> None:
+def test_prompts_of_all_lengths(monkeypatch: pytest.MonkeyPatch, family: str, batch_tokens: int) -> None:
     prefill, decode = engine(family, batch_tokens=batch_tokens), engine(family)
+    given_back, reasons = 0, reasons_of(decode, monkeypatch)
     for length in LENGTHS:
         name, tokens = f"request-{length}", tokens_of(length, seed=length)
         remote = prefill.prefill(name, tokens)
@@ -203,13 +198,84 @@ def test_prompts_of_all_lengths(family: str, batch_tokens: int) -> None:
             decode.run(name, tokens, prefill.params[name])
             assert not decode.pull_of(name).awaited
             assert decode.computed[name] == length
+            given_back += 1
             continue
         pull = decode.load(name, tokens, prefill.params[name])
         check_pull(decode, name, pull, prefill, name)
-        check_as_builtin(decode, name, pull, family)
+        check_as_builtin(decode, name, pull)
         decode.loaded(name)
         decode.step()
         assert (decode.finished[name], decode.computed[name]) == ("length", 1)
+    assert reasons == ["window"] * given_back
+
+
+def reasons_of(decode: HybridEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why which prompts are computed on D, from now on."""
+    reasons: list[str] = []
+    connector: Any = decode.scheduler.connector
+    monkeypatch.setattr(connector._scheduler._figures, "note_local_prefill", reasons.append)
+    return reasons
+
+
+def test_a_request_that_loads_nothing_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes one up to have blocks released; another needs its whole prompt computed."""
+    prefill, decode = engine("window"), engine("window")
+    reasons = reasons_of(decode, monkeypatch)
+    prefill.prefill("a", tokens_of(151))
+    for settings in ({"abort_immediately": True}, {"prompt_logprobs": 1}):
+        decode.submit(str(settings), tokens_of(151), prefill.params["a"], **settings)
+        decode.step()
+    assert reasons == []
+    decode.run("b", tokens_of(151), prefill.params["a"])
+    assert reasons == ["window"]
+
+
+@pytest.mark.parametrize("length", [12, 54, 55, 56, 57, 63, 71, 87, 103])
+def test_smaller_blocks_of_p_end_more_often(length: int) -> None:
+    """Of its blocks P says nothing but how many of them hold the prompt."""
+    decode = engine("window")
+    for size in (4, 8, 16, 32, 64):
+        kept = max(0, length - 39) // size * size
+        tables = [list(range(1, -(-length // size) + 1)), list(range(1, -(-length // size) - kept // size + 1))]
+        params = _of_builtin_p(tables, length)
+        decode.submit(f"{size}", tokens_of(length), params)
+        decode.step()
+        lacks = kept > max(0, length - 40)
+        assert decode.pull_of(f"{size}").awaited is not (lacks if size <= BLOCK_TOKENS else (length - 39) % 16 == 0)
+
+
+def test_what_a_compressor_has_given_back_is_not_missed() -> None:
+    """It reads its window when an entry is complete, and then none of its blocks has just been freed."""
+    compressor = replace(replayed(8), bounded_replay=False)
+    prefill, decode = (HybridEngine([mla(), compressor]) for _ in range(2))
+    for length in (39, 55, 71):
+        assert (length - 7) % BLOCK_TOKENS == 0
+        prefill.prefill(f"{length}", tokens_of(length, seed=length))
+        assert decode.load(f"{length}", tokens_of(length, seed=length), prefill.params[f"{length}"]).awaited
+
+
+def test_tables_that_make_no_sense_are_no_error_of_the_engine() -> None:
+    """As a client may write them: so many blocks for so few tokens, and more of them than a block has tokens."""
+    decode = engine("window", blocks=2000)
+    for length, blocks in ((100, 100), (100, 5000), (2, 100), (100, 0), (0, 3)):
+        for told in (length, None):
+            params = _of_builtin_p([list(range(1, blocks + 1))] * 2, told)
+            decode.submit(f"{length}-{blocks}-{told}", tokens_of(100), params)
+            decode.step()
+
+
+def _of_builtin_p(tables: Sequence[Sequence[int]], num_tokens: int | None) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_request_id": "r",
+        "remote_host": "localhost",
+        "remote_port": 5600,
+        "remote_block_ids": tables,
+        "tp_size": 1,
+        "remote_num_tokens": num_tokens,
+    }
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("state", "state with speculation")])
@@ -223,7 +289,7 @@ def test_after_a_prefix_hit(family: str, cached: int) -> None:
     check_grant(prefill, "a", remote)
     pull = decode.load("a", tokens, prefill.params["a"])
     check_pull(decode, "a", pull, prefill, "a")
-    check_as_builtin(decode, "a", pull, family)
+    check_as_builtin(decode, "a", pull)
     for group, spec in zip(pull.groups, FAMILIES[family], strict=True):
         whole = not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec | CircularBufferSpec)
         if whole and family != "everything":
@@ -243,7 +309,7 @@ def test_a_window_that_is_replayed_is_whole_after_a_load(cached: int) -> None:
     decode.run("warm", [*tokens[:64], *tokens_of(20, seed=2)], None)
     pull = decode.load("a", tokens, prefill.params["a"])
     check_pull(decode, "a", pull, prefill, "a")
-    check_as_builtin(decode, "a", pull, family)
+    check_as_builtin(decode, "a", pull)
     assert [group.local_first for group in pull.groups] == [4, 6, 0]
     decode.loaded("a")
     decode.step()
@@ -281,11 +347,12 @@ def test_a_whole_prompt_that_is_cached_reads_nothing() -> None:
     prefill, decode = engine("window"), engine("window")
     tokens = tokens_of(100)
     decode.run("warm", tokens, None)
-    prefill.prefill("a", tokens[:97])
+    prefill.prefill("a", tokens[:96] + tokens[96:97])
     decode.submit("a", tokens[:97], prefill.params["a"])
     decode.step()
-    assert not decode.pull_of("a").awaited
-    assert decode.computed["a"] == 1
+    pull = decode.pull_of("a")
+    assert pull.awaited
+    assert [len(group.local_block_ids) for group in pull.groups] == [1, 1]
 
 
 # --- the end of a prompt that D computes itself ----------------------------------------------------------------------
@@ -455,8 +522,8 @@ def test_a_ring_buffer_after_another_number_of_tokens_is_refused() -> None:
     assert failure.expected.startswith("100")
 
 
-@pytest.mark.parametrize(("family", "loaded"), [("full attention", 100), ("window", 99)])
-def test_fewer_tokens_than_are_loaded_are_refused(family: str, loaded: int) -> None:
+@pytest.mark.parametrize("family", ["full attention", "window"])
+def test_fewer_tokens_than_are_loaded_are_refused(family: str) -> None:
     """The blocks after them hold what was there before, and would enter the prefix cache of D."""
     prefill, decode = engine(family), engine(family)
     prefill.prefill("a", tokens_of(100))
@@ -464,7 +531,7 @@ def test_fewer_tokens_than_are_loaded_are_refused(family: str, loaded: int) -> N
     decode.step()
     rejection = decode.rejection_of("a")
     assert (rejection.failure.field, rejection.failure.found) == ("remote_num_tokens", "97")
-    assert rejection.failure.expected == f"at least {loaded}, the tokens of the prompt that this engine loads"
+    assert rejection.failure.expected == "at least 100, the tokens of the prompt that this engine loads"
     local = [block.block_id for table in decode.tables("a") for block in table if not block.is_null]
     assert rejection.local_block_ids == local
     decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))

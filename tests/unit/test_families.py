@@ -22,7 +22,8 @@ from connector.unsupported import UnsupportedCache
 from tests.unit.hybrid_engine import BLOCK_TOKENS, chunked, full, ring, state, window
 
 LATENT: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-LATENT_WINDOW = SlidingWindowMLASpec(sliding_window=24, **LATENT)
+LATENT_WINDOW = SlidingWindowMLASpec(sliding_window=24, cache_dtype_str="auto", **LATENT)
+COMPRESSOR = SlidingWindowMLASpec(sliding_window=8, **LATENT)
 
 KEPT: list[tuple[KVCacheSpec, Holds, Keeps]] = [
     (full(), Holds.TOKENS, Keeps()),
@@ -30,6 +31,7 @@ KEPT: list[tuple[KVCacheSpec, Holds, Keeps]] = [
     (chunked(64), Holds.TOKENS, Keeps(chunk=64)),
     (MLAAttentionSpec(**LATENT), Holds.TOKENS, Keeps()),
     (LATENT_WINDOW, Holds.TOKENS, Keeps(window=24)),
+    (COMPRESSOR, Holds.TOKENS, Keeps(window=8, is_read_again=False)),
     (ring(), Holds.RING, Keeps(is_state=True)),
     (state("all"), Holds.STATE, Keeps(is_state=True)),
 ]

@@ -118,7 +118,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             [
                 (rate("vllm:nixl_actor_kv_wait_seconds_count", outcome="loaded"), "loaded"),
                 (rate("vllm:nixl_actor_kv_wait_seconds_count", outcome="failed"), "failed"),
-                (rate("vllm:nixl_actor_local_prefills_total"), "computed here, nobody asked for it"),
+                (rate("vllm:nixl_actor_local_prefills_total"), "computed here"),
                 (rate("vllm:nixl_actor_completed_receives_total"), "loaded by ranks"),
             ],
             unit="reqps",
