@@ -83,13 +83,12 @@ def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, host: 
 @pytest.mark.parametrize("variable", ["0.0.0.0", "::"])
 def test_who_listens_at_all_interfaces_says_one_of_them(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """Another machine that tried to connect to all interfaces would reach itself."""
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", variable)
     monkeypatch.setattr(own_address, "get_ip", lambda: "127.0.0.7")
 
     async def main() -> None:
         channel = ZmqSideChannel()
         try:
-            host, listener = open_control_socket(channel, _refuse_failure)
+            host, listener = open_control_socket(channel, variable, _refuse_failure)
             assert host == "127.0.0.7"
             with socket.create_connection((host, listener.port), timeout=5):
                 pass

@@ -338,15 +338,16 @@ def test_silent_local_prefill(role: str, level: str, word: str) -> None:
     assert found(engine("d", role=role), check="silent local prefill") == []
 
 
-def test_a_prefill_engine_that_drains_is_named_where_parameters_are_missing() -> None:
-    """It answers without them; the router has lost nothing."""
-    (rank,) = engine("p", role="kv_producer").ranks
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_a_prefill_engine_that_drains_is_named_where_parameters_are_missing(role: str) -> None:
+    """It answers without them; the router has lost nothing. Decode engines drain too, and answer no prefills."""
+    (rank,) = engine("p", role=role).ranks
     draining = msgspec.structs.replace(extension(), draining="drained")
     said = Advertisement(compatibility_hash="h", metadata=None, actor=draining, error=None)
-    drained = replace(engine("p", role="kv_producer"), ranks=(replace(rank, advertisement=said),))
+    drained = replace(engine("p", role=role), ranks=(replace(rank, advertisement=said),))
     decode = engine("d", *lost(1), role="kv_consumer", counts={"local prefills": 1})
     (finding,) = found(decode, drained, check="silent local prefill")
-    assert "p drains, and answers without them" in finding.what
+    assert ("p drains, and answers without them" in finding.what) is (role != "kv_consumer")
 
 
 def lost(number: int, age_seconds: float = 1.0) -> list[LocalPrefillRow]:
