@@ -150,6 +150,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     # What is done once: imports, caches.
     found.build([pull("warm", [1])])
     found.load([pull("warm", [1])])
+    assert heard.acquire(timeout=HEARD_SECONDS_MAX), "of the first step the actors are told that it is one"
     found.finish(["warm"])
     token.wake_ups.clear()
     yield found
