@@ -198,6 +198,7 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
+        self._keeps_all_tokens = not any(group.keeps.is_clipped for group in self._groups)
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
         self._lends_back = options.bidirectional_kv_xfer and self._can_lend_back(vllm_config)
@@ -541,7 +542,8 @@ class ConnectorScheduler:
             else:
                 tokens = tokens if lent is None else lent
                 self._check_fit(remote, request, tokens)
-                self._check_prompt(remote, request, tokens)
+                if lent is None:
+                    self._check_prompt(remote, request)
                 if self._loads(request) and not self._can_go_on(remote, request, tokens):
                     tokens, because = 0, catalogue.WINDOW
         except ParamsError as error:
@@ -609,15 +611,15 @@ class ConnectorScheduler:
             expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
 
-    def _check_prompt(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
-        """Raise ParamsError for parameters that were given out for a prompt with others than these tokens
-        (`prefix_digest`). For which, a built-in P does not say; it numbers no lease."""
+    def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
+        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
+        built-in P does not say; it numbers no lease."""
         if remote.lease_number is None or not self._loads(request):
             return
         prompt = request.num_prompt_tokens
         # A digest of fewer tokens than are loaded shows nothing of the rest.
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
-        ours = prompt_digests(request, [length for length in said if length >= tokens])
+        ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
         # Of embeddings nobody has a digest.
         is_shown = any(said[length] == digest for length, digest in ours)
         if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
@@ -643,6 +645,8 @@ class ConnectorScheduler:
         fewer does not help: vLLM clips P's tables in the same way when the prompt has been computed, and asks no
         connector before.
         """
+        if self._keeps_all_tokens:
+            return True
         theirs, computed = remote.num_tokens or 0, min(tokens, request.num_prompt_tokens - 1)
         pairs = zip(self._groups, remote.block_ids, strict=True)
         ratio = max((group.remote_blocks_per_block(table, theirs) for group, table in pairs), default=1)
@@ -780,8 +784,10 @@ class ConnectorScheduler:
         """Whether its blocks are kept for another engine when it has finished."""
         if _wants_remote_decode(request):
             # Streamed input: which tokens are left to D is known only at its end. Where none are, it is as any other.
-            return is_request_id(request.request_id) and not (request.resumable and self._tokens_left_to_decode)
-        return self._lends_back and bool(request.kv_transfer_params) and is_request_id(request.request_id)
+            is_wanted = not (request.resumable and self._tokens_left_to_decode)
+        else:
+            is_wanted = self._lends_back and bool(request.kv_transfer_params)
+        return is_wanted and is_request_id(request.request_id)
 
     def _has_room(self) -> bool:
         pool = self._block_pool

@@ -59,12 +59,10 @@ class TransferLedger:
         self._lease_ns = to_ns(lease_seconds)
         self._outcomes: deque[Outcome] = deque()
         # How often each of those has come that are only counted, and what of that was taken: they are not kept, for
-        # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts, and the
-        # sum last; the engine thread takes.
+        # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts; the
+        # engine thread takes.
         self._noted: dict[type[Outcome], int] = dict.fromkeys(COUNTED_AS, 0)
-        self._noted_in_all = 0
         self._noted_taken = self._noted.copy()
-        self._noted_taken_in_all = 0
         self._stats = ConnectorStats()
         self._crashes = CrashCount()
         self._report = WorkerReport()
@@ -137,14 +135,13 @@ class TransferLedger:
         trio thread."""
         if type(outcome) in COUNTED_AS:
             self._noted[type(outcome)] += 1
-            self._noted_in_all += 1
         else:
             self._outcomes.append(outcome)
 
     def take_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call, but for requests that were loaded: see `take_loaded`."""
         results = KVConnectorTransferResults()
-        if self._noted_in_all != self._noted_taken_in_all:
+        if self._noted != self._noted_taken:
             self._take_noted()
         while self._outcomes:
             outcome = self._outcomes.popleft()
@@ -232,7 +229,6 @@ class TransferLedger:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _take_noted(self) -> None:
-        self._noted_taken_in_all = self._noted_in_all
         for kind, times in self._noted.items():
             self._stats.add_noted(kind, times - self._noted_taken[kind])
             self._noted_taken[kind] = times

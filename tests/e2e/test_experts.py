@@ -8,7 +8,6 @@ what vLLM's CPU build lacks for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -22,7 +21,7 @@ from tests.e2e.tiny_model import tiny_mixtral
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENGINES = 2
-AT_ONCE = 6
+SETS = 6
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +62,10 @@ def test_each_serves_each(divided: tuple[Engine, Engine, Traces], p_rank: int, d
 def test_all_at_once(divided: tuple[Engine, Engine, Traces]) -> None:
     prefill, decode, _ = divided
     with PrefillDecode(prefill, decode) as service:
-        texts = [prompt(tokens, f"experts at once {n}") for n in range(AT_ONCE) for tokens in LENGTHS]
-
-        def answer(n: int) -> tuple[int, ...]:
-            answer = service.pd(texts[n], f"experts-at-once-{n}")
-            assert answer.ok, answer.error
-            return answer.token_ids
-
-        with ThreadPoolExecutor(AT_ONCE) as clients:
-            answers = list(clients.map(answer, range(len(texts))))
-        for text, token_ids in zip(texts, answers, strict=True):
-            assert token_ids == service.alone(text).token_ids
+        texts = {f"at-once-{n}-{tokens}": prompt(tokens, f"experts {n}") for n in range(SETS) for tokens in LENGTHS}
+        answers = service.pd_concurrently(texts)
+        for key, text in texts.items():
+            assert answers[key].ok, answers[key].error
+            assert answers[key].token_ids == service.alone(text).token_ids
         assert service.prefill_client.blocks_are_free()
         assert service.decode_client.blocks_are_free()

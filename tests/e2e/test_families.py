@@ -30,7 +30,6 @@ CACHE_BLOCKS = 300
 LEASE_SECONDS = 120.0
 """Longer than any answer takes, and than the patience of `blocks_are_free`: only a notification ends it in time."""
 
-FAR_END = SLIDING_WINDOW_TOKENS - 1
 LENGTHS = (1, 20, 95, 319, LONG_BLOCK_SIZE, 5 * LONG_BLOCK_SIZE, 300, 700)
 """Shorter than a block; a window less a token and whole blocks; one and several whole blocks of either size, and parts
 of one behind them. The last three are several times as long as the sliding window."""
@@ -50,12 +49,13 @@ class Family:
     left_to_decode: int = 0
     """Tokens at the end of a prompt that D computes itself."""
     window: int | None = None
+    """Tokens that a token of some layers sees, itself included; None: all."""
 
     def loads(self, tokens: int) -> bool:
         """Whether D reads anything of a prompt. Where a block ends with the first token that the last one sees, vLLM
         has freed it on P by then, and D computes the prompt."""
-        is_freed = self.window is not None and tokens >= self.window + BLOCK_SIZE_TOKENS - 1
-        is_freed = is_freed and (tokens - (self.window or 0) + 1) % BLOCK_SIZE_TOKENS == 0
+        unseen = 0 if self.window is None else max(0, tokens - self.window + 1)
+        is_freed = unseen > 0 and unseen % BLOCK_SIZE_TOKENS == 0
         return tokens > self.left_to_decode and not is_freed
 
 

@@ -55,14 +55,19 @@ def engine(name: str, *specs: KVCacheSpec, options: dict[str, Any] | None = None
     )
 
 
-def first_turn(decode: HybridEngine, prefill: HybridEngine) -> dict[str, Any]:
-    """A prompt is prefilled on P and answered on D; the parameters that D's answer carries."""
+def answer_first(decode: HybridEngine, prefill: HybridEngine) -> None:
+    """A prompt is prefilled on P and answered on D."""
     prefill.prefill("first", PROMPT)
     decode.load("first", PROMPT, prefill.params["first"], max_tokens=ANSWER)
     decode.loaded("first")
     for _ in range(ANSWER + 2):
         decode.step()
     assert "first" in decode.finished
+
+
+def first_turn(decode: HybridEngine, prefill: HybridEngine) -> dict[str, Any]:
+    """The same; the parameters that D's answer carries."""
+    answer_first(decode, prefill)
     found: dict[str, Any] = decode.params["first"]
     return found
 
@@ -376,10 +381,5 @@ def test_states_that_are_behind_what_was_decoded_are_not_lent(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         prefill, decode = (engine(name, full(), state("none"), replays_states=True) for name in "pd")
     assert "use_replayssm" in caplog.text
-    prefill.prefill("first", PROMPT)
-    decode.load("first", PROMPT, prefill.params["first"], max_tokens=ANSWER)
-    decode.loaded("first")
-    for _ in range(ANSWER + 2):
-        decode.step()
-    assert "first" in decode.finished
+    answer_first(decode, prefill)
     assert "first" not in decode.params
