@@ -2,7 +2,9 @@
 
 What a table still has after n tokens depends on the kind of cache (`families.Keeps`). vLLM clips both sides' tables by
 these rules, for the token after the n-th: on P after the tokens that it has computed, on D after the tokens to load. So
-neither has a block for what only the n-th token itself sees, and D must not compute that one again.
+neither has a block for what only the n-th token itself sees, although vLLM has D compute that one again, as the last
+token of a prompt that was loaded whole. D has the block if it loads a token fewer. P keeps its own longer than vLLM
+does (`far_ends`), and lends it in its place.
 """
 
 from __future__ import annotations
@@ -56,21 +58,42 @@ class TransferGroup:
             window_tokens=self._tokens_kept(num_tokens),
         )
 
-    def lend(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """P: what D may need of a request of which `num_tokens` are computed.
+    def far_end(self, num_tokens: int) -> int | None:
+        """P: the place of the block that a table after so many tokens has just given back, and that the last of them
+        sees. None: there is none. Of a chunk it would be all blocks, of which a built-in D could not leave any out."""
+        if self.keeps.window is None:
+            return None
+        seen, kept = (self._first_kept(tokens) // self.block_size for tokens in (num_tokens - 1, num_tokens))
+        return seen if seen < kept else None
+
+    def lend(self, block_ids: Sequence[int], num_tokens: int, far_end_id: int | None = None) -> list[int]:
+        """P: what D may need of a request of which `num_tokens` are computed. `far_end_id`: of the block that was in
+        the place `far_end`, if it is still P's.
 
         A built-in D pairs from the end and takes windows to be clipped to this number of blocks, or to fewer.
         """
         table = self._last_state(block_ids[: self._blocks_of(num_tokens)])
+        place = self.far_end(num_tokens)
+        if place is not None and far_end_id is not None:
+            table = [*table[:place], far_end_id, *table[place + 1 :]]
         if self.keeps.window is not None:
             table = table[-(self._blocks_of(self.keeps.window + self.keeps.retained) + 1) :]
         return self._without_placeholders(table)
 
-    def reaches(self, num_tokens: int, table_tokens: int, block_size: int) -> bool:
-        """D: whether a table for `table_tokens` tokens still has all that the token after the first `num_tokens` sees.
-        `block_size`: tokens of a block of that table, which may be P's."""
-        kept = self._first_kept(table_tokens)
-        return not self.keeps.is_read_again or kept // block_size * block_size <= self._first_kept(num_tokens)
+    def first_token(self, lent: Sequence[int], num_tokens: int) -> int:
+        """P: which token the first of these blocks begins with, where all of them hold the end of so many. 0: of a
+        state."""
+        return 0 if self.keeps.is_state else (self._blocks_of(num_tokens) - len(lent)) * self.block_size
+
+    def first_needed(self, num_loaded: int, num_tokens: int) -> int:
+        """D: the first token that has to be there so that the one after the first `num_tokens` can be computed, of
+        which `num_loaded`, as many or one more, are loaded."""
+        return self._first_kept(num_tokens if self.keeps.is_read_again else num_loaded)
+
+    def first_in_table(self, num_tokens: int, block_size: int) -> int:
+        """D: which token the first block of a table begins with that is clipped after so many. `block_size`: tokens of
+        a block of that table, which may be P's."""
+        return self._first_kept(num_tokens) // block_size * block_size
 
     def remote_blocks_per_block(self, remote_block_ids: Sequence[int], remote_num_tokens: int) -> int:
         """D: how many of P's blocks may make one of ours, at most, as P's table of so many tokens says if it keeps

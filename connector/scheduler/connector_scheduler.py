@@ -102,6 +102,7 @@ from connector.runtime.draining import Lent
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.draining import SchedulerDraining
 from connector.scheduler.engine_figures import EngineFigures
+from connector.scheduler.far_ends import FarEnds
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests, prompt_digests
@@ -221,6 +222,8 @@ class ConnectorScheduler:
         self._heard_ns: dict[str, int] = {}
         # Leases of the requests that run and will be lent, by request id.
         self._computing: dict[str, LeaseName] = {}
+        # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
+        self._far_ends = FarEnds(self._groups if not self._tokens_left_to_decode else ())
         # Why this engine lends nothing any more; None: it does. The listener's thread may set it too.
         self._stopped: str | None = None
         self._commands: list[Command] = []
@@ -321,6 +324,8 @@ class ConnectorScheduler:
             now_ns = self._clock.now_ns()
             age_seconds = (now_ns - self._heard_ns.pop(request_id, now_ns)) / NS_PER_SECOND
             self._commands.append(LeaseComputing(lease=lease, age_seconds=age_seconds))
+            if _wants_remote_decode(request):
+                self._far_ends.expect(request)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -352,6 +357,7 @@ class ConnectorScheduler:
         if not completed or not keeps:
             if lease is not None:
                 self._commands.append(LeaseWithdrawn(lease=lease))
+            self._far_ends.let_go(request_id)
             return False, None
         return True, self._grant(request, lease or self._new_lease(request_id), block_ids)
 
@@ -364,6 +370,7 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
+        self._far_ends.follow(output)
         if self._spans is not None:
             self._spans.step()
         if not self._is_staged:
@@ -380,6 +387,8 @@ class ConnectorScheduler:
             heard_ns = self._loading.pop(request_id, None)
             if heard_ns is not None:
                 self._note_wait(heard_ns, is_loaded=request_id not in failed)
+        for request_id in output.finished_sending or ():
+            self._far_ends.let_go(request_id)
         self._figures.end_leases(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if self._spans is not None:
@@ -420,6 +429,11 @@ class ConnectorScheduler:
         """
         return bool(self._commands) or self._draining.keeps_stepping
 
+    @property
+    def far_ends_held(self) -> dict[str, list[int]]:
+        """Ids of the blocks that are kept from the pool beside those of requests, by request; see `far_ends`."""
+        return self._far_ends.held
+
     # --- side channel -------------------------------------------------------------------------------------------
 
     def serve_handshakes(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
@@ -452,6 +466,7 @@ class ConnectorScheduler:
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
+        self._far_ends.bind(block_pool)
 
     def shutdown(self) -> None:
         self._draining.forget_sigterm()
@@ -544,8 +559,9 @@ class ConnectorScheduler:
                 self._check_fit(remote, request, tokens)
                 if lent is None:
                     self._check_prompt(remote, request)
-                if self._loads(request) and not self._can_go_on(remote, request, tokens):
-                    tokens, because = 0, catalogue.WINDOW
+                if self._loads(request):
+                    tokens = self._tokens_to_go_on_from(remote, request, tokens)
+                    because = None if tokens else catalogue.WINDOW
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
@@ -599,6 +615,9 @@ class ConnectorScheduler:
         if ours != theirs:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
             raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
+        if remote.first_tokens and len(remote.first_tokens) != ours:
+            expected = f"one for each of {ours} KV cache group(s)"
+            raise ParamsError(BadParams(field="first_tokens", expected=expected, found=str(len(remote.first_tokens))))
         if not self._loads(request):
             return
         found = remote.num_tokens or 0
@@ -637,24 +656,36 @@ class ConnectorScheduler:
         tokens: int = max(0, request.num_prompt_tokens - self._tokens_left_to_decode)
         return tokens
 
-    def _can_go_on(self, remote: RemotePrefill, request: Request, tokens: int) -> bool:
-        """D: whether the next token that is computed would find all that it sees, after so many were loaded.
+    def _tokens_to_go_on_from(self, remote: RemotePrefill, request: Request, tokens: int) -> int:
+        """D: how many to load, so many or one fewer. 0: P lends too little for either.
 
         Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
-        a token after it: where a block ends with what only the last one sees, that block is missing. Loading a token
-        fewer does not help: vLLM clips P's tables in the same way when the prompt has been computed, and asks no
-        connector before.
+        a token after it: where a block ends with what only the last one sees, that block is missing. If a token fewer
+        is loaded, it is there, and is read if P lends its own.
         """
         if self._keeps_all_tokens:
-            return True
-        theirs, computed = remote.num_tokens or 0, min(tokens, request.num_prompt_tokens - 1)
+            return tokens
+        firsts = self._first_tokens(remote)
+        # A state is that of all tokens.
+        fewest = tokens if any(group.keeps.is_state for group in self._groups) else max(1, tokens - 1)
+        for loaded in range(tokens, fewest - 1, -1):
+            computed = min(loaded, request.num_prompt_tokens - 1)
+            if all(
+                max(first, group.first_in_table(loaded, group.block_size)) <= group.first_needed(loaded, computed)
+                for group, first in zip(self._groups, firsts, strict=True)
+            ):
+                return loaded
+        return 0
+
+    def _first_tokens(self, remote: RemotePrefill) -> Sequence[int]:
+        """D: which token P's blocks of each group begin with."""
+        if remote.first_tokens:
+            return remote.first_tokens
+        # A built-in one does not say, but clips its tables as ours are.
+        theirs = remote.num_tokens or 0
         pairs = zip(self._groups, remote.block_ids, strict=True)
         ratio = max((group.remote_blocks_per_block(table, theirs) for group, table in pairs), default=1)
-        return all(
-            group.reaches(computed, theirs, max(1, group.block_size // ratio))
-            and group.reaches(computed, tokens, group.block_size)
-            for group in self._groups
-        )
+        return [group.first_in_table(theirs, max(1, group.block_size // ratio)) for group in self._groups]
 
     def _lent_beginning(self, remote: RemotePrefill, request: Request) -> int | None:
         """D: how many tokens are lent, where there are fewer than it loads and its prompt is known to begin with them;
@@ -811,7 +842,10 @@ class ConnectorScheduler:
             known = tokens = min(tokens, request.num_tokens - 1)
         lengths = {min(known, request.num_prompt_tokens), known} - {0}
         digests = prompt_digests(request, lengths) if is_for_decode else self._prefix_digests(request, lengths)
-        lent = [group.lend(block_ids[group.group_id], tokens) for group in self._groups]
+        far_ends = self._far_ends.lend(request.request_id, tokens)
+        lent = [group.lend(block_ids[group.group_id], tokens, far_ends.get(group.group_id)) for group in self._groups]
+        pairs = zip(self._groups, lent, strict=True)
+        firsts = [] if self._keeps_all_tokens else [group.first_token(table, tokens) for group, table in pairs]
         blocks = sum(map(len, lent))
         self._commands.append(
             LeaseGranted(
@@ -836,6 +870,7 @@ class ConnectorScheduler:
             lease_number=lease.number,
             expires_seconds=expires_seconds,
             prefix_digests=digests,
+            first_tokens=firsts,
             keys=self._key_file.keys if self._key_file is not None else None,
         )
 

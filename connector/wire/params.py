@@ -8,9 +8,9 @@ in protobuf's Struct, which has one kind of number: what P said in integers come
 where it is whole. Dynamo's sidecar for vLLM sends `remote_port`, and no other, as a text, for the built-in connector's
 sake, which would put the float into an address.
 
-The keys and their meaning are those of the built-in connector. Four are ours, and ignored by a built-in engine, which
-does not send them: `lease_number`, `prefix_digests` (`RemotePrefill`), `signature` and, beside it, `signed_host`
-(`connector.wire.signatures`).
+The keys and their meaning are those of the built-in connector. Five are ours, and ignored by a built-in engine, which
+does not send them: `lease_number`, `prefix_digests`, `first_tokens` (`RemotePrefill`), `signature` and, beside it,
+`signed_host` (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are such numbers looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
@@ -84,6 +84,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prefix_digests: tuple[tuple[int, str], ...] = ()
     """Numbers of tokens that the blocks hold, and a digest of so many (`connector.scheduler.prefix_digest`). None: of
     a built-in engine, or of a prompt that is given as embeddings."""
+    first_tokens: tuple[int, ...] = ()
+    """Per cache group, the token that its first block begins with (0: of a state). None: each begins with the first, or
+    P is a built-in one."""
     signature: str | None = None
     """Of all the others; see `require_genuine`."""
     signed_host: str | None = None
@@ -166,6 +169,7 @@ def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LI
         num_tokens=wire.remote_num_tokens,
         lease_number=wire.lease_number,
         prefix_digests=wire.prefix_digests,
+        first_tokens=wire.first_tokens,
         signature=wire.signature,
         signed_host=wire.signed_host,
     )
@@ -208,6 +212,7 @@ def build_remote_prefill(
     pp_size: int = 1,
     expires_seconds: float | None = None,
     prefix_digests: Sequence[tuple[int, str]] = (),
+    first_tokens: Sequence[int] = (),
     keys: ParamsKeys | None = None,
 ) -> dict[str, Any]:
     """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
@@ -221,6 +226,7 @@ def build_remote_prefill(
     """
     lends_back = expires_seconds is not None
     digests = tuple(prefix_digests)
+    firsts = tuple(first_tokens)
     signature: str | None = None
     if keys is not None:
         remote = RemotePrefill(
@@ -235,6 +241,7 @@ def build_remote_prefill(
             num_tokens=num_tokens,
             lease_number=lease_number,
             prefix_digests=digests,
+            first_tokens=firsts,
         )
         signature = keys.sign(remote, lends_back=lends_back)
     return {
@@ -253,6 +260,7 @@ def build_remote_prefill(
         "transfer_mode": "pull",
         "lease_number": lease_number,
         "prefix_digests": [list(each) for each in digests],
+        **({"first_tokens": list(firsts)} if firsts else {}),
         **({"signature": signature, "signed_host": host} if signature is not None else {}),
     }
 
@@ -280,6 +288,7 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
     size_words = f"an integer from 1 to {limits.parallel_size_max}"
     length = Annotated[int, Meta(ge=1, le=limits.tokens_max)]
     digest = Annotated[str, Meta(max_length=64)]
+    first = Annotated[int, Meta(ge=0, le=limits.tokens_max)]
     seconds = Annotated[float, Meta(ge=0, le=1e12)]
     seconds_words = "a finite number of seconds, or null"
     return (
@@ -313,6 +322,12 @@ def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
             "prefix_digests",
             Annotated[tuple[tuple[length, digest], ...], Meta(max_length=PREFIX_DIGESTS_MAX)],
             f"at most {PREFIX_DIGESTS_MAX} pairs of a number of tokens and a digest",
+            (),
+        ),
+        _WireField(
+            "first_tokens",
+            Annotated[tuple[first, ...], Meta(max_length=limits.groups_max)],
+            f"at most {limits.groups_max} numbers of a token, each at most {limits.tokens_max}",
             (),
         ),
         _WireField(

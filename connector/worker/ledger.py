@@ -17,6 +17,8 @@ first token.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -41,6 +43,8 @@ from connector.step_metadata import WorkerReport
 from connector.wire.bounded import shorten
 from connector.worker.finishing import Loaded
 from statemachine.failures import ConnectorStopped, Failure
+
+_Figures = ParamSpec("_Figures")
 
 REASON_LENGTH_MAX = 300
 """Of why this worker has stopped, in characters."""
@@ -150,11 +154,7 @@ class TransferLedger:
             if isinstance(outcome, SumsWanted):
                 self.sums_wanted.append(outcome)
                 continue
-            try:
-                self._stats.add(outcome)
-            except Exception as error:  # a figure is not worth a request
-                self._crashes.note("counting of outcomes", error)
-            self._has_figures = True
+            self._count(self._stats.add, outcome)
             match outcome:
                 case ReceiveEnded():
                     self._end_receive(outcome, results)
@@ -177,8 +177,7 @@ class TransferLedger:
 
     def fail_loaded(self, request_id: str, failure: Failure, results: KVConnectorTransferResults) -> None:
         """Of those of `take_loaded`, in the same step: it could not be finished. Nothing is in flight any more."""
-        self._stats.count_as_failed(failure)
-        self._has_figures = True
+        self._count(self._stats.count_as_failed, failure)
         results.finished_recving.add(request_id)
         results.failed_recving.add(request_id)
 
@@ -230,8 +229,14 @@ class TransferLedger:
 
     def _take_noted(self) -> None:
         for kind, times in self._noted.items():
-            self._stats.add_noted(kind, times - self._noted_taken[kind])
+            self._count(self._stats.add_noted, kind, times - self._noted_taken[kind])
             self._noted_taken[kind] = times
+
+    def _count(self, count: Callable[_Figures, None], *figures: _Figures.args, **named: _Figures.kwargs) -> None:
+        try:
+            count(*figures, **named)
+        except Exception as error:  # a figure is not worth a request
+            self._crashes.note("counting of outcomes", error)
         self._has_figures = True
 
     def _note_stop(self, reason: str) -> None:

@@ -31,8 +31,9 @@ LEASE_SECONDS = 120.0
 """Longer than any answer takes, and than the patience of `blocks_are_free`: only a notification ends it in time."""
 
 LENGTHS = (1, 20, 95, 319, LONG_BLOCK_SIZE, 5 * LONG_BLOCK_SIZE, 300, 700)
-"""Shorter than a block; a window less a token and whole blocks; one and several whole blocks of either size, and parts
-of one behind them. The last three are several times as long as the sliding window."""
+"""Shorter than a block; a window less a token and whole blocks, whose last token sees the last one of a block that vLLM
+has freed on P by then; one and several whole blocks of either size, and parts of one behind them. The last three are
+several times as long as the sliding window."""
 assert {length % BLOCK_SIZE_TOKENS for length in LENGTHS[2:4]} == {(SLIDING_WINDOW_TOKENS - 1) % BLOCK_SIZE_TOKENS}
 assert LENGTHS[-3] > 4 * SLIDING_WINDOW_TOKENS
 
@@ -48,25 +49,15 @@ class Family:
     chunk_tokens: int | None = None
     left_to_decode: int = 0
     """Tokens at the end of a prompt that D computes itself."""
-    window: int | None = None
-    """Tokens that a token of some layers sees, itself included; None: all."""
 
     def loads(self, tokens: int) -> bool:
-        """Whether D reads anything of a prompt. Where a block ends with the first token that the last one sees, vLLM
-        has freed it on P by then, and D computes the prompt."""
-        unseen = 0 if self.window is None else max(0, tokens - self.window + 1)
-        is_freed = unseen > 0 and unseen % BLOCK_SIZE_TOKENS == 0
-        return tokens > self.left_to_decode and not is_freed
+        """Whether D reads anything of a prompt."""
+        return tokens > self.left_to_decode
 
 
 FAMILIES = {
     "llama": Family(tiny_llama, prefix_caching=True),
-    "gemma": Family(
-        tiny_gemma,
-        prefix_caching=True,
-        chunk_tokens=2 * SLIDING_WINDOW_TOKENS,
-        window=SLIDING_WINDOW_TOKENS,
-    ),
+    "gemma": Family(tiny_gemma, prefix_caching=True, chunk_tokens=2 * SLIDING_WINDOW_TOKENS),
     "deepseek": Family(tiny_deepseek, prefix_caching=False, attention_backend="CPU_MLA"),
     "granite": Family(tiny_granite, prefix_caching=False, left_to_decode=1),
 }

@@ -198,6 +198,7 @@ _LENT_BACK = params.build_remote_prefill(
     lease_number=1,
     expires_seconds=1.5,
     prefix_digests=[(16, "abc")],
+    first_tokens=[0],
 )
 
 

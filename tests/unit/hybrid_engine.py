@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.nixl_connector import NixlActorConnector
@@ -48,6 +48,7 @@ from tests.unit.vllm_setup import block_hasher, scheduling_config
 BLOCK_TOKENS = 16
 MAX_MODEL_TOKENS = 512
 SAMPLED_TOKEN = 7
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 _HEAD = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
@@ -157,6 +158,7 @@ class HybridEngine:
         self.finished: dict[str, str] = {}
         self.computed: Counter[str] = Counter()
         """Tokens computed here, per request."""
+        self._content: dict[int, set[tuple[str, int, int]]] = {}
 
     def submit(
         self,
@@ -191,12 +193,15 @@ class HybridEngine:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         self.commands += metadata.commands
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._note_written(request_id, scheduled)
         self.forward(output, metadata)
         sampled = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
+            request = self.scheduler.requests.get(request_id)  # None: aborted meanwhile
             # The scheduler has counted the scheduled tokens already.
-            sampled.append([SAMPLED_TOKEN] if scheduled and request.num_computed_tokens >= request.num_tokens else [])
+            is_whole = request is not None and request.num_computed_tokens >= request.num_tokens
+            sampled.append([SAMPLED_TOKEN] if scheduled and is_whole else [])
         self.computed.update(output.num_scheduled_tokens)
         names = list(output.num_scheduled_tokens)
         ended = self.scheduler.update_from_output(
@@ -215,6 +220,21 @@ class HybridEngine:
     def forward(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """The forward pass of a step; there is no worker, so nothing happens."""
 
+    def still_holds(self, block_id: int, name: str, group: int, place: int) -> bool:
+        """Whether a block is nobody else's, and has what this request computed for this place of its table."""
+        owned = self.scheduler.kv_cache_manager.block_pool.blocks[block_id].ref_cnt > 0
+        return owned and (name, group, place) in self._content.get(block_id, ())
+
+    def _note_written(self, name: str, scheduled: int) -> None:
+        """Of the blocks that a step writes nobody has what was there before; of those of a prefix hit, one more has."""
+        first = self.scheduler.requests[name].num_computed_tokens - scheduled
+        for group, table in enumerate(self.tables(name)):
+            for place, block in enumerate(table):
+                content = self._content.setdefault(block.block_id, set())
+                if block.ref_cnt == 1 and (place + 1) * BLOCK_TOKENS > first:
+                    content.clear()
+                content.add((name, group, place))
+
     def _note(self, output: EngineCoreOutput) -> None:
         if output.kv_transfer_params is not None:
             self.params[output.request_id] = output.kv_transfer_params
@@ -232,7 +252,7 @@ class HybridEngine:
 
     def prefill(self, name: str, tokens: Sequence[int]) -> RemotePrefill:
         """Compute a prompt for somebody else; what the answer says about its KV."""
-        self.run(name, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+        self.run(name, tokens, REMOTE_DECODE)
         self.step()  # The grant goes to the worker with the next step.
         return parse_remote_prefill(self.params[name])
 
@@ -262,6 +282,36 @@ class HybridEngine:
         """The block tables of a request whose blocks are not freed."""
         tables: tuple[Sequence[KVCacheBlock], ...] = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         return tables
+
+
+def tokens_of(length: int, *, seed: int = 0) -> list[int]:
+    return [(31 * seed + 7 * position) % 500 for position in range(length)]
+
+
+def run_streamed(prefill: HybridEngine, *inputs: Sequence[int]) -> Request:
+    """A session of these inputs, whose end is known when the last of them has been computed."""
+    session = _streamed(inputs[0])
+    prefill.scheduler.add_request(session)
+    for tokens in inputs[1:]:
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            prefill.step()
+        prefill.scheduler.add_request(_streamed(tokens))
+    prefill.scheduler.add_request(_streamed([0], is_last=True))
+    while "a" not in prefill.finished:
+        prefill.step()
+    return session
+
+
+def _streamed(tokens: Sequence[int], *, is_last: bool = False) -> Request:
+    """The next input of a session; after the last, vLLM sends one more request, that counts for nothing."""
+    return Request(
+        "a",
+        list(tokens),
+        SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
+        None,
+        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+        resumable=not is_last,
+    )
 
 
 def _cache_config(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:

@@ -34,16 +34,18 @@ from connector.wire.params import RemotePrefill
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     MAX_MODEL_TOKENS,
+    REMOTE_DECODE,
     HybridEngine,
     chunked,
     full,
     mla,
     replayed,
     ring,
+    run_streamed,
     state,
+    tokens_of,
     window,
 )
-from tests.unit.vllm_setup import block_hasher
 
 FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "full attention": [full()],
@@ -63,8 +65,7 @@ FAMILIES: dict[str, Sequence[KVCacheSpec]] = {
     "ring buffer and a window": [mla(), window(40), ring()],
     "ring buffer and a window that is replayed": [mla(), replayed(40), ring()],
 }
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
-LENGTHS = (2, 15, 16, 17, 33, 63, 64, 65, 97, 100, 128, 150)
+LENGTHS = (2, 15, 16, 17, 33, 55, 63, 64, 65, 97, 100, 128, 150, 151)
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +80,6 @@ def engine(family: str, **changes: Any) -> HybridEngine:
     return HybridEngine(specs, **{"caches_prefixes": caches, **changes})
 
 
-def tokens_of(length: int, *, seed: int = 0) -> list[int]:
-    return [(31 * seed + 7 * position) % 500 for position in range(length)]
-
-
 def first_token_needed(spec: KVCacheSpec, computed: int) -> int:
     """The first token that the one after `computed` tokens looks at."""
     match spec:
@@ -95,18 +92,29 @@ def first_token_needed(spec: KVCacheSpec, computed: int) -> int:
 
 
 def check_grant(prefill: HybridEngine, name: str, remote: RemotePrefill) -> None:
-    """What P tells is still its own, and in the places that it says."""
+    """What P tells is still its own, and in the places that it says: what the built-in connector tells, and the far end
+    of a window."""
     assert remote.num_tokens is not None
     builtin = NixlPullConnectorScheduler(prefill.config, "engine", prefill.cache_config)
     computed = prefill.scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(name, remote.num_tokens)
     theirs = [list(table) for table in builtin.get_exchange_clipped_blocks(computed)]
-    for group, table in enumerate(theirs):
+    specs = [group.kv_cache_spec for group in prefill.cache_config.kv_cache_groups]
+    for group, (spec, table) in enumerate(zip(specs, theirs, strict=True)):
         while table[:1] == [NULL_BLOCK_ID]:
             table.pop(0)
-        assert list(remote.block_ids[group]) == table
-    told = {block_id for group in remote.block_ids for block_id in group}
-    held = {block.block_id for table in prefill.tables(name) for block in table if block.ref_cnt and not block.is_null}
-    assert told <= held
+        told = list(remote.block_ids[group])
+        gives_back = isinstance(spec, SlidingWindowSpec) and has_given_back([spec], remote.num_tokens)
+        if gives_back and not _leaves_out(specs):
+            assert told[1:] == table
+        else:
+            assert told == table
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
+            continue
+        first = remote.first_tokens[group] if remote.first_tokens else 0
+        for place, block_id in enumerate(told, first // BLOCK_TOKENS):
+            assert prefill.still_holds(block_id, name, group, place)
+    told_ids = {block_id for group in remote.block_ids for block_id in group}
+    assert all(prefill.scheduler.kv_cache_manager.block_pool.blocks[block_id].ref_cnt for block_id in told_ids)
     assert prefill.grant_of(name).blocks == sum(map(len, remote.block_ids))
 
 
@@ -116,7 +124,8 @@ def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: Hybrid
     assert pull.remote_num_tokens is not None
     specs = [group.kv_cache_spec for group in decode.cache_config.kv_cache_groups]
     assert len(pull.groups) == len(specs)
-    for group, spec, ours, theirs in zip(pull.groups, specs, decode.tables(name), prefill.tables(lent), strict=True):
+    pairs = zip(pull.groups, specs, decode.tables(name), prefill.tables(lent), strict=True)
+    for number, (group, spec, ours, theirs) in enumerate(pairs):
         if isinstance(spec, MambaSpec | CircularBufferSpec):
             check_state(group, spec, [each.block_id for each in ours], [each.block_id for each in theirs])
             continue
@@ -126,7 +135,8 @@ def check_pull(decode: HybridEngine, name: str, pull: StartPull, prefill: Hybrid
         local = dict(enumerate(group.local_block_ids, group.local_first))
         remote = dict(enumerate(group.remote_block_ids, remote_first))
         assert [ours[place].block_id for place in local] == list(local.values())
-        assert [theirs[place].block_id for place in remote] == list(remote.values())
+        for place, block_id in remote.items():
+            assert theirs[place].block_id == block_id or prefill.still_holds(block_id, lent, number, place)
         assert all(ours[place].block_hash is None and not ours[place].is_null for place in local)
         computed = min(pull.num_tokens, decode.scheduler.requests[name].num_prompt_tokens - 1)
         for token in range(first_token_needed(spec, computed), pull.num_tokens):
@@ -146,14 +156,26 @@ def check_state(group: GroupPull, spec: MambaSpec | CircularBufferSpec, ours: li
     assert (group.local_first, group.window_tokens) == (0, None)
 
 
-def has_given_back(family: str, length: int) -> bool:
-    """Whether P has no block for a token that the last one of a prompt sees."""
-    specs = FAMILIES[family]
-    leaves_out = any(isinstance(spec, MambaSpec) or spec.prefix_replay_tokens for spec in specs)
-    return not leaves_out and any(
+def has_given_back(specs: Sequence[KVCacheSpec], length: int) -> bool:
+    """Whether vLLM frees a block on P, when a prompt has been computed, that its last token sees."""
+    return any(
         first_token_needed(spec, length) // BLOCK_TOKENS > first_token_needed(spec, length - 1) // BLOCK_TOKENS
         for spec in specs
     )
+
+
+def _leaves_out(specs: Sequence[KVCacheSpec]) -> bool:
+    """Whether D computes the last token of every prompt without P having computed it."""
+    return any(isinstance(spec, MambaSpec) or spec.prefix_replay_tokens for spec in specs)
+
+
+def computes_whole(family: str, length: int) -> bool:
+    """Whether D has to compute a prompt: P has given back a chunk, or a state is that of the last token too."""
+    specs = FAMILIES[family]
+    keeps = [spec for spec in specs if isinstance(spec, ChunkedLocalAttentionSpec)]
+    if any(isinstance(spec, CircularBufferSpec) for spec in specs):
+        keeps = list(specs)
+    return not _leaves_out(specs) and has_given_back(keeps, length)
 
 
 def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull) -> None:
@@ -162,8 +184,9 @@ def check_as_builtin(decode: HybridEngine, name: str, pull: StartPull) -> None:
     blocks = decode.scheduler.kv_cache_manager.get_blocks(name)
     theirs = builtin.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
     assert [group.local_block_ids for group in pull.groups] == [list(table) for table in theirs]
-    length = decode.scheduler.requests[name].num_prompt_tokens
-    assert pull.num_tokens == builtin._get_remote_prefill_token_count(length)
+    length = builtin._get_remote_prefill_token_count(decode.scheduler.requests[name].num_prompt_tokens)
+    specs = [group.kv_cache_spec for group in decode.cache_config.kv_cache_groups]
+    assert pull.num_tokens == length - (not _leaves_out(specs) and has_given_back(specs, length))
 
 
 @pytest.mark.parametrize("retained", [3, 16, 40])
@@ -194,7 +217,7 @@ def test_prompts_of_all_lengths(monkeypatch: pytest.MonkeyPatch, family: str, ba
         name, tokens = f"request-{length}", tokens_of(length, seed=length)
         remote = prefill.prefill(name, tokens)
         check_grant(prefill, name, remote)
-        if has_given_back(family, length):
+        if computes_whole(family, length):
             decode.run(name, tokens, prefill.params[name])
             assert not decode.pull_of(name).awaited
             assert decode.computed[name] == length
@@ -226,7 +249,7 @@ def test_a_request_that_loads_nothing_is_not_counted(monkeypatch: pytest.MonkeyP
         decode.submit(str(settings), tokens_of(151), prefill.params["a"], **settings)
         decode.step()
     assert reasons == []
-    decode.run("b", tokens_of(151), prefill.params["a"])
+    decode.run("b", tokens_of(151), _as_builtin_says(prefill.params["a"]))
     assert reasons == ["window"]
 
 
@@ -262,6 +285,16 @@ def test_tables_that_make_no_sense_are_no_error_of_the_engine() -> None:
             params = _of_builtin_p([list(range(1, blocks + 1))] * 2, told)
             decode.submit(f"{length}-{blocks}-{told}", tokens_of(100), params)
             decode.step()
+
+
+def _as_builtin_says(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of P as a built-in one would have said them: without what vLLM has freed."""
+    ours = ("lease_number", "prefix_digests", "first_tokens")
+    said = {key: value for key, value in params.items() if key not in ours}
+    first, num_tokens = params["first_tokens"], params["remote_num_tokens"]
+    kept = [0, max(0, num_tokens - 39) // BLOCK_TOKENS]
+    tables = zip(params["remote_block_ids"], kept, first, strict=True)
+    return {**said, "remote_block_ids": [table[place - start // BLOCK_TOKENS :] for table, place, start in tables]}
 
 
 def _of_builtin_p(tables: Sequence[Sequence[int]], num_tokens: int | None) -> dict[str, Any]:
@@ -361,14 +394,14 @@ def test_a_whole_prompt_that_is_cached_reads_nothing() -> None:
 @pytest.mark.parametrize("family", ["state", "cached states", "everything"])
 def test_prefill_stops_one_token_before_the_end_for_a_state(family: str) -> None:
     prefill = engine(family)
-    request = prefill.submit("a", tokens_of(100), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=9)
+    request = prefill.submit("a", tokens_of(100), REMOTE_DECODE, max_tokens=9)
     assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (99, 99, 1)
     assert list(request.prompt_token_ids) == list(request.all_token_ids) == tokens_of(99)
     prefill.step()
     prefill.step()  # States are cached at block boundaries, so a step ends there.
     assert prefill.params["a"]["remote_num_tokens"] == 99
     others = engine("window")
-    request = others.submit("a", tokens_of(100), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=9)
+    request = others.submit("a", tokens_of(100), REMOTE_DECODE, max_tokens=9)
     assert (request.num_prompt_tokens, request.max_tokens) == (100, 9)
 
 
@@ -429,32 +462,6 @@ def test_what_p_will_not_lend_it_computes_whole(monkeypatch: pytest.MonkeyPatch,
     assert (request.num_prompt_tokens, request.max_tokens) == (40, 9)
 
 
-def streamed(tokens: Sequence[int], *, is_last: bool = False) -> Request:
-    """The next input of a session; after the last, vLLM sends one more request, that counts for nothing."""
-    return Request(
-        "a",
-        list(tokens),
-        SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
-        None,
-        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
-        resumable=not is_last,
-    )
-
-
-def run_streamed(prefill: HybridEngine, *inputs: Sequence[int]) -> Request:
-    """A session of these inputs, whose end is known when the last of them has been computed."""
-    session = streamed(inputs[0])
-    prefill.scheduler.add_request(session)
-    for tokens in inputs[1:]:
-        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-            prefill.step()
-        prefill.scheduler.add_request(streamed(tokens))
-    prefill.scheduler.add_request(streamed([0], is_last=True))
-    while "a" not in prefill.finished:
-        prefill.step()
-    return session
-
-
 @pytest.mark.parametrize("family", ["state", "cached states"])
 def test_a_streamed_prompt_keeps_all_of_its_tokens_and_is_not_lent(family: str) -> None:
     """Nobody knows which are its last: a state would be of other tokens than D expects, and the input has a gap."""
@@ -491,7 +498,7 @@ def test_a_prompt_of_one_token_is_computed_on_both_sides() -> None:
 def test_a_request_for_prompt_logprobs_is_computed_on_both_sides() -> None:
     """It may not read cached KV, so D loads nothing and P computes all of it."""
     prefill, decode = engine("state"), engine("state")
-    prefill.submit("a", tokens_of(50), {"do_remote_decode": True, "do_remote_prefill": False}, prompt_logprobs=1)
+    prefill.submit("a", tokens_of(50), REMOTE_DECODE, prompt_logprobs=1)
     prefill.step()
     assert prefill.params["a"]["remote_num_tokens"] == 50
     decode.submit("a", tokens_of(50), prefill.params["a"], prompt_logprobs=1)
@@ -590,7 +597,7 @@ def test_a_prefill_that_was_preempted_tells_the_blocks_of_its_second_life() -> N
     prefill.step()
     prefill.step()
     tokens = tokens_of(120)
-    request = prefill.submit("a", tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    request = prefill.submit("a", tokens, REMOTE_DECODE)
     for _ in range(200):
         prefill.step()
         if request.num_preemptions:

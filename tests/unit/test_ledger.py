@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from connector.clock import to_ns
-from connector.observe.stats import COUNTED_AS
+from connector.observe.stats import COUNTED_AS, ConnectorStats
 from connector.protocol import (
     LeaseGranted,
     Memory,
@@ -19,6 +19,7 @@ from connector.protocol import (
     ReceiveEnded,
     RejectPull,
     SendEnded,
+    StrayReleaseNoted,
     SumsWanted,
     TrackLease,
     WorkerStopped,
@@ -63,6 +64,24 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
     book.take_results()
     assert book.take_loaded() == [Loaded(request_id="a", block_ids=([1],), landed=None, unfilled=unfilled)]
     assert book.take_loaded() == []
+
+
+def test_a_figure_is_not_worth_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, _ = ledger()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug in the figures")
+
+    for fold in ("add", "add_noted", "count_as_failed"):
+        monkeypatch.setattr(ConnectorStats, fold, fail)
+    book.enter(pull("a", [1]))
+    book.record(ended("a", [1]))
+    book.record(StrayReleaseNoted())
+    results = book.take_results()
+    (loaded,) = book.take_loaded()
+    book.fail_loaded(loaded.request_id, PackingFailed(error="no room"), results)
+    assert results.failed_recving == {"a"}
+    assert book.open_receives == 0
 
 
 def test_a_loaded_request_that_could_not_be_finished_has_failed() -> None:

@@ -49,6 +49,7 @@ LENT = RemotePrefill(
     num_tokens=200,
     lease_number=2**62,
     prefix_digests=((100, "ab"), (200, "cd")),
+    first_tokens=(0, 176),
 )
 
 CHANGED: dict[str, Any] = {
@@ -63,6 +64,7 @@ CHANGED: dict[str, Any] = {
     "num_tokens": 199,
     "lease_number": 2**62 + 1,
     "prefix_digests": ((100, "ab"), (200, "ce")),
+    "first_tokens": (0, 160),
     "signed_host": "10.0.0.2",
 }
 """Another value for each field of the parameters."""

@@ -61,6 +61,7 @@ def test_round_trip_through_json() -> None:
 def test_integers_may_come_as_floats() -> None:
     """As from routers that hand parameters on in protobuf's Struct, Dynamo's sidecar for vLLM among them."""
     raw = VALID | {"lease_number": 2**48 + 1, "prefix_digests": [[100, "ab"], [200, "cd"]], "dcp_size": 1, "pp_size": 3}
+    raw["first_tokens"] = [0, 176]
     assert parse_remote_prefill(as_floats(raw)) == parse_remote_prefill(raw)
     ends = raw | {"remote_blocks_expiry_time": 12.0}
     assert parse_remote_prefill(as_floats(ends)) == parse_remote_prefill(ends)
@@ -154,6 +155,12 @@ WRONG: list[tuple[str, Any]] = [
     ("remote_blocks_expiry_time", float("inf")),
     ("remote_blocks_expiry_time", -1.0),
     ("remote_blocks_expiry_time", 10**400),
+    ("first_tokens", [-1]),
+    ("first_tokens", [0.5]),
+    ("first_tokens", [2**31]),
+    ("first_tokens", [0] * 65),
+    ("first_tokens", 16),
+    ("first_tokens", None),
     ("lease_number", 0),
     ("lease_number", -1),
     ("lease_number", 2**63),

@@ -17,6 +17,7 @@ from connector.runtime import block_tables
 from connector.runtime.connections import Connections
 from connector.scheduler import connector_scheduler
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.far_ends import FarEnds
 from tests.simulation.mutants.executors import level2
 from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Seeds, Set
 
@@ -24,6 +25,8 @@ STATES = 16
 """A seed of level `vllm` whose engines keep one state for each request."""
 UNNUMBERED = 47
 """One whose prefill engines number no leases besides: nobody says there of which prompt parameters are."""
+WINDOWS = 3
+"""One whose engines keep a window."""
 LATE = 109
 """A seed with states whose devices are late; D caches them."""
 _GOES_ON = Edit(ConnectorScheduler._leave_tokens_to_decode, "request.max_tokens = 1", "pass")
@@ -111,6 +114,30 @@ MUTANTS = (
             ),
         ),
         place=with_vllm("bytes"),
+    ),
+    Mutant(
+        name="far end let go when lent",
+        broken="P names the block at the far end of a window, and lets anybody have it",
+        changes=(
+            Edit(
+                FarEnds.lend,
+                "return self._held.get(request_id, {})",
+                "held = self._held.get(request_id, {}); self._free(request_id); return held",
+            ),
+        ),
+        place=with_vllm("bytes", first=WINDOWS),
+    ),
+    Mutant(
+        name="far end never let go",
+        broken="the block at the far end of a window stays out of the pool when the lease has ended",
+        changes=(Edit(ConnectorScheduler.update_connector_output, "self._far_ends.let_go(request_id)", "pass"),),
+        place=with_vllm("blocks", first=WINDOWS),
+    ),
+    Mutant(
+        name="the last token does not see its window",
+        broken="a prompt is loaded whole whose last token is computed again without the far end of its window",
+        changes=(Edit(ConnectorScheduler._tokens_to_go_on_from, "if self._keeps_all_tokens:", "if True:"),),
+        place=with_vllm("bytes", first=WINDOWS),
     ),
     Mutant(
         name="loaded blocks are zeroed",

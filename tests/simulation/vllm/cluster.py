@@ -43,6 +43,9 @@ MISTAKEN_SHARE = 0.08
 STOP_SHARE = 0.3
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
+QUEUED_MAX = 32
+"""Prompts that routers let wait for one engine; one that comes then is refused. An engine with few blocks may have lent
+most of them to nobody, for as long as a lease lasts, and more would still wait when the run is over."""
 ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
 ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
@@ -95,6 +98,8 @@ class VllmCluster(Cluster):
         self._faults = SlowerReads(plan, 1 if self._shape.reads_inline else self._knobs.read_slowdown)
         self._has_states = self._shape.model.second is SecondGroup.STATE
         self._requests = Requests(self._oracles, recomputes=self._knobs.recomputes, circumstances=self._circumstances())
+        # Prompts that wait for an engine or are computed there, by its name.
+        self._queued: Counter[str] = Counter()
         # With draws of their own.
         self._forgeries = generator(plan.seed, "forgeries")
         self._mistakes = generator(plan.seed, "prompts of others")
@@ -241,8 +246,13 @@ class VllmCluster(Cluster):
 
     async def _prefill_prompt(self, prefill: VllmEngine, ask: Ask) -> dict[str, Any] | None:
         """The parameters of the answer as the router has them; None when there is no answer."""
+        if self._queued[prefill.name] >= QUEUED_MAX:
+            self._requests.cover("refused by the router")
+            return None
+        self._queued[prefill.name] += 1
         prefill.submit(ask)
         await ask.ended.wait()
+        self._queued[prefill.name] -= 1
         if ask.answer_params is None:
             return None
         # An answer is on its way for longer than the ranks of an engine are apart.

@@ -66,7 +66,7 @@ class Sequence:
         return token if kv_is_right else (token + 1) % VOCABULARY_SIZE
 
     def mismatches(self, memory: RankMemory, tables: BlockTables, tokens: int) -> list[int]:
-        """Blocks in which the KV of the first `tokens` tokens is not what it should be, as far as it is kept."""
+        """Blocks in which the KV of the first `tokens` tokens is not what it should be, as far as the next one sees."""
         wrong: set[int] = set()
         for group, table in enumerate(tables):
             if _is_state(memory, group):
@@ -74,8 +74,7 @@ class Sequence:
                 if (memory.groups[group][:, block] != self._expected_state(memory, group, tokens)).any():
                     wrong.add(block)
                 continue
-            # The token at the far end of a window is not loaded where a block ends there.
-            start = max(0, tokens - WINDOW_TOKENS + 2) if group else 0
+            start = max(0, tokens - WINDOW_TOKENS + 1) if group else 0
             found, expected, blocks = self._parts(memory, group, table, start, tokens)
             differs = (found != expected).any(axis=(1, 2))
             wrong.update(blocks[differs].tolist())

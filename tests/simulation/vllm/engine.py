@@ -561,7 +561,8 @@ class VllmEngine:
         self.around.oracles.check_unwritten(self.name, block_ids, self.process.blocks_written_to(), action)
 
     def _check_blocks(self) -> None:
-        """Every reference belongs to a request, to a step that is under way, or to a quarantine."""
+        """Every reference belongs to a request, to a step that is under way, to a quarantine, or to the far end of a
+        window of a request that is lent or computed to be."""
         for outcome in self._collected:
             match outcome:
                 case ReceiveEnded(quarantined=True):
@@ -574,6 +575,9 @@ class VllmEngine:
         expected = [0] * self._pool.num_gpu_blocks
         for block_id, count in self._quarantined.items():
             expected[block_id] += count
+        far_ends = self.scheduler.connector.scheduler_side.far_ends_held
+        for block_id in (block_id for blocks in far_ends.values() for block_id in blocks):
+            expected[block_id] += 1
         held = [blocks for group in self._held for blocks in group.values()]
         for blocks in [*held, *(blocks for _, blocks in self.scheduler.deferred_frees)]:
             for block in blocks:
@@ -584,7 +588,7 @@ class VllmEngine:
             detail = ", ".join(f"block {number}: {found[number]} of {expected[number]}" for number in wrong)
             self.around.oracles.complain("blocks", f"{self.name} counts wrong references: {detail}")
             self._quarantined.update({number: found[number] - expected[number] for number in wrong})
-        strangers = set().union(*self._held) - self.scheduler.requests.keys()
+        strangers = set(far_ends).union(*self._held) - self.scheduler.requests.keys()
         if strangers:
             self.around.oracles.complain("blocks", f"{self.name}: {sorted(strangers)} are gone and hold blocks")
 
@@ -598,6 +602,7 @@ class VllmEngine:
             "requests that wait for blocks": len(side._waiting),
             "requests that load": len(side._loading),
             "prefills in the scheduler": len(side._computing),
+            "far ends of windows": len(side.far_ends_held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
         }
