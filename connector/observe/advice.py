@@ -49,8 +49,9 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": (
-        "prefill again; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these; if it is all "
-        "requests of one engine, see with nixl-actor doctor whether another has the same engine_id"
+        "prefill again, and nothing else if P was restarted; raise lease_limit_seconds or kv_lease_duration if D's "
+        "queue is longer than these; if it is all requests of one engine, see with nixl-actor doctor whether another "
+        "has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
     "Corrupt": "take P's and D's machines out of service one by one: a network card, driver or memory corrupts data",
