@@ -23,6 +23,8 @@ Rules
     NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
     descriptor are read a second time, to the same place. If that is refused or fails, the READ has failed. It is short,
     so that the call mostly returns before the engine thread has noticed that it could have the interpreter.
+    That holds for one connection. UCX's threads have one each, and nobody can ask in which state these are
+    (docs/nixl.md fact 32). So UCX is given no threads.
 * The first READ between two agents makes UCX's connections and takes it milliseconds longer than any further one,
   whatever was asked of NIXL before. So when the first list of an agent is prepared, the first bytes of its memory are
   read into a few of the port's own. Nobody waits for that READ, nobody is told of it, and it may fail: a request's own
@@ -266,6 +268,8 @@ class AgentCore:
     ) -> None:
         self._nixl = _import_nixl(package)
         self._name = agent_name
+        if "UCX" in backends:
+            num_threads = 0  # see the module's rules
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,

@@ -306,6 +306,19 @@ def test_fact_22_a_read_across_a_hole_is_cut_short_and_called_done(over_copies: 
     assert not over_copies.memory[5:7].any()
 
 
+def test_fact_32_a_block_that_a_thread_of_ucx_could_not_read_is_not_missed() -> None:
+    pair = Pair(None, num_threads=1, sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)
+    try:
+        many = [0, 2] * 1000  # NIXL leaves 1024 descriptors and more to a thread
+        pair.read(ids(*many))
+        assert pair.source.ask("unmap 5") == 0
+        pair.read(ids(*many, 5, *many))
+        assert not pair.memory[5].any()
+        pair.read(ids(0))  # another connection, which knows nothing of it
+    finally:
+        pair.end()
+
+
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
