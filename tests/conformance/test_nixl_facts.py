@@ -341,6 +341,22 @@ def test_facts_7_and_8_one_bad_read_breaks_the_connection_until_the_agent_is_rem
     assert (pair.memory[1] == 2).all()
 
 
+def test_fact_33_mangled_metadata_make_nixl_forget_an_agent_whose_reads_go_on(over_tcp: Pair) -> None:
+    pair = over_tcp
+    handle = pair.read_in_flight()
+    with pytest.raises(NotFound):
+        pair.agent.add_remote_agent(pair.source.metadata[:-30])
+    with pytest.raises(NotFound):
+        pair.agent.check_xfer_state(handle)
+    pair.agent.remove_remote_agent(pair.name)
+    pair.agent.release_xfer_handle(handle)
+    pair.memory[:] = 0
+    pair.source.resume()
+    pair.blocks_written_while_polled(at_least=BLOCKS)
+    with pytest.raises(nixl.nixlBind.nixlInvalidParamError):
+        pair.agent.add_remote_agent(pair.source.metadata)
+
+
 @pytest.mark.timeout(300)
 def test_fact_29_over_tcp_a_reader_that_is_killed_may_take_its_source_along() -> None:
     """Whether it does depends on how far the source has come when it hears of the reader's end."""
