@@ -51,7 +51,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     backends: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=64)], ...], Meta(min_length=1)] = ("UCX",)
     """NIXL back ends, of the built-in connector."""
     num_threads: Annotated[int, Meta(ge=0, le=64)] = 0
-    """Threads of NIXL's UCX back end, of the built-in connector. 0: only the connector's own thread moves data."""
+    """Threads of NIXL's back ends, of the built-in connector. UCX gets none, and the connector's own thread moves the
+    data: of what threads of UCX have read nobody can say whether all of it has arrived (docs/nixl.md fact 32)."""
     enforce_handshake_compat: bool = True
     """Refuse engines whose compatibility hash differs, of the built-in connector."""
     engine_ttl: Annotated[float, Meta(ge=0, le=31_536_000)] = 3600.0
@@ -212,6 +213,8 @@ def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOpti
     for name in _OF_TRACE:
         if name in extra_config and options.trace_directory is None:
             _log.warning("Option %s has no effect without trace_directory", name)
+    if options.num_threads and "UCX" in options.backends:
+        _log.warning("Option num_threads has no effect with the back end UCX: its threads may lose blocks unnoticed")
     if options.allow_insecure_peers and all(getattr(options, name) is None for name in _OF_KEYS):
         _log.warning("Option allow_insecure_peers has no effect without %s", " or ".join(_OF_KEYS))
 

@@ -19,6 +19,7 @@ Contract (each line is a test of the suite)
 * NIXL may forget an agent that nobody removed. Then READs from it end with an error as soon as that is noticed, with
   `transport_lost` and not quiescent, new ones are refused with `transport_lost`, and so are notifications. Removing the
   agent and adding it again heals it.
+* Metadata that are refused cost nothing that is loaded, also when they name an agent that is.
 * The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
   agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,

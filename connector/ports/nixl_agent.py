@@ -105,9 +105,9 @@ class RealNixlPort:
         """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
 
         `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
-        each peer with memory of that kind; None: on the host. `num_threads` is UCX's (0: none;
-        otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's thread first: for VRAM it must
-        make the device current, or UCX finds no CUDA context and does without NVLink.
+        each peer with memory of that kind; None: on the host. `num_threads` is for back ends
+        other than UCX (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's thread
+        first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
         `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
         """
         port = cls(agent_name)

@@ -23,10 +23,15 @@ Rules
     NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
     descriptor are read a second time, to the same place. If that is refused or fails, the READ has failed. It is short,
     so that the call mostly returns before the engine thread has noticed that it could have the interpreter.
+    That holds for one connection. UCX's threads have one each, and nobody can ask in which state these are
+    (docs/nixl.md fact 32). So UCX is given no threads.
 * The first READ between two agents makes UCX's connections and takes it milliseconds longer than any further one,
   whatever was asked of NIXL before. So when the first list of an agent is prepared, the first bytes of its memory are
   read into a few of the port's own. Nobody waits for that READ, nobody is told of it, and it may fail: a request's own
   READ says why. The agent's removal does not wait for it either; its handle is released after that.
+* Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
+  others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
+  on (docs/nixl.md fact 33); whoever answers a handshake can send those.
 * Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
   the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
   to a ceiling that depends on what it waits for. A command ends a pause at once.
@@ -38,6 +43,7 @@ import atexit
 import codecs
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import os
 import threading
@@ -102,6 +108,10 @@ UNDELIVERED_EVENTS_MAX = 10_000
 
 PROBE_BYTES = 8
 """Of a descriptor that is read a second time, or for the sake of the connection, if it is so long."""
+
+_METADATA_BEGIN = b"nixlSerDes|Agent"
+_LENGTH_BYTES = 8
+"""Of an agent's metadata: what they begin with, and the length of the name that follows."""
 
 _ONE = np.zeros(1, dtype=np.int32)
 """The ids of a READ of the first descriptor of a list."""
@@ -266,6 +276,8 @@ class AgentCore:
     ) -> None:
         self._nixl = _import_nixl(package)
         self._name = agent_name
+        if "UCX" in backends:
+            num_threads = 0  # see the module's rules
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,
@@ -288,7 +300,8 @@ class AgentCore:
         self._registrations.append(self._agent.register_memory([(*row, "")], memory.memory_kind, list(backends)))
         self._scratch: Any = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [row], memory.memory_kind)
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
-        self.agents: set[AgentName] = set()
+        self.agents: dict[AgentName, bytes] = {}
+        """With a digest of the metadata that each was loaded with."""
         self.lists: dict[DescriptorListHandle, _List] = {}
         self.reads: dict[ReadHandle, _Read] = {}
         """READs in flight."""
@@ -307,12 +320,15 @@ class AgentCore:
 
     def add_remote_agent(self, metadata: bytes) -> AgentName:
         """Load a peer, or keep it if its removal is still waiting for a READ."""
+        named, digest = _agent_named_in(metadata), hashlib.sha256(metadata).digest()
+        if named is not None and self.agents.get(named, digest) != digest:
+            raise CallRefused(f"agent {named} is loaded, with other metadata")
         loaded: bytes | str = self._agent.add_remote_agent(metadata)
         name = _text(loaded)
         if isinstance(loaded, bytes) and name.encode() != loaded:
             self._agent.remove_remote_agent(loaded)
             raise CallRefused(f"the agent's name is not UTF-8: {name}")
-        self.agents.add(name)
+        self.agents[name] = digest
         self._leaving.discard(name)
         return name
 
@@ -332,7 +348,7 @@ class AgentCore:
         if any(read.agent == name for _, read in self._done):
             return
         self._leaving.discard(name)
-        self.agents.discard(name)
+        del self.agents[name]
         self._met.discard(name)
         self._agent.remove_remote_agent(name)
         self._forget_first_read(name)
@@ -846,6 +862,15 @@ def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
     if isinstance(error, UnicodeDecodeError) and getattr(_thread_state, "is_lenient", False):
         return codecs.backslashreplace_errors(error)
     return codecs.strict_errors(error)
+
+
+def _agent_named_in(metadata: bytes) -> AgentName | None:
+    """Whose metadata these are, which NIXL writes first; None: no agent's."""
+    name_at = len(_METADATA_BEGIN) + _LENGTH_BYTES
+    if not metadata.startswith(_METADATA_BEGIN):
+        return None
+    length = int.from_bytes(metadata[len(_METADATA_BEGIN) : name_at], "little")
+    return _text(metadata[name_at : name_at + length])
 
 
 def _text(name: str | bytes) -> AgentName:

@@ -113,7 +113,7 @@ class Reached(enum.Enum):
     """How far a question has come that is not answered yet."""
 
     NOTHING = enum.auto()
-    """The name server has not answered."""
+    """Nothing was sent: the name server has not answered, or this process has not come to it."""
     ADDRESS = enum.auto()
     """The host has not answered."""
     PORT = enum.auto()

@@ -35,6 +35,7 @@ from connector.layout.remote import layout_in_steps, own_regions
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.layout.verification import Match, match
+from connector.ports.host_names import is_ip_address
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import (
     ConnectionRefused,
@@ -72,6 +73,10 @@ RANKS_MAX = 1024
 FIRST_RANK = RankId(0, 0)
 
 _REACHED_DETAIL = {
+    Reached.NOTHING: (
+        "nothing was sent, because this engine itself did not come to it: was its process stopped, or its machine "
+        "overloaded?"
+    ),
     Reached.ADDRESS: (
         "no connection came about: is its machine up, does VLLM_NIXL_SIDE_CHANNEL_HOST on it name an address that this "
         "engine can reach, does a firewall drop the packets?"
@@ -198,7 +203,7 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
 
 
 def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> Failure:
-    if reached is Reached.NOTHING:
+    if reached is Reached.NOTHING and not is_ip_address(peer.host):
         return _not_resolved(peer, f"no name server answered within {timeout_seconds:g} s")
     return HandshakeTimeout(
         peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]

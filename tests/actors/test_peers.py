@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.advice import WHAT_TO_DO
+from connector.ports.host_names import HostNames
 from connector.ports.nixl import PortBroken
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -678,6 +680,26 @@ def test_name_server_that_does_not_answer_is_not_the_engine_s_fault() -> None:
 
     with name_server():
         run(test)
+
+
+def test_engine_that_stood_still_itself_blames_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = HostNames.address
+
+    async def address(names: HostNames, host: str, port: int) -> str:
+        time.sleep(0.3)  # as a process that is stopped, or whose engine keeps the interpreter
+        return await found(names, host, port)
+
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=0.2)
+        async with engine("p", serves=True) as p, engine("d", options=options) as d:
+            with monkeypatch.context() as patched:
+                patched.setattr(HostNames, "address", address)
+                d.pull("a", p, [1], [1])
+                failure = await failure_of(d, "a")
+            assert failure.kind == "HandshakeTimeout"
+            assert "this engine itself did not come to it" in str(failure)
+
+    run(test)
 
 
 @pytest.mark.parametrize("other", OTHER_SERVERS)

@@ -635,6 +635,21 @@ class NixlPortSuite(ABC):
 
         self.run(scenario)
 
+    def test_mangled_metadata_cost_the_peer_that_they_name_nothing(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=True)
+            handle = await read_in_flight(reader, peer)
+            for length in (-1, -30):  # the name and the connection are the peer's
+                with pytest.raises(NixlCallFailed):
+                    await reader.port.add_remote_agent(peer.metadata[:length])
+            await peer.resume()
+            await reader.recorder.done(handle)
+            assert await reader.port.add_remote_agent(peer.metadata) == reader.peer_name
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+
     def test_lists_of_memory_that_is_not_registered_are_refused(self) -> None:
         async def scenario(world: NixlWorld) -> None:
             reader, source, _, memory = await reader_and_source(world)

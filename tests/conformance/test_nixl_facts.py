@@ -306,6 +306,19 @@ def test_fact_22_a_read_across_a_hole_is_cut_short_and_called_done(over_copies: 
     assert not over_copies.memory[5:7].any()
 
 
+def test_fact_32_a_block_that_a_thread_of_ucx_could_not_read_is_not_missed() -> None:
+    pair = Pair(None, num_threads=1, sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)
+    try:
+        many = [0, 2] * 1000  # NIXL leaves 1024 descriptors and more to a thread
+        pair.read(ids(*many))
+        assert pair.source.ask("unmap 5") == 0
+        pair.read(ids(*many, 5, *many))
+        assert not pair.memory[5].any()
+        pair.read(ids(0))  # another connection, which knows nothing of it
+    finally:
+        pair.end()
+
+
 # --- connections ----------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +339,22 @@ def test_facts_7_and_8_one_bad_read_breaks_the_connection_until_the_agent_is_rem
     pair.memory[:] = 0
     pair.read(ids(1))
     assert (pair.memory[1] == 2).all()
+
+
+def test_fact_33_mangled_metadata_make_nixl_forget_an_agent_whose_reads_go_on(over_tcp: Pair) -> None:
+    pair = over_tcp
+    handle = pair.read_in_flight()
+    with pytest.raises(NotFound):
+        pair.agent.add_remote_agent(pair.source.metadata[:-30])
+    with pytest.raises(NotFound):
+        pair.agent.check_xfer_state(handle)
+    pair.agent.remove_remote_agent(pair.name)
+    pair.agent.release_xfer_handle(handle)
+    pair.memory[:] = 0
+    pair.source.resume()
+    pair.blocks_written_while_polled(at_least=BLOCKS)
+    with pytest.raises(nixl.nixlBind.nixlInvalidParamError):
+        pair.agent.add_remote_agent(pair.source.metadata)
 
 
 @pytest.mark.timeout(300)

@@ -3,7 +3,7 @@
 P names this connector first, D the other one. A prompt that D has offloaded is loaded from there, or from P; whichever
 it is, the answer is the same, and P hears that its blocks are not needed any more.
 
-Both have progress threads of NIXL, as users of the built-in connector have who set `num_threads`.
+Both are told of threads for NIXL, as users of the built-in connector do who set `num_threads`; ours gives UCX none.
 """
 
 from __future__ import annotations

@@ -171,8 +171,20 @@ def test_options_of_a_trace_that_is_not_written_are_said_to_be_idle(caplog: pyte
 
 def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options({"num_threads": 2}, parse_options({"num_threads": 2}, {}))
+        warn_of_idle_options({"transfer_retries": 2}, parse_options({"transfer_retries": 2}, {}))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_idle"), [(["UCX"], True), (["LIBFABRIC", "UCX"], True), (["LIBFABRIC"], False)]
+)
+def test_threads_of_ucx_are_said_to_be_idle(
+    backends: list[str], is_idle: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"num_threads": 4, "backends": backends}
+    with caplog.at_level(logging.WARNING):
+        warn_of_idle_options(options, parse_options(options, {}))
+    assert ["num_threads has no effect" in record.message for record in caplog.records] == [True] * is_idle
 
 
 @pytest.mark.parametrize(
