@@ -199,6 +199,7 @@ class ConnectorScheduler:
         self._pp_size: int = parallel.pipeline_parallel_size
         self._groups: tuple[TransferGroup, ...] = transfer_groups(kv_cache_config, self._dcp_size)
         self._tokens_left_to_decode = _tokens_left_to_decode(vllm_config, kv_cache_config)
+        self._has_states = any(group.keeps.is_state for group in self._groups)
         self._keeps_all_tokens = not any(group.keeps.is_clipped for group in self._groups)
         self._is_staged = is_staged(vllm_config)
         self._drafts_max: int = vllm_config.num_speculative_tokens
@@ -353,7 +354,11 @@ class ConnectorScheduler:
             return False, None
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         lease = self._computing.pop(request_id, None)
-        keeps = any(block_ids) and self._lends_at_its_end(request, is_accepted=lease is not None)
+        keeps = (
+            any(block_ids)
+            and self._is_settled(request)
+            and self._lends_at_its_end(request, is_accepted=lease is not None)
+        )
         if not completed or not keeps:
             if lease is not None:
                 self._commands.append(LeaseWithdrawn(lease=lease))
@@ -621,8 +626,7 @@ class ConnectorScheduler:
         if not self._loads(request):
             return
         found = remote.num_tokens or 0
-        has_states = any(group.keeps.is_state for group in self._groups)
-        if has_states and found != tokens:
+        if self._has_states and found != tokens:
             expected = f"{tokens}, the state after exactly so many tokens"
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
         if found < tokens:
@@ -667,7 +671,7 @@ class ConnectorScheduler:
             return tokens
         firsts = self._first_tokens(remote)
         # A state is that of all tokens.
-        fewest = tokens if any(group.keeps.is_state for group in self._groups) else max(1, tokens - 1)
+        fewest = tokens if self._has_states else max(1, tokens - 1)
         for loaded in range(tokens, fewest - 1, -1):
             computed = min(loaded, request.num_prompt_tokens - 1)
             if all(
@@ -824,23 +828,32 @@ class ConnectorScheduler:
         pool = self._block_pool
         return pool is None or pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * pool.num_gpu_blocks
 
+    def _is_settled(self, request: Request) -> bool:
+        """Whether its states are those of what would be lent. A step that is still under way moves a state on; so do
+        drafts that were taken for right behind the last token of the answer."""
+        if not self._has_states:
+            return True
+        is_under_way: bool = request.num_in_flight_tokens > 0
+        return not is_under_way and request.num_computed_tokens <= request.num_tokens
+
     def _new_lease(self, request_id: str) -> LeaseName:
         return LeaseName(request_id, next(self._lease_numbers))
 
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
         is_for_decode = _wants_remote_decode(request)
-        computed = request.num_computed_tokens
+        # Not those of a step that is still under way: D may read before they are there.
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        # More than it has tokens where drafts behind the last one were taken for right.
         tokens = min(group.unbroken(block_ids[group.group_id], computed) for group in self._groups)
         if is_for_decode:
             lease_seconds = self._options.kv_lease_duration
-            known = min(tokens, request.num_tokens)
+            tokens = min(tokens, request.num_tokens)
         else:
             lease_seconds = self._options.decoder_kv_blocks_ttl
             expires_seconds = time.perf_counter() + lease_seconds
-            # The token that was sampled last may be computed in a step that is still under way.
-            known = tokens = min(tokens, request.num_tokens - 1)
-        lengths = {min(known, request.num_prompt_tokens), known} - {0}
+            tokens = min(tokens, request.num_tokens - 1)
+        lengths = {min(tokens, request.num_prompt_tokens), tokens} - {0}
         digests = prompt_digests(request, lengths) if is_for_decode else self._prefix_digests(request, lengths)
         far_ends = self._far_ends.lend(request.request_id, tokens)
         lent = [group.lend(block_ids[group.group_id], tokens, far_ends.get(group.group_id)) for group in self._groups]

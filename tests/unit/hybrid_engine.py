@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -145,7 +146,7 @@ class HybridEngine:
         )
         self.cache_config = _cache_config(specs, blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(self.cache_config, config)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             vllm_config=config,
             kv_cache_config=self.cache_config,
             structured_output_manager=StructuredOutputManager(config),
@@ -189,10 +190,20 @@ class HybridEngine:
 
     def step(self, reported: KVConnectorOutput | None = None) -> None:
         """Schedule, compute, and tell the scheduler of it, together with what the worker reports."""
+        self.compute(self.schedule(), reported)
+
+    def schedule(self) -> SchedulerOutput:
+        """A step is under way."""
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         self.commands += metadata.commands
+        return output
+
+    def compute(self, output: SchedulerOutput, reported: KVConnectorOutput | None = None) -> None:
+        """A step that was scheduled ends."""
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._note_written(request_id, scheduled)
         self.forward(output, metadata)

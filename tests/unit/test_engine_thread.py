@@ -37,12 +37,12 @@ from tests.unit.test_stats import across_processes, our_prometheus, value
 
 FEW, MANY = 10, 1000
 """Blocks of a request."""
-CALLS_OF_AN_IDLE_STEP = 19
+CALLS_OF_AN_IDLE_STEP = 20
 CALLS_OF_FIGURES_OF_AN_IDLE_STEP = 18
 """Of a worker and of the scheduler's process, for metrics and reports."""
-CALLS_OF_A_REQUEST = 65
+CALLS_OF_A_REQUEST = 66
 """From the command to vLLM's being told, with what the steps cost anyway."""
-CALLS_OF_A_FURTHER_REQUEST = 18
+CALLS_OF_A_FURTHER_REQUEST = 19
 """In the same steps."""
 HEARD_SECONDS_MAX = 30.0
 

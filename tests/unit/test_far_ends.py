@@ -19,6 +19,7 @@ from connector.step_metadata import StepMetadata
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     REMOTE_DECODE,
+    SAMPLED_TOKEN,
     HybridEngine,
     full,
     run_streamed,
@@ -116,6 +117,19 @@ def test_more_tokens_than_the_prompt_move_the_window_on() -> None:
     assert prefill.params["a"]["first_tokens"] == [0, (FAR_END + 1) * BLOCK_TOKENS]
     decode.run("a", tokens_of(LENGTH), prefill.params["a"])
     assert decode.computed["a"] == LENGTH
+
+
+def test_a_step_that_is_under_way_does_not_move_the_window_on() -> None:
+    """An answer that ends with its first token, as one that may be longer."""
+    prefill, decode = Engine(overlaps=True), Engine()
+    request = prefill.submit("a", tokens_of(LENGTH), REMOTE_DECODE, max_tokens=9)
+    request.sampling_params.stop_token_ids = [SAMPLED_TOKEN]
+    prompt_step, step_under_way = prefill.schedule(), prefill.schedule()
+    prefill.compute(prompt_step)
+    prefill.compute(step_under_way)
+    pull = decode.load("b", tokens_of(LENGTH), prefill.params["a"])
+    assert pull.num_tokens == LENGTH - 1
+    assert pull.groups[1].remote_block_ids[:1] == prefill.held["a"]
 
 
 def test_one_that_is_preempted_lets_go_of_it() -> None:

@@ -17,18 +17,29 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import RejectPull, StartPull
 from connector.scheduler.prefix_digest import prompt_digests
 from statemachine.failures import WrongPrompt
-from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, full, state, window
+from tests.unit.hybrid_engine import (
+    BLOCK_TOKENS,
+    SAMPLED_TOKEN,
+    HybridEngine,
+    full,
+    mla,
+    ring,
+    state,
+    window,
+)
 
 PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 FAMILIES = pytest.mark.parametrize(
     "specs", [[full()], [full(), window(40)], [full(), state("none")]], ids=["full", "window", "state"]
 )
+STOP_TOKEN = 9
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +101,37 @@ def test_a_prompt_that_goes_on_behind_what_was_lent_is_loaded_as_far(specs: list
         assert told.num_tokens == told.remote_num_tokens == params["remote_num_tokens"] <= len(PROMPT)
         pages = -(-told.num_tokens // BLOCK_TOKENS)
         assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
+
+
+def lent_with_drafts_behind_its_end(*specs: KVCacheSpec) -> dict[str, Any] | None:
+    """The answer is SAMPLED_TOKEN and STOP_TOKEN. A draft behind them was taken for right in the same step."""
+    prefill = engine("p", *specs)
+    request = prefill.submit("a", PROMPT, REMOTE_DECODE, max_tokens=9)
+    request.sampling_params.stop_token_ids = [STOP_TOKEN]
+    prefill.step()
+    request.spec_token_ids = [STOP_TOKEN, 1]
+    verified = ModelRunnerOutput(
+        req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[*request.spec_token_ids, 2]]
+    )
+    ended = prefill.scheduler.update_from_output(prefill.scheduler.schedule(), verified)
+    (told,) = [each for outputs in ended.values() for each in outputs.outputs]
+    assert told.new_token_ids == [STOP_TOKEN]
+    assert request.num_computed_tokens > request.num_tokens
+    return told.kv_transfer_params
+
+
+@pytest.mark.parametrize("more", [[], [1], [1, 2, 3]])
+def test_drafts_behind_the_end_of_the_answer_are_not_lent(more: list[int]) -> None:
+    params = lent_with_drafts_behind_its_end()
+    assert params is not None
+    answered = [*PROMPT, SAMPLED_TOKEN, STOP_TOKEN]
+    pull = asked(engine("d"), [*answered, *more], params)
+    assert isinstance(pull, StartPull)
+    assert pull.num_tokens == len(answered)
+
+
+def test_a_ring_buffer_that_such_drafts_are_in_is_not_lent() -> None:
+    assert lent_with_drafts_behind_its_end(mla(), ring()) is None
 
 
 @FAMILIES

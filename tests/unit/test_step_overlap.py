@@ -1,4 +1,5 @@
-"""An engine reads KV only where vLLM holds back blocks that a step under way may still write."""
+"""Where steps overlap: an engine reads KV only where vLLM holds back blocks that a step under way may still write, and
+lends nothing that such a step has still to write."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import pytest
 from vllm.config import KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import RequestStatus
 
+from connector.protocol import LeaseComputing, LeaseWithdrawn
 from connector.unsupported import UnsupportedCache
 from statemachine.failures import BadParams
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full
+from tests.unit.hybrid_engine import BLOCK_TOKENS, REMOTE_DECODE, SAMPLED_TOKEN, HybridEngine, full, mla, ring
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 PROMPT = list(range(1, 3 * BLOCK_TOKENS + 4))
@@ -126,3 +129,30 @@ def test_a_producer_refuses_what_belongs_to_d() -> None:
     assert failure.field == "do_remote_prefill"
     in_turn = HybridEngine([full()], role="kv_producer")
     assert in_turn.load("a", PROMPT, params).awaited
+
+
+def prefill_with_a_step_under_way(*specs: KVCacheSpec) -> HybridEngine:
+    """P meets the end of the answer when the step after it is scheduled."""
+    prefill = HybridEngine(specs, overlaps=True, caches_prefixes=False)
+    request = prefill.submit("a", PROMPT, REMOTE_DECODE, max_tokens=9)
+    request.sampling_params.stop_token_ids = [SAMPLED_TOKEN]
+    prompt_step = prefill.schedule()
+    step_under_way = prefill.schedule()
+    prefill.compute(prompt_step)
+    assert request.is_finished()
+    assert step_under_way.num_scheduled_tokens == {"a": 1}
+    return prefill
+
+
+def test_a_token_that_is_still_under_way_is_not_lent() -> None:
+    """The prompt at D goes on behind it."""
+    prefill, decode = prefill_with_a_step_under_way(full()), HybridEngine([full()], engine_id="another")
+    pull = decode.load("b", [*PROMPT, SAMPLED_TOKEN, 1, 2], prefill.params["a"])
+    assert pull.num_tokens == pull.remote_num_tokens == len(PROMPT)
+
+
+def test_a_ring_buffer_that_a_step_under_way_writes_into_is_not_lent() -> None:
+    prefill = prefill_with_a_step_under_way(mla(), ring())
+    prefill.step()
+    assert "a" not in prefill.params
+    assert [type(each) for each in prefill.commands] == [LeaseComputing, LeaseWithdrawn]
