@@ -47,6 +47,8 @@ DRAFT = "speculative."
 """Begins the names of what is said of the draft model: `speculative.weights`."""
 CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
+LONG_ROPE = "long_rope"
+"""Which of its two lists of rotary factors an engine takes whose model has LongRoPE: `long` or `short`."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
@@ -169,6 +171,11 @@ def _advice(name: str) -> str:
         said = "the files of the model hold other weights: give both engines the same revision of it"
     elif kind.startswith(CONFIG):
         said = "give both engines the same config.json, and the same --hf-overrides"
+    elif kind == LONG_ROPE:
+        said = (
+            "start both engines with the same --max-model-len: one beyond original_max_position_embeddings of the model"
+            " makes vLLM rotate the keys of all prompts by other factors"
+        )
     else:
         said = "start both engines with the same"
     return f"{said}; {_UNENFORCED}"
