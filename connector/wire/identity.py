@@ -37,6 +37,9 @@ AS_SHAPED = "as the tensor's shape"
 
 ORDER = "order of elements in a block"
 
+IN_SLOTS = "K and V in slots of their own"
+"""The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
+
 NOT_PACKED = "start both engines with the same attention back end"
 """Of an engine that never puts what it reads in an order of its own."""
 
@@ -117,8 +120,9 @@ def differing_layers(
         ):
             if local == remote:
                 continue
-            found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, field)
-            if field != ORDER or remote:
+            advice = IN_SLOTS if IN_SLOTS in (local, remote) else field
+            found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
+            if field != ORDER or remote or local == IN_SLOTS:
                 yield found
             elif not_packed:
                 yield msgspec.structs.replace(found, advice=not_packed)
@@ -157,6 +161,10 @@ _LAYER_ADVICE = {
     "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
     ORDER: (
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
+    ),
+    IN_SLOTS: (
+        "attention keeps K and V apart on one engine only: start both with the same attention back end and, with ROCm,"
+        " the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
     ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
     "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",

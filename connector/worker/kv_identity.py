@@ -24,6 +24,7 @@ from connector.wire.identity import (
     CONFIG,
     DRAFT,
     FACTORS_MAX,
+    IN_SLOTS,
     LONG_ROPE,
     MODEL,
     REVISION,
@@ -183,12 +184,19 @@ def _layers(
         k_scales, v_scales = scales.get(name, ((), ()))
         identities[name] = LayerIdentity(
             dtype=_layer_dtype(layer, specs[name]),
-            order=element_order(layer) if layer is not None else "",
+            order=_order(layer, specs[name]),
             k_scales=k_scales,
             v_scales=v_scales,
             first_head=shard(shape.components[0].units, tp_rank, tp_size)[0] if k_scales else 0,
         )
     return identities
+
+
+def _order(layer: Any, spec: KVCacheSpec) -> str:
+    """Empty: as the tensor's shape says. One back end may keep K and V together or apart, as the environment says."""
+    if getattr(spec, "num_head_slots", None) is not None:
+        return IN_SLOTS
+    return element_order(layer) if layer is not None else ""
 
 
 def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
