@@ -37,6 +37,9 @@ AS_SHAPED = "as the tensor's shape"
 
 ORDER = "order of elements in a block"
 
+IN_SLOTS = "K and V in slots of their own"
+"""The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
+
 NOT_PACKED = "start both engines with the same attention back end"
 """Of an engine that never puts what it reads in an order of its own."""
 
@@ -47,6 +50,8 @@ DRAFT = "speculative."
 """Begins the names of what is said of the draft model: `speculative.weights`."""
 CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
+LONG_ROPE = "long_rope"
+"""Which of its two lists of rotary factors an engine takes whose model has LongRoPE: `long` or `short`."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
@@ -115,8 +120,9 @@ def differing_layers(
         ):
             if local == remote:
                 continue
-            found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, field)
-            if field != ORDER or remote:
+            advice = IN_SLOTS if IN_SLOTS in (local, remote) else field
+            found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
+            if field != ORDER or remote or local == IN_SLOTS:
                 yield found
             elif not_packed:
                 yield msgspec.structs.replace(found, advice=not_packed)
@@ -156,6 +162,10 @@ _LAYER_ADVICE = {
     ORDER: (
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
     ),
+    IN_SLOTS: (
+        "attention keeps K and V apart on one engine only: start both with the same attention back end and, with ROCm,"
+        " the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+    ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
     "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
 }
@@ -169,6 +179,11 @@ def _advice(name: str) -> str:
         said = "the files of the model hold other weights: give both engines the same revision of it"
     elif kind.startswith(CONFIG):
         said = "give both engines the same config.json, and the same --hf-overrides"
+    elif kind == LONG_ROPE:
+        said = (
+            "start both engines with the same --max-model-len: one beyond original_max_position_embeddings of the model"
+            " makes vLLM rotate the keys of all prompts by other factors"
+        )
     else:
         said = "start both engines with the same"
     return f"{said}; {_UNENFORCED}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
 from connector.layout.shapes import LayerShape, shard
@@ -23,6 +24,8 @@ from connector.wire.identity import (
     CONFIG,
     DRAFT,
     FACTORS_MAX,
+    IN_SLOTS,
+    LONG_ROPE,
     MODEL,
     REVISION,
     VALUE_LENGTH_MAX,
@@ -66,6 +69,8 @@ _NOT_OF_KV = frozenset(
 )
 """Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions."""
 
+_SHORT_UP_TO = "original_max_position_embeddings"
+
 _log = get_logger()
 
 
@@ -97,6 +102,7 @@ def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
     factors |= _of_model("", model, vllm_config.load_config)
     factors["quantization"] = _text(model.quantization or NONE)
     factors |= _of_draft(vllm_config)
+    factors |= _of_long_rope(model)
     factors |= _of_configuration(model)
     return dict(list(factors.items())[:FACTORS_MAX])
 
@@ -126,6 +132,16 @@ def _of_draft(vllm_config: VllmConfig) -> dict[str, str]:
         f"{DRAFT}code_revision": _text(draft.code_revision or NONE),
         **_of_model(DRAFT, draft, speculative.draft_load_config or vllm_config.load_config),
     }
+
+
+def _of_long_rope(model: ModelConfig) -> dict[str, str]:
+    """Of a model with two lists of rotary factors. vLLM takes the same one for all prompts of an engine, by the longest
+    request that the engine allows and not by the prompt."""
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    by_layer_type = rope.values() if is_rope_parameters_nested(rope) else (rope,)
+    limits = [each[_SHORT_UP_TO] for each in by_layer_type if each and each.get("rope_type") == "longrope"]
+    chosen = ("long" if model.max_model_len > limit else "short" for limit in limits)
+    return {LONG_ROPE: ", ".join(chosen)} if limits else {}
 
 
 def _of_configuration(model: ModelConfig) -> dict[str, str]:
@@ -168,12 +184,19 @@ def _layers(
         k_scales, v_scales = scales.get(name, ((), ()))
         identities[name] = LayerIdentity(
             dtype=_layer_dtype(layer, specs[name]),
-            order=element_order(layer) if layer is not None else "",
+            order=_order(layer, specs[name]),
             k_scales=k_scales,
             v_scales=v_scales,
             first_head=shard(shape.components[0].units, tp_rank, tp_size)[0] if k_scales else 0,
         )
     return identities
+
+
+def _order(layer: Any, spec: KVCacheSpec) -> str:
+    """Empty: as the tensor's shape says. One back end may keep K and V together or apart, as the environment says."""
+    if getattr(spec, "num_head_slots", None) is not None:
+        return IN_SLOTS
+    return element_order(layer) if layer is not None else ""
 
 
 def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:

@@ -128,6 +128,29 @@ def test_arguments_that_change_no_kv_do_not_matter(tmp_path: Path, arguments: di
     assert fields(identity(engine_config(path)), identity(engine_config(path, **arguments))) == []
 
 
+@pytest.mark.parametrize("is_nested", [False, True], ids=["for all layers", "by type of layer"])
+def test_the_longest_request_is_named_where_keys_depend_on_it(tmp_path: Path, *, is_nested: bool) -> None:
+    """LongRoPE has two lists of factors: one for engines that allow no longer requests than the model was first trained
+    on, and one for all others, which rotates short prompts by it too."""
+    one = [1.0] * 16  # half the size of a head
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": one, "long_factor": one}
+    rope["original_max_position_embeddings"] = 1024
+    path = model(tmp_path / "model")
+    short, as_short, long = (
+        identity(_with_rope(engine_config(path, max_model_len=tokens), {"full_attention": rope} if is_nested else rope))
+        for tokens in (512, 1024, 2048)
+    )
+    assert fields(short, as_short) == []
+    (found,) = incompatibilities(short, long, enforce_factors=True)
+    assert (found.field, found.local, found.remote) == ("long_rope", "short", "long")
+    assert "--max-model-len" in found.advice
+
+
+def _with_rope(config: VllmConfig, rope: dict[str, Any]) -> VllmConfig:
+    config.model_config.hf_text_config.rope_parameters = rope
+    return config
+
+
 def test_quantization_is_named(tmp_path: Path) -> None:
     path = model(tmp_path / "model")
     quantized = engine_config(path)

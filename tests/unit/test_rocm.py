@@ -11,14 +11,19 @@ import nixl
 import nixl._api
 import pytest
 import torch
+from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.config import parse_options
 from connector.ports.nixl import NixlCallFailed
 from connector.protocol import ReceiveEnded
+from connector.wire.handshake import incompatibilities
+from connector.wire.identity import AS_SHAPED, IN_SLOTS
 from connector.worker.connector_worker import ConnectorWorker
-from tests.unit.cache_families import FAMILIES, make_caches
+from tests.unit.cache_families import FAMILIES, Rank, make_caches, make_rank, seen
 from tests.unit.test_engine_thread import pull
 from tests.unit.vllm_setup import engine_config, single_rank, write_model
 
@@ -71,3 +76,30 @@ def test_states_are_synchronized_before_vllm_is_told(
 def test_the_package_that_is_missing_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NixlCallFailed, match="nixl_rocm"):
         worker_of("full attention", config, monkeypatch)
+
+
+def test_one_back_end_that_keeps_k_and_v_apart_on_one_engine_only(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT` says which; nothing else that engines tell each other differs."""
+
+    def engine(*, is_shuffled: bool) -> Rank:
+        monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: is_shuffled)
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+        specs = {"layers.0": AiterFlashAttentionBackend.customize_spec(spec)}
+        return make_rank(config, monkeypatch, specs, engine_id=f"shuffled {is_shuffled}", tp_rank=0, tp_size=1)
+
+    together, apart = (engine(is_shuffled=shuffles) for shuffles in (False, True))
+    for ours, theirs in ((together, apart), (apart, together)):
+        assert [len(seen(ours.registration, rank).regions) for rank in (ours, theirs)] == [1, 1]
+        for not_packed in ("", "only engines on CPUs do"):
+            (found,) = incompatibilities(
+                ours.registration.identity,
+                theirs.registration.identity,
+                enforce_factors=True,
+                not_packed=not_packed,
+            )
+            assert found.field == "order of elements in a block of layers.0"
+            assert {found.local, found.remote} == {AS_SHAPED, IN_SLOTS}
+            assert "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT" in found.advice
+    assert not incompatibilities(apart.registration.identity, apart.registration.identity, enforce_factors=True)

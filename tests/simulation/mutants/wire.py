@@ -227,7 +227,7 @@ IDENTITY = (
     Mutant(
         name="any order of elements will do",
         broken="the order in which attention on CPUs keeps K and V is not told",
-        changes=(_edit_worker("kv_identity", "_layers", 'element_order(layer) if layer is not None else ""', '""'),),
+        changes=(_edit_worker("kv_identity", "_order", 'element_order(layer) if layer is not None else ""', '""'),),
         place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
     ),
     Mutant(
