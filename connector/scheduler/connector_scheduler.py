@@ -375,7 +375,8 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
-        self._far_ends.follow(output)
+        if self._computing:
+            self._far_ends.follow(output)
         if self._spans is not None:
             self._spans.step()
         if not self._is_staged:

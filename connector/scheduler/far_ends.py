@@ -53,8 +53,6 @@ class FarEnds:
 
     def follow(self, output: SchedulerOutput) -> None:
         """A step is scheduled, and its tokens are not counted in any request yet."""
-        if not self._computed:
-            return
         for request_id in output.preempted_req_ids or ():
             if request_id in self._computed:
                 self._free(request_id)
@@ -77,12 +75,12 @@ class FarEnds:
         self._free(request_id)
 
     def _hold(self, request: Request, output: SchedulerOutput) -> None:
+        self._free(request.request_id)  # where it is computed again, or has gone on
         found = ((group.group_id, group.far_end(request.num_prompt_tokens)) for group in self._groups)
         places = {group_id: place for group_id, place in found if place is not None}
         state = output.kv_connector_block_state
         if not places or self._pool is None or state is None:
             return
-        self._free(request.request_id)  # where it is computed again
         tables = state.resolve_block_ids(request.request_id)
         held = {group_id: tables[group_id][place] for group_id, place in places.items()}
         held = {group_id: block_id for group_id, block_id in held.items() if block_id != NULL_BLOCK_ID}

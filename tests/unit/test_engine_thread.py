@@ -37,7 +37,7 @@ from tests.unit.test_stats import across_processes, our_prometheus, value
 
 FEW, MANY = 10, 1000
 """Blocks of a request."""
-CALLS_OF_AN_IDLE_STEP = 20
+CALLS_OF_AN_IDLE_STEP = 19
 CALLS_OF_FIGURES_OF_AN_IDLE_STEP = 18
 """Of a worker and of the scheduler's process, for metrics and reports."""
 CALLS_OF_A_REQUEST = 66

@@ -165,6 +165,15 @@ def test_the_last_of_several_inputs_counts() -> None:
     assert pull.groups[1].remote_block_ids[0] == prefill.held["a"][0]
 
 
+def test_an_input_that_goes_on_lets_go_of_it() -> None:
+    prefill, tokens = Engine(), tokens_of(LENGTH + 8)
+    run_streamed(prefill, tokens[:LENGTH], tokens[LENGTH:])
+    prefill.step()
+    assert prefill.params["a"]["remote_num_tokens"] == LENGTH + 8
+    assert any(prefill.held_in_steps)
+    assert prefill.held == {}
+
+
 def test_where_d_computes_more_than_the_last_token_nothing_is_held() -> None:
     prefill = HybridEngine([full(), window(WINDOW_TOKENS), state("align")])
     prefill.prefill("a", tokens_of(LENGTH + 1))
