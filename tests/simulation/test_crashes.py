@@ -145,7 +145,7 @@ def test_checksums_that_cannot_be_made_cost_a_request_and_no_step(everything: li
 
 
 MISTAKES = {
-    "add": Edit(TransferLedger.take_results, "except Exception as error:", "except ZeroDivisionError as error:"),
+    "add": Edit(TransferLedger._count, "except Exception as error:", "except ZeroDivisionError as error:"),
     "note_wake_up": Edit(ActorThread.__init__, 'log_crash(f"mailbox of {name}", error)', "None"),
     "transition": Edit(Recorder.catch_up, 'self._crashes.note("counting of transitions", error)', "pass"),
 }

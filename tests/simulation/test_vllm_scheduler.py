@@ -277,6 +277,7 @@ def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
 
 def lend_back_what_a_step_more_writes_into(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ConnectorScheduler, "_can_lend_back", lambda self, vllm_config: True)
+    patch.setattr(ConnectorScheduler, "_is_settled", lambda self, request: True)
 
 
 def never_tell_of_a_grant(patch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         name="any state will do",
         broken="D loads a state of more tokens than it asked for",
-        changes=(Edit(ConnectorScheduler._check_fit, "has_states and found != tokens", "False"),),
+        changes=(Edit(ConnectorScheduler._check_fit, "self._has_states and found != tokens", "False"),),
         place=with_vllm("bytes", first=UNNUMBERED),
     ),
     Mutant(
