@@ -485,18 +485,20 @@ class ConnectorScheduler:
     def _can_lend_back(self, vllm_config: VllmConfig) -> bool:
         """Whether the blocks of a request that has decoded are known to be those of so many tokens when it finishes.
 
-        Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it, and a
-        window has moved. Drafts that were refused do the same. What is staged on the host is copied there after a
-        prefill only. With ReplaySSM a state is that of some tokens fewer until it is brought up to date every so many
-        steps; how many are missing only that engine knows.
+        Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it. Drafts
+        that were refused do the same, and a window has moved with them. What is staged on the host is copied there
+        after a prefill only. With ReplaySSM a state is that of some tokens fewer until it is brought up to date every
+        so many steps; how many are missing only that engine knows.
         """
-        runs_ahead = vllm_config.scheduler_config.async_scheduling or self._drafts_max > 0
+        overlaps, speculates = vllm_config.scheduler_config.async_scheduling, self._drafts_max > 0
         if self._is_staged:
             why = "its KV is staged in memory of the host (kv_buffer_device cpu)"
         elif vllm_config.cache_config.use_replayssm:
             why = "its states are not of all that it has decoded (use_replayssm)"
-        elif runs_ahead and not self._keeps_everything:
-            why = "its model has states or windows, and steps overlap (async scheduling) or speculate"
+        elif self._has_states and (overlaps or speculates):
+            why = "its model has states, and steps overlap (async scheduling) or speculate"
+        elif speculates and not self._keeps_everything:
+            why = "its model has windows, and steps speculate"
         else:
             return True
         _log.warning("bidirectional_kv_xfer: this engine lends no blocks of what it has decoded, because %s", why)

@@ -365,7 +365,7 @@ def test_an_aborted_request_is_not_lent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "is_lent"), [([full()], True), ([full(), window(40)], False), ([full(), state("none")], False)]
+    ("specs", "is_lent"), [([full()], True), ([full(), window(40)], True), ([full(), state("none")], False)]
 )
 def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
     specs: list[KVCacheSpec], is_lent: bool, caplog: pytest.LogCaptureFixture
@@ -374,6 +374,35 @@ def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
         decode = engine("d", *specs, overlaps=True)
     assert ("lends no blocks" in caplog.text) is not is_lent
     assert decode.scheduler.connector._scheduler._lends_back is is_lent  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("answer_tokens", range(1, BLOCK_TOKENS + 2))
+def test_a_step_that_is_under_way_leaves_a_window_where_it_is(answer_tokens: int) -> None:
+    """D meets the end of its answer when the step after it is scheduled, wherever its blocks end."""
+    specs = [full(), window(40)]
+    prefill, decode = engine("p", *specs), engine("d", *specs, overlaps=True)
+    prefill.prefill("first", PROMPT)
+    decode.load("first", PROMPT, prefill.params["first"], max_tokens=50)
+    decode.loaded("first")
+    request = decode.scheduler.requests["first"]
+    under_way = decode.schedule()
+    while not request.is_finished():
+        if request.num_output_tokens == answer_tokens - 1:
+            request.sampling_params.stop_token_ids = [SAMPLED_TOKEN]
+        step, under_way = under_way, decode.schedule()
+        decode.compute(step)
+    assert under_way.num_scheduled_tokens == {"first": 1}
+    decode.compute(under_way)
+    fresh = engine("p", *specs)
+    fresh.submit("second", [*PROMPT, *[SAMPLED_TOKEN] * answer_tokens, 1], decode.params["first"])
+    fresh.step()
+    pull = fresh.pull_of("second")
+    assert pull.num_tokens == len(PROMPT) + answer_tokens - 1
+    firsts = decode.params["first"]["first_tokens"]
+    assert firsts[1] <= pull.num_tokens - 39
+    for number, (group, first) in enumerate(zip(pull.groups, firsts, strict=True)):
+        for place, block_id in enumerate(group.remote_block_ids, first // BLOCK_TOKENS):
+            assert decode.still_holds(block_id, "first", number, place)
 
 
 def test_states_that_are_behind_what_was_decoded_are_not_lent(caplog: pytest.LogCaptureFixture) -> None:
