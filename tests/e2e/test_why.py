@@ -261,7 +261,8 @@ def test_a_prefill_engine_with_another_model(unmended: OnePrefillTwoDecode) -> N
     cluster.restart_prefill(model=tiny_gemma(), engine_id="another-model")
     params = prefilled(cluster.fail, key)
     # The number of block tables differs too, which D's scheduler would find first.
-    params["remote_block_ids"] = params["remote_block_ids"][:1]
+    for of_each_table in ("remote_block_ids", "first_tokens"):
+        params[of_each_table] = params[of_each_table][:1]
     assert cluster.fail.decode(prompt(TOKENS, key), params, key).status == 500
     said = why(key, cluster.failing)
     assert_names(said, "Incompatible", "model: ", "gemma", "llama")
