@@ -209,12 +209,27 @@ class Oracles:
             or pull.is_aborted
             or pull.is_repeated
             or (isinstance(failure, LeaseOver | BlocksConsumed) and self._may_be_over(pull))
+            or self.meets_another_life(pull, failure)
             or self._is_touched(pull, now_ns)
         ):
             return
         what = f"took {took_ns / SECOND:.3f} s" if failure is None else str(failure)
         prompt = pull.prompt
         self.complain("isolation", f"{pull.request_id} from {prompt.engine.name}, which no fault touches: {what}")
+
+    def meets_another_life(self, pull: Pull, failure: Failure | None) -> bool:
+        """Whether nothing was served to its engine yet by a built-in engine that came back, however long ago that was:
+        when they meet, nobody can tell which process lent what was heard of before."""
+        prompt = pull.prompt
+        if not isinstance(failure, LeaseOver) or failure.why != RESTARTED or prompt.engine.lives == 1:
+            return False
+        return not any(
+            each.prompt.life is prompt.life
+            and each.decode == pull.decode
+            and each.ended_ns < pull.heard_ns
+            and (each.is_ended and each.failure is None)
+            for each in self.pulls
+        )
 
     def _may_be_over(self, pull: Pull) -> bool:
         """Whether its lease may end before it is served, although nothing is wrong. That it has is judged elsewhere."""

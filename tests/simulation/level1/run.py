@@ -17,7 +17,7 @@ import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from statemachine.trace import TransitionRecord
 from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import DEATH_NOTICED_SECONDS, Fault, Kind, Plan
 from tests.simulation.level1.clock import SLEW_PPB_MAX, DriftingClock
-from tests.simulation.level1.decode import DecodeEngine, DecodeLife, DecodeRank
+from tests.simulation.level1.decode import DecodeEngine, DecodeLife, DecodeRank, Pull
 from tests.simulation.level1.faults import LINK_KINDS, end_ns
 from tests.simulation.level1.heap import MILLISECOND, SECOND, EventHeap
 from tests.simulation.level1.oracles import BLOCKS_OF_A_PROMPT_MAX, Oracles
@@ -497,23 +497,38 @@ class Level1Run:
 
     def _probe(self) -> None:
         heap, oracles = self._heap, self._oracles
-        first = len(oracles.pulls)
-        probes = []
-        for prefill in self._prefills:
-            for decode in self._own_decodes if prefill.is_builtin else self._decodes:
-                self._prompts += 1
-                prompt = Prompt(prefill, [decode], self._prompts, PROBE_BLOCKS, is_probe=True)
-                probes.append(prompt)
-                prefill.submit(prompt)
-        heap.run_until(heap.now_ns + PROBE_NS)
-        served = {pull.prompt for pull in oracles.pulls[first:] if pull.is_ended and pull.failure is None}
-        for prompt in probes:
-            if prompt not in served:
-                found = next((pull.failure for pull in oracles.pulls[first:] if pull.prompt is prompt), None)
-                pair = f"{prompt.decodes[0].name} from {prompt.engine.name}"
-                oracles.complain("recovery", f"the probe of {pair} was not served: {found}")
+        pairs = [
+            (prefill, decode)
+            for prefill in self._prefills
+            for decode in (self._own_decodes if prefill.is_builtin else self._decodes)
+        ]
+        not_served = self._probe_each(pairs)
+        # Only the first one may meet a built-in engine that came back.
+        once_more = [
+            (prompt.engine, prompt.decodes[0])
+            for prompt, pull in not_served
+            if pull is not None and oracles.meets_another_life(pull, pull.failure)
+        ]
+        not_served = [each for each in not_served if (each[0].engine, each[0].decodes[0]) not in once_more]
+        for prompt, pull in [*not_served, *(self._probe_each(once_more) if once_more else ())]:
+            pair = f"{prompt.decodes[0].name} from {prompt.engine.name}"
+            oracles.complain("recovery", f"the probe of {pair} was not served: {pull.failure if pull else None}")
         heap.run_until(heap.now_ns + SETTLING_NS)
         self._check_at_rest("after the probes")
+
+    def _probe_each(self, pairs: Iterable[tuple[PrefillEngine, DecodeEngine]]) -> list[tuple[Prompt, Pull | None]]:
+        """Those that were not served."""
+        heap, pulls = self._heap, self._oracles.pulls
+        first, probes = len(pulls), []
+        for prefill, decode in pairs:
+            self._prompts += 1
+            prompt = Prompt(prefill, [decode], self._prompts, PROBE_BLOCKS, is_probe=True)
+            probes.append(prompt)
+            prefill.submit(prompt)
+        heap.run_until(heap.now_ns + PROBE_NS)
+        served = {pull.prompt for pull in pulls[first:] if pull.is_ended and pull.failure is None}
+        found = {pull.prompt: pull for pull in reversed(pulls[first:])}
+        return [(prompt, found.get(prompt)) for prompt in probes if prompt not in served]
 
     def _check_at_rest(self, when: str) -> None:
         for decode in self._own_decodes:
