@@ -299,6 +299,21 @@ def tokens_of(length: int, *, seed: int = 0) -> list[int]:
     return [(31 * seed + 7 * position) % 500 for position in range(length)]
 
 
+def params_of_builtin_p(tables: Sequence[Sequence[int]], num_tokens: int | None) -> dict[str, Any]:
+    """As a built-in prefill engine answers: without what only ours says."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_request_id": "r",
+        "remote_host": "localhost",
+        "remote_port": 5600,
+        "remote_block_ids": tables,
+        "tp_size": 1,
+        "remote_num_tokens": num_tokens,
+    }
+
+
 def run_streamed(prefill: HybridEngine, *inputs: Sequence[int]) -> Request:
     """A session of these inputs, whose end is known when the last of them has been computed."""
     session = _streamed(inputs[0])

@@ -39,6 +39,7 @@ from tests.unit.hybrid_engine import (
     chunked,
     full,
     mla,
+    params_of_builtin_p,
     replayed,
     ring,
     run_streamed,
@@ -260,7 +261,7 @@ def test_smaller_blocks_of_p_end_more_often(length: int) -> None:
     for size in (4, 8, 16, 32, 64):
         kept = max(0, length - 39) // size * size
         tables = [list(range(1, -(-length // size) + 1)), list(range(1, -(-length // size) - kept // size + 1))]
-        params = _of_builtin_p(tables, length)
+        params = params_of_builtin_p(tables, length)
         decode.submit(f"{size}", tokens_of(length), params)
         decode.step()
         lacks = kept > max(0, length - 40)
@@ -282,7 +283,7 @@ def test_tables_that_make_no_sense_are_no_error_of_the_engine() -> None:
     decode = engine("window", blocks=2000)
     for length, blocks in ((100, 100), (100, 5000), (2, 100), (100, 0), (0, 3)):
         for told in (length, None):
-            params = _of_builtin_p([list(range(1, blocks + 1))] * 2, told)
+            params = params_of_builtin_p([list(range(1, blocks + 1))] * 2, told)
             decode.submit(f"{length}-{blocks}-{told}", tokens_of(100), params)
             decode.step()
 
@@ -295,20 +296,6 @@ def _as_builtin_says(params: dict[str, Any]) -> dict[str, Any]:
     kept = [0, max(0, num_tokens - 39) // BLOCK_TOKENS]
     tables = zip(params["remote_block_ids"], kept, first, strict=True)
     return {**said, "remote_block_ids": [table[place - start // BLOCK_TOKENS :] for table, place, start in tables]}
-
-
-def _of_builtin_p(tables: Sequence[Sequence[int]], num_tokens: int | None) -> dict[str, Any]:
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "p",
-        "remote_request_id": "r",
-        "remote_host": "localhost",
-        "remote_port": 5600,
-        "remote_block_ids": tables,
-        "tp_size": 1,
-        "remote_num_tokens": num_tokens,
-    }
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("state", "state with speculation")])

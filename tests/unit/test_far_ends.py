@@ -22,6 +22,7 @@ from tests.unit.hybrid_engine import (
     SAMPLED_TOKEN,
     HybridEngine,
     full,
+    params_of_builtin_p,
     run_streamed,
     state,
     tokens_of,
@@ -211,15 +212,5 @@ def test_parameters_of_another_number_of_groups_are_refused() -> None:
 def _of_p(length: int, block_tokens: int, firsts: Sequence[int]) -> dict[str, Any]:
     blocks = -(-length // block_tokens)
     tables = [list(range(1 + first // block_tokens, blocks + 1)) for first in firsts]
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "p",
-        "remote_request_id": "r",
-        "remote_host": "localhost",
-        "remote_port": 5600,
-        "remote_block_ids": tables + [tables[-1]] * (2 - len(tables)),
-        "tp_size": 1,
-        "remote_num_tokens": length,
-        "first_tokens": list(firsts),
-    }
+    params = params_of_builtin_p(tables + [tables[-1]] * (2 - len(tables)), length)
+    return {**params, "first_tokens": list(firsts)}

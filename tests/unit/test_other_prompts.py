@@ -25,6 +25,7 @@ from connector.scheduler.prefix_digest import prompt_digests
 from statemachine.failures import WrongPrompt
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
+    REMOTE_DECODE,
     SAMPLED_TOKEN,
     HybridEngine,
     full,
@@ -35,7 +36,6 @@ from tests.unit.hybrid_engine import (
 )
 
 PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 FAMILIES = pytest.mark.parametrize(
     "specs", [[full()], [full(), window(40)], [full(), state("none")]], ids=["full", "window", "state"]
 )

@@ -26,10 +26,19 @@ from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
-from tests.unit.hybrid_engine import BLOCK_TOKENS, SAMPLED_TOKEN, HybridEngine, chunked, full, gapped, state, window
+from tests.unit.hybrid_engine import (
+    BLOCK_TOKENS,
+    REMOTE_DECODE,
+    SAMPLED_TOKEN,
+    HybridEngine,
+    chunked,
+    full,
+    gapped,
+    state,
+    window,
+)
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
 ANSWER = 6
 """Tokens that D samples."""
