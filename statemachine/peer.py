@@ -12,11 +12,13 @@
 Why `draining` comes before rebuilding: after a transport error the same agent must be removed before it can be added
 again, and removing an agent while a READ is in flight hides the end of that READ (docs/nixl.md). If READs do not end
 in time the connection is abandoned as it is: it stays loaded until they do. Why `disconnecting` has a state of its own:
-an agent that is added while it is still being removed stays broken.
+an agent that is added while it is still being removed stays broken. It is bounded, too: who shares the agents may have
+READs that do not end.
 
 What makes a ready connection suspect: a READ or a notification that found the transport lost, a READ that ended with
-an error and may still be in flight in part, a request that was quarantined, and a control socket that was reset. No new
-READ is posted before the connection has been rebuilt.
+an error and may still be in flight in part, a request that was quarantined, a control socket that was reset, and any of
+these over the same agents at somebody else who knows this engine by other sizes. No new READ is posted before the
+connection has been rebuilt.
 
 A failed peer fails requests at once while it backs off, so that a dead engine does not fill the decode engine's block
 pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; not where the engine's port
@@ -92,7 +94,7 @@ class ReadsDrained(Event, frozen=True, kw_only=True):
 
 
 class QuiesceTimeout(Event, frozen=True, kw_only=True):
-    """READs on this connection do not end."""
+    """READs on this connection do not end, or its agents are not removed."""
 
 
 class TornDown(Event, frozen=True, kw_only=True):
@@ -133,7 +135,7 @@ class TearDown(Effect, frozen=True, kw_only=True):
 
 
 class Abandon(Effect, frozen=True, kw_only=True):
-    """READs did not end: keep the agents until they do, then remove them. Whoever reads is told."""
+    """Keep the connection until its READs have ended and its agents can be removed. Whoever reads is told."""
 
     failure: Failure
 
@@ -268,6 +270,7 @@ MACHINE: Machine[Peer] = Machine(
         (_DRAINING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
         (_DRAINING, Retired): to(_retire_later, _DRAINING),
         (_DISCONNECTING, Wanted): to(_want_later, _DISCONNECTING),
+        (_DISCONNECTING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
         (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _HANDSHAKING, _GONE),
         (_DISCONNECTING, Retired): to(_retire_later, _DISCONNECTING),
         (_BACKOFF, Wanted): to(_reject, _BACKOFF),
@@ -281,7 +284,6 @@ MACHINE: Machine[Peer] = Machine(
         **pairs((_HANDSHAKING,), (Wanted,), "the attempt in flight answers this one too"),
         **pairs(_WITHOUT_CONNECTION, (ConnectionSuspect,), "late news of a connection that is gone already"),
         **pairs(_GIVING_UP, (ConnectionSuspect,), "it is being given up already"),
-        **pairs((_DISCONNECTING,), (QuiesceTimeout,), "the READs have ended since"),
         **pairs((*_WITHOUT_CONNECTION, _READY), (QuiesceTimeout,), "a timer of a connection that has drained since"),
         **pairs((_IDLE, _HANDSHAKING, _READY, *_GIVING_UP), (BackoffElapsed,), "a timer of an earlier failure"),
     },

@@ -28,7 +28,10 @@ Rules that are nobody's machine:
   wants anything of it fails with `PeerLeaving`, and what it is owed is forgotten. What fails because of the engine
   that is in its place says so.
 * A connection is given up in this order: no new READ, the end of those in flight, the removal of its agents; the next
-  handshake begins after that. One whose READs do not end is left standing until they do.
+  handshake begins after that. One whose READs do not end, or whose agents cannot be removed because READs of somebody
+  else do not end, is left standing until they do.
+* Cores that know one engine by different sizes stand on the same agents. What makes a connection of one of them suspect
+  makes those of the others suspect, and is over for none of them before the agents are removed for all.
 * What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew.
 
 The cost of an event does not grow with the number of requests or leases in hand, but for events that concern all of
@@ -214,9 +217,17 @@ class ReadEnded(Event, frozen=True, kw_only=True):
 
 
 class TornDown(Event, frozen=True, kw_only=True):
-    """Answer to TearDown: the agents of this connection are removed, as far as NIXL could."""
+    """Answer to TearDown: the agents of this connection are removed, as far as NIXL could; where it had not failed,
+    perhaps only for this core."""
 
     connection: int
+
+
+class SharedAgentsLost(Event, frozen=True, kw_only=True):
+    """Another core has given this connection's agents up, because of `failure`."""
+
+    connection: int
+    failure: Failure
 
 
 class HoldAnswered(Event, frozen=True, kw_only=True):
@@ -305,9 +316,15 @@ class PostReads(Effect, frozen=True, kw_only=True):
 
 
 class TearDown(Effect, frozen=True, kw_only=True):
-    """Remove the agents of this connection, close its links; feed TornDown."""
+    """Remove the agents of this connection, close its links; feed TornDown.
+
+    Attributes:
+        failure: the agents are of no use to anybody any more; TornDown is fed when they are removed for all.
+            None: they are only not needed here, and others may keep them.
+    """
 
     connection: int
+    failure: Failure | None = None
 
 
 class SendHold(Effect, frozen=True, kw_only=True):
@@ -437,10 +454,20 @@ class _Connection:
         open_reads: READs ordered on it that have not ended, as (request id, number). Its agents are removed only when
             there is none.
         unsettled: READs that failed on it and may still write, as (request id, number).
+        failure: what first made it suspect.
         is_torn_down: its agents are removed. It is forgotten when nothing is unsettled either.
     """
 
-    __slots__ = ("is_builtin", "is_tearing_down", "is_torn_down", "number", "open_reads", "ranks", "unsettled")
+    __slots__ = (
+        "failure",
+        "is_builtin",
+        "is_tearing_down",
+        "is_torn_down",
+        "number",
+        "open_reads",
+        "ranks",
+        "unsettled",
+    )
 
     def __init__(self, number: int, ranks: int, *, is_builtin: bool) -> None:
         self.number = number
@@ -448,6 +475,7 @@ class _Connection:
         self.is_builtin = is_builtin
         self.open_reads: dict[tuple[str, int], None] = {}
         self.unsettled: dict[tuple[str, int], None] = {}
+        self.failure: Failure | None = None
         self.is_tearing_down = False
         self.is_torn_down = False
 
@@ -455,6 +483,7 @@ class _Connection:
         other = _Connection(self.number, self.ranks, is_builtin=self.is_builtin)
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
+        other.failure = self.failure
         other.is_tearing_down, other.is_torn_down = self.is_tearing_down, self.is_torn_down
         return other
 
@@ -464,6 +493,7 @@ class _Connection:
             self.is_builtin,
             frozenset(self.open_reads),
             frozenset(self.unsettled),
+            self.failure is None,
             self.is_tearing_down,
             self.is_torn_down,
         )
@@ -623,6 +653,8 @@ class RemoteEngine:
             case NotificationFailed(connection=number, failure=failure):
                 if failure.transport_lost:
                     self._suspect(number, failure, now_ns)
+            case SharedAgentsLost(connection=number, failure=failure):
+                self._suspect(number, failure, now_ns)
             case Retire():
                 self._step_peer(peer.Retired(), now_ns)
             case Stop(failure=failure):
@@ -911,7 +943,7 @@ class RemoteEngine:
                     self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)
                 case peer.TearDown():
                     assert self._current is not None
-                    self._timers.cancel(("drain", None))
+                    self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)
                     self._tear_down(self._current)
                 case peer.Abandon(failure=failure):
                     self._abandon(failure, now_ns)
@@ -950,6 +982,9 @@ class RemoteEngine:
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""
+        connection = self._connections.get(number)
+        if connection is not None and connection.failure is None:
+            connection.failure = failure
         if self._current is not None and number == self._current.number:
             has_ended = isinstance(failure, ControlLinkLost) or (
                 isinstance(failure, TransferError) and failure.transport_lost
@@ -1030,7 +1065,7 @@ class RemoteEngine:
 
     def _tear_down(self, connection: _Connection) -> None:
         connection.is_tearing_down = True
-        self._effects.append(TearDown(connection=connection.number))
+        self._effects.append(TearDown(connection=connection.number, failure=connection.failure))
 
     def _end_tear_down(self, number: int, now_ns: int) -> None:
         connection = self._connections[number]
@@ -1041,10 +1076,12 @@ class RemoteEngine:
             del self._connections[number]
         if connection is self._current:
             self._current = None
+            self._timers.cancel(("drain", None))
             self._step_peer(peer.TornDown(), now_ns)
 
     def _abandon(self, failure: Failure, now_ns: int) -> None:
-        """READs on the current connection did not end in time: it stays until they do, and nobody waits for them."""
+        """READs on the current connection, or on its agents, did not end in time: it stays until they do, and nobody
+        waits for them."""
         connection, self._current = self._current, None
         assert connection is not None
         self._timers.cancel(("drain", None))

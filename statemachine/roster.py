@@ -22,8 +22,6 @@ Rules:
   a member either: it would fail with the member's end, and be told another reason than the true one.
 * When a member has connected, other engines that were looked for at the same place are gone: they are retired. Not by
   one that is retired itself: its answer has come late, after that of the engine which has replaced it.
-* Members that know one engine by different sizes stand on the same agents, which can be loaded again only when all have
-  let go. When one of them has taken back its connection, unused ones that are connected are retired.
 * A member that is unused and not connected is retired when it was not asked for in a long time. A live connection is
   kept however idle it is: each removal of an agent that is used again leaks sockets (docs/nixl.md fact 11).
 * A member is retired once. READs that hang may keep it for long, but it has made room already, and what is asked of
@@ -36,7 +34,7 @@ Rules:
   one goes by its id, and its blocks must come back, not those of its namesake.
 
 Each event costs the same however many members there are, but for a newcomer to a full roster, which has all of them
-looked at. A connection concerns those who share its place or its engine.
+looked at. A connection concerns those who share its place.
 """
 
 from __future__ import annotations
@@ -129,12 +127,6 @@ class Connecting(Event, frozen=True, kw_only=True):
 
 class Connected(Event, frozen=True, kw_only=True):
     """The engine has answered there."""
-
-    key: PeerKey
-
-
-class Disconnected(Event, frozen=True, kw_only=True):
-    """A member has taken back a connection."""
 
     key: PeerKey
 
@@ -264,7 +256,6 @@ class Roster:
         # How many of these were not retired.
         self._staying = 0
         # Indexes of the entries: by engine, and by the place where they are looked for; never empty dicts.
-        self._of_engine: dict[str, dict[PeerKey, None]] = {}
         self._at_place: dict[str, dict[PeerKey, None]] = {}
         # The member of each request whose report is awaited.
         self._of_request: dict[str, PeerKey] = {}
@@ -324,8 +315,6 @@ class Roster:
                 self._look_at(key, place)
             case Connected(key=key):
                 return self._retire(self._replaced_by(key))
-            case Disconnected(key=key):
-                return self._retire(self._idle_sharers_of(key))
             case QuarantineBegan(key=key, request_id=request_id, blocks=blocks):
                 return self._keep_aside((key, request_id), blocks)
             case QuarantineEnded(key=key, request_id=request_id):
@@ -418,10 +407,6 @@ class Roster:
             return []
         return [other for other in self._at_place[entry.place] if other.engine_id != key.engine_id]
 
-    def _idle_sharers_of(self, key: PeerKey) -> list[PeerKey]:
-        others = {other: self._member(other) for other in self._of_engine.get(key.engine_id, ()) if other != key}
-        return [other for other, member in others.items() if member.is_unused and member.is_connected]
-
     def _retire(self, keys: Iterable[PeerKey]) -> list[Effect]:
         effects: list[Effect] = []
         for key in keys:
@@ -438,7 +423,6 @@ class Roster:
     def _enter(self, key: PeerKey, place: str, now_ns: int) -> None:
         self._entries[key] = _Entry(place, now_ns)
         self._staying += 1
-        self._of_engine.setdefault(key.engine_id, {})[key] = None
         self._at_place.setdefault(place, {})[key] = None
         self._timers.set(key, now_ns + self._idle_ns)
 
@@ -456,7 +440,6 @@ class Roster:
         if not entry.is_retired:
             self._staying -= 1
             self._timers.cancel(key)
-        _remove(self._of_engine, key.engine_id, key)
         _remove(self._at_place, entry.place, key)
 
 

@@ -7,12 +7,13 @@ how a handshake goes is that of `connector/runtime/handshake.py`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import trio
 
-from connector.ports.nixl import NixlCallFailed, PortClosed
+from connector.ports.nixl import AgentName, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Link, SideChannelError
 from connector.protocol import NotificationFailureNoted, PeerAddress
 from connector.runtime.context import ActorContext
@@ -27,10 +28,9 @@ from statemachine.lease import LeaseName
 
 
 class Connections:
-    """See the module's docstring. Their numbers are the core's names for them.
+    """See the module's docstring. Their numbers are the core's names for them. Their agents are loaded for this object.
 
     Args:
-        owner: whose the agents of these connections are, among the actors of the rank.
         put: how an event reaches the actor.
         on_connected: called when a handshake has succeeded.
         on_disconnected: called when what it loaded has been taken back.
@@ -40,7 +40,6 @@ class Connections:
     def __init__(
         self,
         context: ActorContext,
-        owner: Hashable,
         put: Callable[[Event], None],
         *,
         on_connected: Callable[[], None],
@@ -48,7 +47,6 @@ class Connections:
         on_sums: Callable[[int, int, control.Sums], None],
     ) -> None:
         self._context = context
-        self._owner = owner
         self._put = put
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
@@ -84,9 +82,15 @@ class Connections:
         """Connected or ConnectFailed follows."""
         self._spawn(self._open, address)
 
-    def take_back(self, number: int) -> None:
-        """TornDown follows."""
-        self._spawn(self._take_back, number)
+    def take_back(self, number: int, failure: Failure | None) -> None:
+        """TornDown follows. `failure`: what has made its agents useless to others, too."""
+        self._spawn(self._take_back, number, failure)
+
+    def agent_lost(self, agent: AgentName, failure: Failure) -> None:
+        """Another actor has given up an agent on which some of these stand, perhaps."""
+        for number, connection in list(self._by_number.items()):
+            if any(rank.agent == agent for rank in connection.ranks):
+                self._put(core.SharedAgentsLost(connection=number, failure=failure))
 
     def hold(self, number: int, rank: int, sent_ns: int, leases: tuple[LeaseName, ...]) -> None:
         """Ask a rank to keep these leases; HoldAnswered may follow."""
@@ -134,7 +138,7 @@ class Connections:
     async def _open(self, address: PeerAddress) -> None:
         failure: Failure
         try:
-            connection = await connect(self._context, address, self._owner)
+            connection = await connect(self._context, address, self)
         except HandshakeError as error:
             failure = error.failure
         except Exception as error:
@@ -199,15 +203,15 @@ class Connections:
         except PortClosed:
             return  # the port is broken, which everybody is told
 
-    async def _take_back(self, number: int) -> None:
+    async def _take_back(self, number: int, failure: Failure | None) -> None:
         connection = self._by_number.pop(number)
-        try:
-            # An agent that stays loaded by accident could never be loaded again.
-            with trio.CancelScope(shield=True):
-                await disconnect(self._context, connection)
-        finally:
-            self._put(core.TornDown(connection=number))
-            self._on_disconnected()
+        # An agent that stays loaded by accident could never be loaded again.
+        with trio.CancelScope(shield=True):
+            await disconnect(self._context, connection, failure, partial(self._end_take_back, number))
+
+    def _end_take_back(self, number: int) -> None:
+        self._put(core.TornDown(connection=number))
+        self._on_disconnected()
 
 
 def _event_of(answer: control.Released | control.HoldAnswer | control.Leaving, connection: int, rank: int) -> Event:

@@ -20,7 +20,7 @@ after its timeout must have no socket to arrive at.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TypeVar
@@ -48,6 +48,7 @@ from connector.ports.side_channel import (
 )
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
+from connector.runtime.reads import AgentOwner
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply
@@ -129,10 +130,10 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[ReadSource, ...]
     is_builtin: bool
     life: str
-    owner: Hashable
+    owner: AgentOwner
 
 
-async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> Connection:
+async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -> Connection:
     """The whole handshake. Raises HandshakeError, and then nothing of the attempt is left."""
     first = await _exchange(context, peer, FIRST_RANK)
     _require_true_sizes(peer, first.actor)
@@ -153,11 +154,28 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: Hashable) -> 
         raise _refused(peer, f"NIXL refused its metadata: {error}") from error
 
 
-async def disconnect(context: ActorContext, connection: Connection) -> None:
-    """Take back what `connect` loaded. No READ may be in flight on it."""
+async def disconnect(
+    context: ActorContext, connection: Connection, failure: Failure | None, on_over: Callable[[], None]
+) -> None:
+    """Take back what `connect` loaded. No READ may be in flight on it.
+
+    Args:
+        failure: what has made it useless to everybody who shares its agents; None: nothing.
+        on_over: called once, when all is taken back: perhaps after this has returned, when others have let go.
+    """
+    left = len(connection.ranks) + 1
+
+    def one_less() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            on_over()
+
     lists = [source.remote_list for source in connection.sources]
-    await _unload(context, connection.owner, [rank.agent for rank in connection.ranks], lists)
+    agents = [rank.agent for rank in connection.ranks]
+    await _unload(context, connection.owner, agents, lists, failure, one_less)
     _close(context, [rank.link for rank in connection.ranks if rank.link is not None])
+    one_less()
 
 
 # --- questions ------------------------------------------------------------------------------------------------------
@@ -326,7 +344,7 @@ def _matches(
 async def _load(
     context: ActorContext,
     peer: PeerAddress,
-    owner: Hashable,
+    owner: AgentOwner,
     ranks: Sequence[RankId],
     replies: Sequence[HandshakeReply],
     plan: EnginePlan,
@@ -354,6 +372,8 @@ async def _load(
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
+        if any(map(reads.is_lost, agents.values())):
+            raise _refused(peer, "another connection to it has failed meanwhile")
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
         _close(context, links.values())
@@ -413,14 +433,19 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
 
 
 async def _unload(
-    context: ActorContext, owner: Hashable, agents: Sequence[AgentName], remote_lists: Sequence[DescriptorListHandle]
+    context: ActorContext,
+    owner: AgentOwner,
+    agents: Sequence[AgentName],
+    remote_lists: Sequence[DescriptorListHandle],
+    failure: Failure | None = None,
+    on_removed: Callable[[], None] = lambda: None,
 ) -> None:
     """Never raises: what one call costs must not keep an agent loaded, which could never be loaded again."""
     reads = context.reads
     for remote_list in remote_lists:
         await _attempt(context, partial(reads.port.release_descriptor_list, remote_list))
     for agent in agents:
-        await _attempt(context, partial(reads.unload_agent, agent, owner))
+        await _attempt(context, partial(reads.unload_agent, agent, owner, failure, on_removed))
 
 
 async def _attempt(context: ActorContext, call: Callable[[], Awaitable[None]]) -> None:

@@ -79,6 +79,7 @@ class PeerActor:
     Args:
         key: of this actor among those of the rank.
         tell_roster: told of what concerns the other actors: connections, and requests that this one is done with.
+        on_disconnected: called when a connection has been taken back.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PeerActor:
         key: PeerKey,
         address: PeerAddress,
         tell_roster: Callable[[Event], None],
+        on_disconnected: Callable[[], None],
     ) -> None:
         self._context = context
         self._key = key
@@ -109,10 +111,9 @@ class PeerActor:
         self._pulls: dict[str, _Pull] = {}
         self._connections = Connections(
             context,
-            key,
             self.tell,
             on_connected=lambda: tell_roster(roster.Connected(key=key)),
-            on_disconnected=lambda: tell_roster(roster.Disconnected(key=key)),
+            on_disconnected=on_disconnected,
             on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )
         self._sums = SumsOfPeer(self._connections.ask_sums)
@@ -500,7 +501,7 @@ class PeerActor:
                 self.tell(ended)
 
     def _tear_down(self, effect: core.TearDown) -> None:
-        self._connections.take_back(effect.connection)
+        self._connections.take_back(effect.connection, effect.failure)
 
     def _send_hold(self, effect: core.SendHold) -> None:
         self._connections.hold(effect.connection, effect.rank, effect.sent_ns, effect.leases)

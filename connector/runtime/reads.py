@@ -9,15 +9,18 @@ everything else, and an order that is given up early costs nothing. There is no 
 and so does the event that ends somebody's turn.
 
 Agents are shared. Two actors may talk to the same built-in engine, which different requests describe with different
-sizes; the agent is removed when the last of them lets go.
+sizes; the agent is removed when the last of them lets go. Who gives it up because of a failure has the others give it
+up, too: what is in flight over it in part may write for as long as it is loaded, and it can be loaded afresh only when
+it was removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from connector.clock import Clock
 from connector.ports import nixl
@@ -37,7 +40,7 @@ from connector.ports.nixl import (
     ReadPosted,
 )
 from connector.protocol import Outcome, TransferFailureNoted, TransferMeasured
-from statemachine.failures import TransferError
+from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
 DESCRIPTORS_PER_TURN = 8192
@@ -72,6 +75,28 @@ class ReadOrder:
     remote_ids: DescriptorIds
     is_wanted: Callable[[], bool]
     on_end: Callable[[ReadEnded, nixl.ReadEnded | None], None]
+
+
+class AgentOwner(Protocol):
+    """Who stands on agents that were loaded for it."""
+
+    def agent_lost(self, agent: AgentName, failure: Failure) -> None:
+        """Another one has given this agent up: so have we to, as soon as our READs over it have ended."""
+
+
+@dataclass(eq=False)
+class _Agent:
+    """One that is loaded.
+
+    Attributes:
+        owners: who stands on it; never empty.
+        failure: why one of them has given it up.
+        on_removed: who has let go and waits for its removal.
+    """
+
+    owners: dict[AgentOwner, None] = field(default_factory=dict)
+    failure: Failure | None = None
+    on_removed: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Reads:
@@ -112,10 +137,7 @@ class Reads:
         # When the port was given each of these.
         self._posted_ns: dict[ReadHandle, int] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
-        # Who stands on each loaded agent; never empty.
-        self._agents: dict[AgentName, set[Hashable]] = {}
-        # Those that one has given up while another still stands on them.
-        self._broken: set[AgentName] = set()
+        self._agents: dict[AgentName, _Agent] = {}
         port.set_event_callback(self._receive)
 
     @property
@@ -138,26 +160,52 @@ class Reads:
 
     # --- for the handshake --------------------------------------------------------------------------------------
 
-    async def load_agent(self, metadata: bytes, owner: Hashable) -> AgentName | None:
+    async def load_agent(self, metadata: bytes, owner: AgentOwner) -> AgentName | None:
         """Load a peer's agent for `owner`. None when it has to be removed before it can be of use again: somebody who
-        stands on it has given it up, or READs of the owner's own last connection have not ended (docs/nixl.md)."""
-        agent = await self.port.add_remote_agent(metadata)
-        owners = self._agents.setdefault(agent, set())
-        if agent in self._broken or owner in owners:
+        stood on it has given it up, or READs of the owner's own last connection have not ended (docs/nixl.md)."""
+        name = await self.port.add_remote_agent(metadata)
+        agent = self._agents.setdefault(name, _Agent())
+        if agent.failure is not None or owner in agent.owners:
             return None
-        owners.add(owner)
-        return agent
+        agent.owners[owner] = None
+        return name
 
-    async def unload_agent(self, agent: AgentName, owner: Hashable) -> None:
-        """`owner` stands on it no more; the last one removes it."""
-        owners = self._agents.get(agent, set())
-        owners.discard(owner)
-        if owners:
-            self._broken.add(agent)
+    def is_lost(self, name: AgentName) -> bool:
+        """Whether somebody has given up this loaded agent."""
+        agent = self._agents.get(name)
+        return agent is None or agent.failure is not None
+
+    async def unload_agent(
+        self, name: AgentName, owner: AgentOwner, failure: Failure | None, on_removed: Callable[[], None]
+    ) -> None:
+        """`owner` stands on it no more; the last one removes it.
+
+        Args:
+            failure: what has made the agent useless: the others hear of it. None: they may go on.
+            on_removed: called once when the agent is removed, or when the port has failed at it; without a failure,
+                when `owner` has let go.
+        """
+        agent = self._agents.get(name)
+        if agent is None:
+            on_removed()
             return
-        self._agents.pop(agent, None)
-        self._broken.discard(agent)
-        await self.port.remove_remote_agent(agent)
+        agent.owners.pop(owner, None)
+        if agent.owners:
+            if failure is None:
+                on_removed()
+                return
+            agent.on_removed.append(on_removed)
+            if agent.failure is None:
+                agent.failure = failure
+                for other in list(agent.owners):
+                    other.agent_lost(name, failure)
+            return
+        del self._agents[name]
+        try:
+            await self.port.remove_remote_agent(name)
+        finally:
+            for each in (*agent.on_removed, on_removed):
+                each()
 
     async def local_list(self, runs: tuple[MemoryRun, ...]) -> DescriptorListHandle:
         """The prepared list of local memory for `runs`; shared by all peers and kept until the end."""

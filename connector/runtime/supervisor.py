@@ -17,6 +17,7 @@ not spin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import trio
@@ -345,7 +346,7 @@ class Supervisor:
         match event:
             case roster.Connected(key=key):
                 self._introductions.note_connected(key)
-            case roster.Disconnected(key=key) | roster.Ended(key=key):
+            case roster.Ended(key=key):
                 self._introductions.note_lost(key)
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
@@ -368,7 +369,8 @@ class Supervisor:
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None
-        actor = self._peers[key] = PeerActor(self._context, key, address, self._tell_roster)
+        lost = partial(self._introductions.note_lost, key)
+        actor = self._peers[key] = PeerActor(self._context, key, address, self._tell_roster, lost)
         self._nursery.start_soon(self._run_peer, key, actor)
 
     async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:

@@ -894,7 +894,12 @@ class Turn:
                     )
                 for source in range(self._product.prefill_ranks):
                     self._set_read(request, rank, source, Read(ORDERED, connection))
-            case TearDown(connection=number):
+            case TearDown(connection=number, failure=failure):
+                connection = self._rules.connection(self.world(), core, number)
+                if connection.is_suspect and failure is None:
+                    raise Broken(
+                        f"invariant 6: who shares the agents of connection {number} is not told that it failed"
+                    )
                 self._set_connection(core, number, tear_down=PROMPT)
             case SendHold(leases=leases):
                 self._send(HOLD, core, effect.connection, effect.rank, -effect.sent_ns, leases)

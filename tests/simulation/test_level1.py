@@ -100,6 +100,7 @@ RARELY_TAKEN = {
     # Seeds that take them are too rare to wait for; tests/unit/test_request_machine.py, test_hold_machine.py,
     # test_peer_machine.py and test_remote_engine.py do.
     ("hold", "assumed", "Reconnected"),
+    ("peer", "disconnecting", "QuiesceTimeout"),
     ("peer", "disconnecting", "Retired"),
     ("request", "proving", "DeadlinePassed"),
     ("request", "proving", "ProofTimeout"),

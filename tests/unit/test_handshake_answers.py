@@ -16,7 +16,7 @@ from connector.runtime import handshake
 from connector.wire import control
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply
 from connector.wire.identity import NOT_PACKED
-from statemachine.failures import ControlLinkLost, HandshakeRefused
+from statemachine.failures import ControlLinkLost, Failure, HandshakeRefused
 
 PEER = PeerAddress(engine_id="p", host="host", port=1, tp_size=2, dcp_size=1, pp_size=1)
 
@@ -141,7 +141,8 @@ def test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing() -> N
         loaded.append(metadata.decode())
         return loaded[-1]
 
-    async def unload_agent(agent: str, owner: object) -> None:
+    async def unload_agent(agent: str, owner: object, failure: Failure | None, on_removed: object) -> None:
+        assert failure is None, "nothing was read over it"
         loaded.remove(agent)
 
     context: Any = SimpleNamespace(

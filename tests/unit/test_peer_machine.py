@@ -165,9 +165,11 @@ def test_reads_that_never_end_cost_the_connection_and_fail_who_waits() -> None:
     assert (peer.state, effects) == (State.IDLE, [])
 
 
-def test_a_timeout_that_comes_when_the_reads_have_ended_means_nothing() -> None:
-    disconnecting, _ = run(READY, SUSPECT, ReadsDrained())
-    assert run(disconnecting, QuiesceTimeout()) == (disconnecting, [])
+def test_agents_that_are_not_removed_cost_the_connection_and_fail_who_waits() -> None:
+    peer, effects = run(READY, SUSPECT, ReadsDrained(), Wanted(), QuiesceTimeout())
+    assert peer.state is State.BACKOFF
+    told = AnnounceFailed(failure=LOST)
+    assert effects == [DrainReads(), TearDown(), Abandon(failure=LOST), told, StartBackoff(failures=1)]
 
 
 @pytest.mark.parametrize("peer", [NEW, after(Wanted()), after(Wanted(), FAILED), run(READY, SUSPECT)[0]])

@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import trio
 
 from connector.clock import BootClock
 from connector.ports import nixl
 from connector.ports.nixl import DescriptorIds, NixlEvent, PortClosed, ReadPosted
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, DESCRIPTORS_PER_TURN, ORDERS_AHEAD_MIN, ReadOrder, Reads
+from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
+
+LOST = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
+LATER = TransferError(peer="p", operation="READ", error="another", transport_lost=True)
 
 
 def nothing(*said: object) -> None:
@@ -60,32 +65,99 @@ def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
     )
 
 
+class Owner:
+    """Who stands on agents."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, Failure]] = []
+        self.over: list[str] = []
+
+    def agent_lost(self, agent: str, failure: Failure) -> None:
+        self.lost.append((agent, failure))
+
+    async def let_go(self, reads: Reads, agent: str = "p", failure: Failure | None = None) -> None:
+        await reads.unload_agent(agent, self, failure, lambda: self.over.append(agent))
+
+
 def test_an_agent_is_removed_when_the_last_who_stands_on_it_lets_go() -> None:
     async def test() -> None:
         port = Port()
         reads = reads_of(port)
-        assert await reads.load_agent(b"p", "one") == "p"
-        assert await reads.load_agent(b"p", "other") == "p"
-        await reads.unload_agent("p", "one")
-        assert port.removed == []
-        await reads.unload_agent("p", "other")
-        assert port.removed == ["p"]
-        assert await reads.load_agent(b"p", "one") == "p"
+        one, other = Owner(), Owner()
+        assert await reads.load_agent(b"p", one) == "p"
+        assert await reads.load_agent(b"p", other) == "p"
+        await one.let_go(reads)
+        assert (port.removed, one.over, other.lost) == ([], ["p"], [])
+        assert await reads.load_agent(b"p", one) == "p", "nothing was wrong with it"
+        await one.let_go(reads)
+        await other.let_go(reads)
+        assert (port.removed, other.over) == (["p"], ["p"])
+        assert await reads.load_agent(b"p", one) == "p"
 
     trio.run(test)
 
 
-def test_an_agent_that_somebody_has_given_up_is_loaded_by_nobody_until_it_was_removed() -> None:
+def test_who_stands_on_an_agent_does_not_load_it_again() -> None:
+    async def test() -> None:
+        reads, one = reads_of(Port()), Owner()
+        await reads.load_agent(b"p", one)
+        assert await reads.load_agent(b"p", one) is None, "READs of its last connection have not ended"
+
+    trio.run(test)
+
+
+def test_an_agent_that_somebody_has_given_up_for_a_failure_is_given_up_by_all_and_over_when_it_was_removed() -> None:
     async def test() -> None:
         port = Port()
         reads = reads_of(port)
-        await reads.load_agent(b"p", "one")
-        await reads.load_agent(b"p", "other")
-        assert await reads.load_agent(b"p", "one") is None, "READs of its last connection have not ended"
-        await reads.unload_agent("p", "one")
-        assert await reads.load_agent(b"p", "third") is None
-        await reads.unload_agent("p", "other")
-        assert await reads.load_agent(b"p", "third") == "p"
+        one, other, third = Owner(), Owner(), Owner()
+        for each in (one, other, third):
+            await reads.load_agent(b"p", each)
+        await one.let_go(reads, failure=LOST)
+        assert reads.is_lost("p")
+        assert (other.lost, third.lost, one.lost) == ([("p", LOST)], [("p", LOST)], [])
+        assert await reads.load_agent(b"p", Owner()) is None
+        await other.let_go(reads, failure=LATER)
+        await third.let_go(reads)
+        assert third.lost == [("p", LOST)], "once"
+        assert port.removed == ["p"]
+        assert (one.over, other.over, third.over) == (["p"], ["p"], ["p"])
+        assert await reads.load_agent(b"p", one) == "p"
+        assert not reads.is_lost("p")
+
+    trio.run(test)
+
+
+def test_who_gave_up_a_shared_agent_waits_for_those_who_still_read() -> None:
+    async def test() -> None:
+        port = Port()
+        reads = reads_of(port)
+        one, other = Owner(), Owner()
+        for each in (one, other):
+            await reads.load_agent(b"p", each)
+        await one.let_go(reads, failure=LOST)
+        assert (port.removed, one.over) == ([], []), "what failed may write for as long as the agent is loaded"
+        await other.let_go(reads, failure=LOST)
+        assert (port.removed, one.over, other.over) == (["p"], ["p"], ["p"])
+
+    trio.run(test)
+
+
+def test_an_agent_that_nixl_does_not_remove_is_over_all_the_same() -> None:
+    class Failing(Port):
+        async def remove_remote_agent(self, agent: str) -> None:
+            raise PortClosed("d")
+
+    async def test() -> None:
+        reads, one, other = reads_of(Failing()), Owner(), Owner()
+        for each in (one, other):
+            await reads.load_agent(b"p", each)
+        await one.let_go(reads, failure=LOST)
+        with pytest.raises(PortClosed):
+            await other.let_go(reads, failure=LOST)
+        assert (one.over, other.over) == (["p"], ["p"])
+        await one.let_go(reads)
+        assert one.over == ["p", "p"], "the port knows nothing of it any more"
 
     trio.run(test)
 

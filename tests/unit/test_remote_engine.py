@@ -24,6 +24,7 @@ from statemachine.failures import (
     BlocksConsumed,
     ConnectionRefused,
     ConnectorStopped,
+    ControlLinkLost,
     DeadlineExceeded,
     Failure,
     HandshakeTimeout,
@@ -33,6 +34,7 @@ from statemachine.failures import (
     PeerBackoff,
     PeerRetired,
     Quarantined,
+    ReadNeverEnded,
     TransferError,
 )
 from statemachine.kernel import Effect, Event, ProtocolError
@@ -69,6 +71,7 @@ from statemachine.remote_engine import (
     SendHold,
     SendRelease,
     Settled,
+    SharedAgentsLost,
     Started,
     StartHandshake,
     Stop,
@@ -100,6 +103,8 @@ ADDRESS = "host:1"
 LOST = TransferError(peer="p", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
 REFUSED = TransferError(peer="p", operation="READ", error="INVALID_PARAM", transport_lost=False)
 SILENT = HandshakeTimeout(peer="p", address=ADDRESS, timeout_seconds=5.0)
+RESET = ControlLinkLost(peer="p", address=ADDRESS, detail="reset")
+NEVER_ENDED = ReadNeverEnded(peer="p", address=ADDRESS, waited_seconds=30.0)
 UNLIKE = Incompatible(peer="p", address=ADDRESS, field="dtype", local="float16", remote="bfloat16")
 CRASH = ActorCrashed(actor="peer actor", error="KeyError()")
 STOPPED = ConnectorStopped(detail="shutdown")
@@ -536,6 +541,7 @@ SUSPICIONS: list[Callable[[Driver], list[Effect]]] = [
     lambda drive: drive.end("a", failure=REFUSED, is_quiescent=False),
     lambda drive: drive.feed(LinkLost(connection=1, detail="reset")),
     lambda drive: drive.feed(NotificationFailed(connection=1, failure=LOST)),
+    lambda drive: drive.feed(SharedAgentsLost(connection=1, failure=LOST)),
 ]
 
 
@@ -554,7 +560,7 @@ def test_a_suspect_connection_is_read_from_no_more_and_torn_down_when_its_reads_
     drive.end("a")  # ignored where it is told again
     effects = drive.end("b")
     assert done("b") in effects
-    assert only(effects, TearDown) == [TearDown(connection=1)]
+    assert [each.connection for each in only(effects, TearDown)] == [1]
     assert drive.state is peer.State.DISCONNECTING
     assert only(drive.log, StartHandshake) == []
     assert StartHandshake(address=ADDRESS) in drive.feed(TornDown(connection=1))
@@ -574,7 +580,7 @@ def test_reads_that_are_not_posted_any_more_are_retried_over_the_next_connection
     for request_id in ("a", "b"):
         drive.end(request_id, was_wanted=False)
     assert only(drive.log, Report) == []
-    assert only(drive.log, TearDown) == [TearDown(connection=1)]
+    assert only(drive.log, TearDown) == [TearDown(connection=1, failure=RESET)]
     drive.feed(TornDown(connection=1))
     effects = drive.connect(2)
     assert only(effects, ResolveBlocks) == [
@@ -588,7 +594,7 @@ def test_bytes_that_came_over_a_lost_connection_are_proven_over_the_next() -> No
     drive = reading()
     drive.feed(LinkLost(connection=1, detail="reset"))
     effects = drive.end("a")
-    assert effects == [TearDown(connection=1)]
+    assert effects == [TearDown(connection=1, failure=RESET)]
     assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
     drive.wait(S)
     assert drive.connect(2) == [hold_at(NOW + S, number=2)]
@@ -670,7 +676,7 @@ def test_reads_that_do_not_end_cost_the_blocks_until_they_do_and_make_the_connec
     effects = drive.end("a")
     assert LiftQuarantine(request_id="a") in effects
     assert only(effects, TearDown) == []
-    assert TearDown(connection=1) in drive.end("b")
+    assert TearDown(connection=1, failure=NEVER_ENDED) in drive.end("b")
 
 
 def test_a_connection_whose_reads_do_not_end_is_abandoned_and_torn_down_when_they_have() -> None:
@@ -686,7 +692,7 @@ def test_a_connection_whose_reads_do_not_end_is_abandoned_and_torn_down_when_the
     assert drive.state is peer.State.READY
     assert drive.end("a", 1) == [LiftQuarantine(request_id="a")]
     drive.end("b", 0)
-    assert drive.end("b", 1) == [LiftQuarantine(request_id="b"), TearDown(connection=1)]
+    assert drive.end("b", 1) == [LiftQuarantine(request_id="b"), TearDown(connection=1, failure=RESET)]
     assert drive.feed(TornDown(connection=1)) == []
     assert drive.state is peer.State.READY
 
@@ -695,10 +701,48 @@ def test_an_abandoned_connection_with_an_errored_read_is_quarantined_until_the_g
     drive = reading(reads=2)
     drive.end("a", 0, failure=REFUSED, is_quiescent=False)
     drive.wait(30 * S)
-    assert only(drive.end("a", 1), TearDown) == [TearDown(connection=1)]
+    assert only(drive.end("a", 1), TearDown) == [TearDown(connection=1, failure=REFUSED)]
     drive.feed(TornDown(connection=1))
     assert only(drive.wait(5 * S - 1), LiftQuarantine) == []
     assert only(drive.wait(1), LiftQuarantine) == [LiftQuarantine(request_id="a")]
+
+
+def test_what_made_a_connection_suspect_is_said_when_it_is_torn_down() -> None:
+    """Who shares its agents has to hear of it, and of nothing else."""
+    drive = reading("a", "b")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.end("a", failure=LOST)
+    assert drive.end("b", failure=LOST) == [TearDown(connection=1, failure=RESET)]
+    idle = connected()
+    assert idle.feed(Retire()) == [TearDown(connection=1, failure=None)]
+
+
+def test_a_connection_whose_agents_another_has_given_up_is_rebuilt() -> None:
+    drive = reading("a")
+    assert drive.feed(SharedAgentsLost(connection=1, failure=LOST)) == []
+    assert drive.state is peer.State.DRAINING
+    assert drive.end("a", failure=LOST) == [TearDown(connection=1, failure=LOST)]
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+
+
+def test_a_connection_whose_agents_are_not_removed_is_abandoned_until_they_are() -> None:
+    """READs of somebody else over them do not end. What has failed here may write for as long."""
+    drive = reading("a", reads=2)
+    drive.end("a", 0, failure=REFUSED, is_quiescent=False)
+    drive.end("a", 1, failure=REFUSED)
+    assert drive.state is peer.State.DISCONNECTING
+    drive.start("b")
+    effects = drive.wait(30 * S)
+    assert drive.state is peer.State.BACKOFF
+    quarantined = Quarantined(reads=1, waited_seconds=30.0, cause="TransferError")
+    assert only(effects, Report) == [
+        Report(request_id="a", failure=quarantined, is_quarantined=True),
+        failed("b", REFUSED),
+    ]
+    drive.wait(60 * S)
+    assert only(drive.log, LiftQuarantine) == [], "the agents are loaded"
+    drive.feed(TornDown(connection=1))
+    assert only(drive.wait(5 * S), LiftQuarantine) == [LiftQuarantine(request_id="a")]
 
 
 # --- handshakes that fail ---------------------------------------------------------------------------------------------
@@ -853,7 +897,7 @@ def test_a_retired_engine_with_reads_that_hang_is_not_finished_before_they_end()
     (report,) = only(drive.wait(30 * S), Report)
     assert report.is_quarantined
     assert (drive.state, drive.core.is_finished) == (peer.State.GONE, False)
-    assert drive.end("a") == [LiftQuarantine(request_id="a"), TearDown(connection=1)]
+    assert drive.end("a") == [LiftQuarantine(request_id="a"), TearDown(connection=1, failure=NEVER_ENDED)]
     drive.feed(TornDown(connection=1))
     assert drive.core.is_finished
 
@@ -1091,13 +1135,15 @@ class Everything:
         self.tearing_down: list[int] = []
         # The latest connection that was given up in order; an abandoned one may still stand beside its successor.
         self.leaving = 0
+        self.left_ns = 0
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case StartHandshake():
                     assert self.handshakes == 0
-                    assert self.leaving not in self.tearing_down
+                    # But for one whose agents others kept for too long.
+                    assert self.leaving not in self.tearing_down or self.drive.now_ns >= self.left_ns + 30 * S
                     self.handshakes = 1
                 case ResolveBlocks(request_id=request_id, connection=number):
                     self.reads[request_id] = self.data.draw(st.integers(0, 2))
@@ -1110,7 +1156,7 @@ class Everything:
                     assert not [key for key in self.posted if key[2] == number]
                     self.tearing_down.append(number)
                     if self.drive.state is peer.State.DISCONNECTING and number == self.connections:
-                        self.leaving = number
+                        self.leaving, self.left_ns = number, self.drive.now_ns
                 case Report(request_id=request_id, is_quarantined=is_quarantined):
                     assert request_id in self.started
                     assert request_id not in [each.request_id for each in self.reports]

@@ -20,7 +20,6 @@ from statemachine.roster import (
     Asked,
     Connected,
     Connecting,
-    Disconnected,
     Ended,
     HandOver,
     LetGo,
@@ -278,24 +277,13 @@ def test_what_a_request_says_does_not_move_a_member() -> None:
     assert drive.connect(B, "host:2") == []
 
 
-def test_unused_members_that_stand_on_the_agents_of_a_lost_connection_are_retired() -> None:
-    drive = Driver()
-    lost, unused, used, unconnected = (key("a", size) for size in range(4))
-    for each in (lost, unused, used, unconnected, B):
-        drive.ask(each)
-        drive.members[each].is_connected = each != unconnected
-    drive.members[used].is_unused = False
-    assert drive.tell(Disconnected(key=lost)) == [Retire(key=unused)]
-    assert drive.tell(Disconnected(key=lost)) == []
-
-
 def test_what_comes_late_of_a_member_that_has_ended_changes_nothing() -> None:
     drive = Driver()
     drive.ask(A, place="host:1")
     drive.ask(B, place="host:1")
     drive.tell(Ended(key=A))
-    late = (Connecting(key=A, place="host:1"), Connected(key=A), Disconnected(key=A), RequestEnded(request_id="r"))
-    assert [drive.tell(event) for event in late] == [[], [], [], []]
+    late = (Connecting(key=A, place="host:1"), Connected(key=A), RequestEnded(request_id="r"))
+    assert [drive.tell(event) for event in late] == [[], [], []]
     assert drive.roster.handle(Ended(key=A), 0) == []
     assert drive.connect(B, "host:1") == []
 
@@ -499,7 +487,6 @@ def test_the_cost_of_an_event_does_not_grow_with_the_members() -> None:
             drive.tell(RequestEnded(request_id="r"))
             drive.ask(A)
             drive.connect(A)
-            drive.tell(Disconnected(key=A))
             drive.tell(Ended(key=A))
         return time.perf_counter() - began
 
@@ -513,7 +500,6 @@ def test_members_are_asked_only_by_who_needs_to_know() -> None:
     drive = known(50)
     drive.ask(A)
     drive.connect(A)
-    drive.tell(Disconnected(key=A))
     drive.tell(RequestEnded(request_id="r"))
     assert drive.questions == 0
     drive.ask(B)
@@ -620,15 +606,6 @@ class Orders(RuleBasedStateMachine):
         effects = self.drive.connect(key, place)
         others = [each for each in self.drive.members if self.place[each] == place and each.engine_id != key.engine_id]
         self.expect(effects, [] if key in self.leaving else others)
-
-    @rule(key=KEYS)
-    def disconnect(self, key: PeerKey) -> None:
-        others = [each for each in self.drive.members if each.engine_id == key.engine_id and each != key]
-        states = self.drive.members
-        self.expect(
-            self.drive.tell(Disconnected(key=key)),
-            [each for each in others if states[each].is_unused and states[each].is_connected],
-        )
 
     @rule(key=KEYS)
     def end(self, key: PeerKey) -> None:

@@ -28,7 +28,7 @@ from tests.simulation.level1.oracles import JUNK, tags
 from tests.simulation.level1.prefill import STEP_NS_MAX
 from tests.simulation.level1.reader import Reader
 from tests.simulation.level1.shape import RANKS_MAX
-from tests.simulation.level1.transport import Connection, Read
+from tests.simulation.level1.transport import Agent, Connection, Read
 from tests.simulation.level1.world import Give, block_pool, give_last, give_lowest, take
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class DecodeLife:
         for pull in self.heard:
             pull.is_lost = True
         for rank in self.ranks:
-            for connection in rank.agents.values():
+            for connection in rank.connections():
                 del connection.life.connections[connection]
                 for read in connection.flying:
                     read.is_flying = False
@@ -524,7 +524,7 @@ class DecodeRank:
     """One worker: the executors of its cores, and an agent.
 
     `memory` and `writing` have a part per READ that a block takes: its tag, and whether a READ may still write it.
-    `agents` are the connections that are loaded, `pulls` the requests that cores have in hand.
+    `agents` are the lives of P that are loaded, `pulls` the requests that cores have in hand.
     """
 
     __slots__ = (
@@ -560,7 +560,7 @@ class DecodeRank:
             quarantine_blocks_max=blocks,  # which it is not told of: level 2 fills it
             member=lambda key: self.readers[key].core,
         )
-        self.agents: dict[PrefillLife, Connection] = {}
+        self.agents: dict[PrefillLife, Agent] = {}
         self.pulls: dict[str, Pull] = {}
         pieces = max(1, RANKS_MAX // world.cluster.decode_ranks)
         self.memory = [[JUNK] * blocks for _ in range(pieces)]
@@ -569,6 +569,10 @@ class DecodeRank:
         self._connections = 0
         self._heap = world.heap
         self._clock = life.engine.clock
+
+    def connections(self) -> list[Connection]:
+        """All whose agents are loaded."""
+        return [each for agent in self.agents.values() for each in (*agent.connections, *agent.leaving)]
 
     def next_connection(self) -> int:
         self._connections += 1
@@ -639,7 +643,7 @@ class DecodeRank:
         prompt = pull.prompt
         return self.tell_roster(
             roster.Asked(
-                key=PeerKey(prompt.life.engine_id, ()),
+                key=PeerKey(prompt.life.engine_id, prompt.sizes),
                 place=prompt.engine.name,
                 request_id=pull.request_id,
                 lease=pull.lease,

@@ -89,7 +89,8 @@ class Oracles:
         limit_ns = cluster.engine.request_ns + cluster.engine.quiesce_ns
         self._limit_ns = limit_ns * SECOND // (SECOND - SLEW_PPB_MAX) + SLACK_NS
         engine_ids = cluster.base.prefills + sum(fault.kind is Kind.CRASH_NEW_ID for fault in faults)
-        self._isolates = cluster.peer_limit >= engine_ids
+        peers = 2 * engine_ids if cluster.describes_twice else engine_ids
+        self._isolates = cluster.peer_limit >= peers
         self._touched = {
             (decode, prefill): [
                 _felt(fault) for fault in faults if fault.kind not in HARMLESS_KINDS and fault.touches(decode, prefill)

@@ -57,6 +57,7 @@ class Prompt:
         holders: what has reached P from engines that hold: of how many ranks, and which of them have released.
         notifiers: senders of notifications that have reached P.
         is_superseded: the engine has used its id again, and has freed it by itself.
+        sizes: by which requests describe its engine.
         pulls: the requests that came of it.
     """
 
@@ -84,6 +85,7 @@ class Prompt:
         "promised_ns",
         "pulls",
         "request_id",
+        "sizes",
         "touched_ns",
     )
 
@@ -108,6 +110,8 @@ class Prompt:
         self.engine = engine
         self.decodes = decodes
         self.content = content
+        describes_twice = engine.is_builtin and engine.world.cluster.describes_twice
+        self.sizes = (content % 2,) if describes_twice else ()
         self.block_count = block_count
         self.is_probe = is_probe
         self.request_id = f"{engine.name}-r{content}"

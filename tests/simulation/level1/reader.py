@@ -26,11 +26,11 @@ from statemachine.peer import State
 from statemachine.roster import PeerKey
 from tests.simulation.level1.executor import Executor
 from tests.simulation.level1.heap import FOREVER, MICROSECOND, MILLISECOND, SECOND
-from tests.simulation.level1.transport import Connection, Read
+from tests.simulation.level1.transport import Agent, Connection, Read
 
 if TYPE_CHECKING:
     from tests.simulation.level1.decode import DecodeRank
-    from tests.simulation.level1.prefill import Answer, PrefillEngine, PrefillRank
+    from tests.simulation.level1.prefill import Answer, PrefillEngine, PrefillLife, PrefillRank
 
 SEND_NS = 20 * MICROSECOND
 """How long it takes to learn that a notification cannot be sent."""
@@ -149,15 +149,22 @@ class Reader(Executor):
             self._fail_handshake(WrongEngine(peer=self.engine_id, found=life.engine_id))
         elif answer.is_incompatible:
             self._fail_handshake(Incompatible(peer=self.engine_id, field="model", local="one", remote="another"))
-        elif life in rank.agents:
+        elif self._must_wait_for(life):
             detail = "READs of the previous connection to it have not ended"
             self._fail_handshake(HandshakeRefused(peer=self.engine_id, detail=detail))
         else:
             self._connect(Connection(self, life, rank.next_connection()))
 
+    def _must_wait_for(self, life: PrefillLife) -> bool:
+        """Its agent has to be removed before it is of use again, and READs over it have not ended."""
+        agent = self.rank.agents.get(life)
+        return agent is not None and (
+            agent.failure is not None or any(each.reader is self for each in agent.connections)
+        )
+
     def _connect(self, connection: Connection) -> None:
         life = connection.life
-        self.rank.agents[life] = connection
+        self.rank.agents.setdefault(life, Agent()).connections[connection] = None
         life.connections[connection] = None
         self._connections[connection.number] = connection
         self.rank.tell_roster(roster.Connected(key=self.key))
@@ -171,20 +178,42 @@ class Reader(Executor):
         )
 
     def _tear_down(self, effect: core.TearDown) -> None:
-        self._heap.after(TEAR_DOWN_NS, self._end_tear_down, self._connections[effect.connection])
+        self._heap.after(TEAR_DOWN_NS, self._end_tear_down, effect)
 
-    def _end_tear_down(self, connection: Connection) -> None:
+    def _end_tear_down(self, effect: core.TearDown) -> None:
         """In the thread of the agent."""
         rank = self.rank
         if rank.life.frozen_until_ns > self._heap.now_ns:
-            rank.life.defer(self._end_tear_down, connection)
+            rank.life.defer(self._end_tear_down, effect)
             return
-        rank.life.engine.transport.tear_down(connection)
-        del rank.agents[connection.life]
+        connection = self._connections[effect.connection]
+        agent = rank.agents[connection.life]
+        del agent.connections[connection]
+        if not agent.connections:
+            del rank.agents[connection.life]
+            for each in (*agent.leaving, connection):
+                rank.life.engine.transport.tear_down(each)
+                each.reader.end_connection(each)
+        elif effect.failure is None:
+            self.end_connection(connection)  # what is left of READs that failed goes on
+        else:
+            self.world.oracles.coverage["a shared agent given up"] += 1
+            agent.leaving.append(connection)
+            agent.failure = effect.failure
+            for each in agent.connections:
+                each.reader.hear_that_it_is_lost(each, effect.failure)
+
+    def end_connection(self, connection: Connection) -> None:
+        """It stands on its agent no more."""
         del connection.life.connections[connection]
         del self._connections[connection.number]
         self.deliver(core.TornDown(connection=connection.number))
-        rank.tell_roster(roster.Disconnected(key=self.key))
+
+    def hear_that_it_is_lost(self, connection: Connection, failure: Failure) -> None:
+        """Who shares its agent has given it up."""
+        if not self.is_closed:
+            connection.is_suspect = True
+        self.deliver(core.SharedAgentsLost(connection=connection.number, failure=failure))
 
     def lose_link(self, connection: Connection) -> None:
         """A control connection was reset; what is under way over it is gone."""

@@ -536,7 +536,7 @@ class Level1Run:
             assert isinstance(life, DecodeLife)
             self._check_pool(decode.name, when, len(life.free), self._cluster.decode_blocks)
             for rank in life.ranks:
-                flying = sum(len(connection.flying) for connection in rank.agents.values())
+                flying = sum(len(connection.flying) for connection in rank.connections())
                 unclean = [reader.engine_id for reader in rank.readers.values() if not reader.core.is_unused]
                 if flying or unclean or rank.pulls or any(rank.writing):
                     self._oracles.complain(

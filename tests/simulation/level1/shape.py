@@ -20,6 +20,7 @@ from tests.simulation.level1.heap import MILLISECOND, SECOND
 RANKS_MAX = 2
 BUILTIN_SHARE = 0.12
 """How many engines have the built-in connector."""
+TWICE_SHARE = 0.6
 FOREVER_SECONDS = 3600.0
 RETIRED_MAX = 100
 """Engines that a run cannot have."""
@@ -36,6 +37,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         resizes: an engine that restarts under its old id has another number of ranks.
         keeps_decode_id: a decode engine that restarts has the engine id of before.
         builtin: names of the engines with the built-in connector.
+        describes_twice: half of the requests describe a built-in prefill engine by other sizes: two peers of one agent.
         prefill_blocks, decode_blocks: size of a block pool.
         reuses_last: the pool hands out the block freed last; otherwise the lowest one.
         requests_per_second: arrivals outside of bursts.
@@ -52,6 +54,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     resizes: bool
     keeps_decode_id: bool
     builtin: frozenset[str]
+    describes_twice: bool
     prefill_blocks: int
     decode_blocks: int
     reuses_last: bool
@@ -88,6 +91,7 @@ def draw_cluster(seed: int) -> Cluster:
         resizes=chance.random() < 0.3,
         keeps_decode_id=chance.random() < 0.5,
         builtin=_draw_builtin(base, chance),
+        describes_twice=generator(seed, "level 1: sizes").random() < TWICE_SHARE,
         prefill_blocks=chance.choice([128, 256, 512]),
         decode_blocks=chance.choice([128, 256, 512]),
         reuses_last=chance.random() < 0.5,

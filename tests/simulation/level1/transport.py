@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statemachine.failures import TransferError
+from statemachine.failures import Failure, TransferError
 from tests.simulation.faults import Kind
 from tests.simulation.level1.heap import MICROSECOND, SECOND
 
@@ -35,6 +35,18 @@ MERGED = 0.3
 """How often NIXL makes one descriptor of a READ of several blocks."""
 GRACE_NEEDED = 0.8
 """Part of the grace that a READ may really go on for; the clock that counts it may be fast."""
+
+
+class Agent:
+    """A process of P, as loaded by one rank of D. `connections`: those that stand on it; `leaving`: those that were
+    given up because of `failure`, while others still stand on it."""
+
+    __slots__ = ("connections", "failure", "leaving")
+
+    def __init__(self) -> None:
+        self.connections: dict[Connection, None] = {}
+        self.leaving: list[Connection] = []
+        self.failure: Failure | None = None
 
 
 class Connection:

@@ -838,11 +838,51 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._step_peer,
-                'self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)',
-                "pass",
+                'self._speak_to(0)\n                self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)',
+                "self._speak_to(0)",
             ),
         ),
         place=ByTest(CORE + "::test_reads_that_do_not_end_cost_their_connection_and_keep_it_standing"),
+    ),
+    Mutant(
+        name="held up by another's READs",
+        rule="left standing until READs end",
+        row=45,
+        broken="who gave up an agent waits without bound for others who still read over it",
+        changes=(
+            Edit(
+                RemoteEngine._step_peer,
+                'self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)\n                self._tear_down',
+                'self._timers.cancel(("drain", None))\n                self._tear_down',
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_a_connection_whose_agents_are_not_removed_is_abandoned_until_they_are"
+        ),
+    ),
+    Mutant(
+        name="given up without a word",
+        rule="shared agents",
+        row=70,
+        broken="who gives up an agent for a failure does not say so, and others keep it loaded",
+        changes=(Edit(RemoteEngine._tear_down, "failure=connection.failure", "failure=None"),),
+        place=ByTest("tests/simulation/test_level1.py::test_regression[a-shared-agent-stays-loaded]"),
+    ),
+    Mutant(
+        name="another's failure is another's",
+        rule="shared agents",
+        row=70,
+        broken="an agent that another has given up is read from on and on, and stays loaded",
+        changes=(
+            Edit(
+                RemoteEngine.handle,
+                "case SharedAgentsLost(connection=number, failure=failure):\n            self._suspect(",
+                "case SharedAgentsLost(connection=number, failure=failure):\n            (",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_a_connection_whose_agents_another_has_given_up_is_rebuilt"
+        ),
     ),
     Mutant(
         name="never rebuilt",

@@ -102,20 +102,6 @@ MUTANTS = (
         place=ByTest(f"{ROSTER}::test_an_engine_that_is_looked_for_elsewhere_since_is_not_retired"),
     ),
     Mutant(
-        name="sharers keep the agents",
-        rule="sharers let go",
-        broken="actors that know an engine by other sizes keep its agents loaded, and nobody can load them again",
-        changes=(Edit(Roster._idle_sharers_of, "if member.is_unused and member.is_connected", "if False"),),
-        place=ByTest(f"{ROSTER}::test_unused_members_that_stand_on_the_agents_of_a_lost_connection_are_retired"),
-    ),
-    Mutant(
-        name="sharers in use let go",
-        rule="sharers let go",
-        broken="an actor that is reading is retired because one with other sizes has lost its connection",
-        changes=(Edit(Roster._idle_sharers_of, "if member.is_unused and ", "if "),),
-        place=ByTest(f"{ROSTER}::test_unused_members_that_stand_on_the_agents_of_a_lost_connection_are_retired"),
-    ),
-    Mutant(
         name="idle connections retired",
         rule="idle members",
         broken="a live connection is torn down because nobody used it for a while",

@@ -45,7 +45,16 @@ RULES: dict[str, Rule] = {
         remote_engine,
         "no new READ, the end of those in flight, the removal of its agents; the next handshake begins after that.",
     ),
-    "left standing until READs end": Rule(remote_engine, "One whose READs do not end is left standing until they do."),
+    "left standing until READs end": Rule(
+        remote_engine,
+        "One whose READs do not end, or whose agents cannot be removed because READs of somebody else do not end, is "
+        "left standing until they do.",
+    ),
+    "shared agents": Rule(
+        remote_engine,
+        "What makes a connection of one of them suspect makes those of the others suspect, and is over for none of "
+        "them before the agents are removed for all.",
+    ),
     "who waits is told": Rule(remote_engine, "who waits for it is told when it is ready, and when it fails"),
     "many leases in one message": Rule(remote_engine, "Renewals of many leases travel in one message."),
     # one request
@@ -108,9 +117,6 @@ RULES: dict[str, Rule] = {
         "When a member has connected, other engines that were looked for at the same place are gone: they are retired.",
     ),
     "the replaced replaces nobody": Rule(roster, "Not by one that is retired itself"),
-    "sharers let go": Rule(
-        roster, "When one of them has taken back its connection, unused ones that are connected are retired."
-    ),
     "idle members": Rule(
         roster,
         "A member that is unused and not connected is retired when it was not asked for in a long time. A live "

@@ -1,0 +1,117 @@
+"""Two actors that know one built-in engine by different sizes: they stand on the same agents."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+
+from connector.ports import nixl
+from connector.protocol import PeerAddress
+from connector.runtime.peer_actor import PeerActor
+from connector.runtime.reads import Reads
+from statemachine.peer import State
+from statemachine.remote_engine import LinkLost, Retire
+from tests.actors import engines
+from tests.actors.engines import Engine, engine, lend_by_all, parallel_engine, until
+from tests.actors.test_pull import run
+
+
+@pytest.fixture(autouse=True)
+def builtin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one KV head, which answer as the built-in connector does: nothing tells TP 1 from TP 2."""
+    payload = Engine.payload
+
+    def without_facts(rank: Engine) -> bytes:
+        found = msgspec.msgpack.decode(payload(rank))
+        del found["actor"]
+        return msgspec.msgpack.encode(found)
+
+    monkeypatch.setattr(Engine, "payload", without_facts)
+    monkeypatch.setattr(engines, "HEADS", 1)
+
+
+class Two:
+    """The actors of `d` for the same engine."""
+
+    def __init__(self, d: Engine, ranks: list[Engine]) -> None:
+        self.d = d
+        self.ranks = ranks
+        self.requests = 0
+
+    def address(self, tp_size: int) -> PeerAddress:
+        return msgspec.structs.replace(self.ranks[0].address, tp_size=tp_size)
+
+    def actor(self, tp_size: int) -> PeerActor:
+        (found,) = [each for key, each in self.d.supervisor._peers.items() if key.sizes[0] == tp_size]
+        return found
+
+    def begin(self, tp_size: int) -> str:
+        self.requests += 1
+        name = f"r{self.requests}"
+        self.d.borrow(name, lend_by_all(self.ranks, f"remote-{name}"), self.address(tp_size), [1], [1])
+        return name
+
+    async def read(self, tp_size: int) -> None:
+        name = self.begin(tp_size)
+        ended = await until(lambda: self.d.received(name))
+        assert ended.failure is None, ended.failure
+
+    def lose(self, tp_size: int) -> None:
+        """Something makes the connection of this actor suspect."""
+        self.actor(tp_size).tell(LinkLost(connection=1, detail="by the test"))
+
+
+def test_what_fails_at_one_is_rebuilt_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent is removed when the READs of the other have ended, and not counted as removed before."""
+    held: list[tuple[Reads, nixl.NixlEvent]] = []
+    holds = False
+    receive = Reads._receive
+
+    def slow(self: Reads, event: nixl.NixlEvent) -> None:
+        if holds and isinstance(event, nixl.ReadEnded):
+            held.append((self, event))
+        else:
+            receive(self, event)
+
+    monkeypatch.setattr(Reads, "_receive", slow)
+
+    async def test() -> None:
+        nonlocal holds
+        async with parallel_engine("p", 2, serves=True) as ps, engine("d") as d:
+            two = Two(d, ps)
+            await two.read(1)
+            await two.read(2)
+            holds = True
+            reading = two.begin(2)
+            await until(lambda: held)
+            two.lose(1)
+            await until(lambda: two.actor(2).core.state is State.DRAINING)
+            await trio.sleep(0.1)
+            assert two.actor(1).core.state is State.DISCONNECTING
+            holds = False
+            receive(*held[0])
+            await until(lambda: State.DISCONNECTING not in (two.actor(1).core.state, two.actor(2).core.state))
+            assert (await until(lambda: d.received(reading))).failure is None
+            await two.read(1)
+            await two.read(2)
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_who_retires_leaves_the_agent_to_the_other() -> None:
+    async def test() -> None:
+        async with parallel_engine("p", 2, serves=True) as ps, engine("d") as d:
+            two = Two(d, ps)
+            await two.read(1)
+            await two.read(2)
+            loaded = d.counts().remote_agents
+            two.actor(2).tell(Retire())
+            await until(lambda: len(d.supervisor._peers) == 1)
+            await two.read(1)
+            assert two.actor(1).core.state is State.READY
+            assert d.counts().remote_agents < loaded, "that of the second rank, which only TP 2 deals with"
+            await two.read(2)
+
+    run(test)
