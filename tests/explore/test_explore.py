@@ -88,10 +88,7 @@ NOT_TAKEN: dict[str, set[tuple[str, str, str]]] = {
         ("request", "proving", "ProofTimeout"),
         ("request", "proving", "ShellFailed"),
     },
-    "it takes two deviations until P is disconnecting slowly": {
-        ("peer", "disconnecting", "QuiesceTimeout"),
-        ("peer", "disconnecting", "Retired"),
-    },
+    "it takes two deviations until P is disconnecting slowly": {("peer", "disconnecting", "Retired")},
     "the core offers a ready connection by itself": {("peer", "ready", "Wanted")},
 }
 

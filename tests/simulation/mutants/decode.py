@@ -838,8 +838,8 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._step_peer,
-                'self._speak_to(0)\n                self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)',
-                "self._speak_to(0)",
+                'self._speak_to(0)\n                self._timers.set(("drain", None), now_ns',
+                'self._speak_to(0)\n                (("drain", None), now_ns',
             ),
         ),
         place=ByTest(CORE + "::test_reads_that_do_not_end_cost_their_connection_and_keep_it_standing"),
