@@ -15,8 +15,8 @@ and says what a block holds: tokens, a state, or a ring buffer. That decides wha
 
 Shapes. A spec says what one rank holds; `shape` counts back to all ranks, so that the result is the same on every rank
 of every engine that runs the model. Two numbers cannot be counted back, because ranks may hold replicas: KV heads and
-groups of Mamba's B and C, when there is one of them on this rank. Those come from the model's configuration; a wrong
-guess shows in the block lengths that peers advertise, and is refused.
+groups of Mamba's B and C, when there is one of them on this rank. Those come from the model's configuration. Where it
+names several numbers of KV heads, nobody knows which of them is that of a layer (`LayerShape.heads_unknown`).
 
 Block tables. vLLM keeps one table per cache group. Each is positional: block i stands for the same stretch of the
 request's tokens, and the null block stands in for what nobody needs any more. After n tokens a table still has
@@ -58,7 +58,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.layout.shapes import REPLICATED, RING, Component, LayerShape, attention, latent, mamba
+from connector.layout.shapes import KEYS_AND_VALUES, REPLICATED, RING, Component, LayerShape, attention, latent, mamba
 from connector.unsupported import UnsupportedCache
 
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
@@ -247,14 +247,37 @@ def _heads(layer: Layer) -> LayerShape:
         slots = Component(name="kv_slots", units=units, bytes_per_unit=spec.state_content_size_bytes)
         return LayerShape(name=layer.name, components=(slots,), group=layer.group, whole_blocks=True, whole_ranks=True)
     heads = spec.num_kv_heads * layer.tp_size
-    if spec.num_kv_heads == 1:
-        heads = min(heads, layer.model_config.get_total_num_kv_heads())
+    heads_unknown = False
+    if spec.num_kv_heads == 1 and layer.tp_size > 1:
+        heads_unknown = names_several_numbers_of_heads(layer.model_config)
+        if not heads_unknown:
+            heads = min(heads, layer.model_config.get_total_num_kv_heads())
     if spec.state_content_bytes is not None:
         # K and V of a head in a form of the attention backend, for instance with scales.
-        component = Component(name="kv", units=heads, bytes_per_unit=spec.state_content_bytes)
-        return LayerShape(name=layer.name, components=(component,), group=layer.group)
-    k_bytes, v_bytes = (size * spec.dtype.itemsize for size in (spec.head_size, spec.head_size_v))
-    return attention(layer.name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=layer.group)
+        component = Component(name=KEYS_AND_VALUES, units=heads, bytes_per_unit=spec.state_content_bytes)
+        shape = LayerShape(name=layer.name, components=(component,), group=layer.group)
+    else:
+        k_bytes, v_bytes = (size * spec.dtype.itemsize for size in (spec.head_size, spec.head_size_v))
+        shape = attention(layer.name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=layer.group)
+    return msgspec.structs.replace(shape, heads_unknown=heads_unknown)
+
+
+def names_several_numbers_of_heads(model_config: ModelConfig) -> bool:
+    """Whether layers may have unlike numbers of KV heads, as far as the names of the configuration's entries show."""
+    numbers = {model_config.get_total_num_kv_heads()}
+    left: list[Any] = [model_config.hf_text_config.to_dict()]
+    while left:
+        for name, value in left.pop().items():
+            if isinstance(value, dict):
+                left.append(value)
+            elif any(part in str(name) for part in _NAMES_OF_HEADS):
+                values = value if isinstance(value, list | tuple) else [value]
+                numbers.update(each for each in values if type(each) is int and each > 0)
+    return len(numbers) > 1
+
+
+_NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "head_kv", "attention_groups", "query_group_num", "n_heads_in_group")
+"""What entries are called that count KV heads, in the configurations of models."""
 
 
 def _latent(layer: Layer) -> LayerShape:

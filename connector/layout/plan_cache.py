@@ -28,6 +28,7 @@ import msgspec
 
 from connector.layout.geometry import RankId
 from connector.layout.plan import EnginePlan
+from connector.layout.remote import Stated
 from connector.layout.steps import Steps
 from connector.ports.nixl import MemoryKind, MemoryRun
 from connector.wire.metadata import AgentMetadata
@@ -84,13 +85,13 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def geometry_in_steps(
-    ranks: Sequence[tuple[RankId, AgentMetadata]], *, own_engine_id: str, tp_size: int, dcp_size: int
+    ranks: Sequence[tuple[RankId, AgentMetadata, Stated | None]], *, own_engine_id: str, tp_size: int, dcp_size: int
 ) -> Steps[Geometry]:
     """What is known of an engine whose ranks said this, while a client said the sizes."""
     engines = {own_engine_id: 0}
     said = [_encoder.encode((tp_size, dcp_size))]
     placed: list[RankGeometry] = []
-    for rank, metadata in ranks:
+    for rank, metadata, stated in ranks:
         starts, ends, extents, offsets = _extents(metadata)
         placed.append(RankGeometry(rank=rank, starts=starts, ends=ends, device_id=metadata.device_id))
         without_addresses = msgspec.structs.replace(
@@ -101,9 +102,9 @@ def geometry_in_steps(
             kv_caches_base_addr=offsets,
             device_id=0,
         )
-        said.append(_encoder.encode((rank, without_addresses, extents)))
+        said.append(_encoder.encode((rank, without_addresses, extents, stated)))
         yield
-    items = sum(len(metadata.kv_caches_base_addr) for _, metadata in ranks)
+    items = sum(len(metadata.kv_caches_base_addr) for _, metadata, _ in ranks)
     return Geometry(key=tuple(said), ranks=tuple(placed), items=items)
 
 

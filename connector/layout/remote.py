@@ -7,6 +7,11 @@ block a layer lies. That follows from what we know, because both engines run the
 * what a rank holds of a layer follows from the layer's shape, the rank and the tensor parallel size;
 * where that lies in a block follows from the name of the layout and the block size.
 
+Where layers have unlike numbers of KV heads, two things do not follow: how many ranks hold the same head, if all that
+we see of it is one head on each rank of ours; and the block sizes of the cache groups, which vLLM makes so that pages
+come out alike, and pages do not shrink in proportion when ranks hold replicas. An engine of ours says both (`Stated`);
+a built-in one has to have our tensor parallel size.
+
 The advertised block lengths must then equal what this adds up to. If our blocks carry no padding, the peer's must not
 either; if ours do (pages of unlike layers), the peer's padding may differ. A rank of a pipeline stage has some of the
 layers; whether all ranks together have every layer is checked when the reads are planned.
@@ -47,35 +52,68 @@ from connector.layout.local import LocalRank
 from connector.layout.shapes import (
     ImpossibleShard,
     LayerShape,
+    counted_by,
     moved,
     of_unit,
     page_strides,
     paged_pieces,
     shard,
     state_pieces,
+    widened,
 )
 from connector.layout.steps import Steps, finish
 from connector.ports.nixl import MemoryKind
+from connector.wire.identity import KvIdentity
 from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 
 
-def layout_from_metadata(metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank) -> RankLayout:
+class Stated(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine of ours says of a rank beyond its metadata. Untrusted.
+
+    Attributes:
+        heads: KV heads on that rank, by layer.
+        group_tokens: tokens of a kernel block, by cache group; 0 where a block is a state.
+    """
+
+    heads: Mapping[str, int]
+    group_tokens: tuple[int, ...]
+
+
+def stated_by(identity: KvIdentity | None) -> Stated | None:
+    """None: it does not say."""
+    if identity is None or not identity.group_tokens:
+        return None
+    heads = {name: layer.heads for name, layer in identity.layers.items() if layer.heads}
+    return Stated(heads=heads, group_tokens=identity.group_tokens)
+
+
+def layout_from_metadata(
+    metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank, stated: Stated | None = None
+) -> RankLayout:
     """The layout of the rank that sent `metadata`, which is `rank` of an engine with `tp_size` ranks in each stage.
 
     Raises LayoutMismatch when it describes something other than what that rank of our model would have.
     """
-    return finish(layout_in_steps(metadata, rank=rank, tp_size=tp_size, local=local, ours=own_regions(local.layout)))
+    ours = own_regions(local.layout)
+    return finish(layout_in_steps(metadata, rank=rank, tp_size=tp_size, local=local, ours=ours, stated=stated))
 
 
 def layout_in_steps(
-    metadata: AgentMetadata, *, rank: RankId, tp_size: int, local: LocalRank, ours: OwnRegions
+    metadata: AgentMetadata,
+    *,
+    rank: RankId,
+    tp_size: int,
+    local: LocalRank,
+    ours: OwnRegions,
+    stated: Stated | None,
 ) -> Steps[RankLayout]:
     """`layout_from_metadata`, with a pause wherever one is possible; `ours` are the regions of `local`."""
     layout = local.layout
     packs = not local.not_packed and is_to_be_packed(layout.attention_backend, metadata.attn_backend_name)
     of_peer = local.as_shaped if packs else local.shapes
     shapes = of_peer.values()
-    groups = _groups(layout, metadata, rank, shapes)
+    factors = _head_factors(shapes, layout.tp_size, tp_size, stated)
+    groups = _groups(layout, metadata, rank, shapes, stated)
     require_same_form(layout, metadata, groups, shapes, tp_size, local.not_packed)
     yield
     peer = _Peer(
@@ -84,6 +122,7 @@ def layout_in_steps(
         tp_size=tp_size,
         groups=groups,
         shapes=of_peer,
+        factors=factors,
         has_rings=has_ring_buffers(shapes),
     )
     try:
@@ -117,6 +156,8 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     groups: tuple[CacheGroup, ...]
     shapes: Mapping[str, LayerShape]
+    factors: Mapping[str, int]
+    """How many units of a layer's shape are one of the peer's; 1 where nothing is said."""
     has_rings: bool
 
     def stated(self, field: str) -> list[object]:
@@ -127,10 +168,52 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True):
         return values
 
 
+def _head_factors(
+    shapes: Iterable[LayerShape], our_tp_size: int, tp_size: int, stated: Stated | None
+) -> dict[str, int]:
+    """How many units of each layer of heads are one of the peer's, where they are more than one.
+
+    That is so only where `units` counts our ranks, and the peer has fewer heads in all, or fewer ranks. Which of ours
+    hold the same head follows then: replicas are neighbours.
+    """
+    of_heads = [shape for shape in shapes if shape.holds_heads]
+    if stated is None:
+        numbers = {shape.components[0].units for shape in of_heads}
+        if our_tp_size != tp_size and (len(numbers) > 1 or any(shape.heads_unknown for shape in of_heads)):
+            advice = (
+                "its layers have unlike numbers of KV heads, of which that engine says nothing: start both with the "
+                "same tensor parallel size, or that one with this connector"
+            )
+            raise LayoutMismatch("tp_size", our_tp_size, tp_size, advice)
+        return {}
+    factors: dict[str, int] = {}
+    for shape in of_heads:
+        heads = stated.heads.get(shape.name)
+        if heads is None:
+            continue  # another stage has it, or it is missing, which is found out where regions are compared
+        units = shape.components[0].units
+        if shape.heads_unknown and units > heads * tp_size:
+            factor, rest = divmod(units, heads * tp_size)
+            if rest:
+                raise LayoutMismatch("tp_size", our_tp_size, tp_size, f"{shape.name} cannot be split over both")
+            factors[shape.name] = factor
+        elif heads != max(1, units // tp_size) and not shape.heads_unknown:
+            field = f"KV heads of {shape.name} on each of {tp_size} ranks"
+            raise LayoutMismatch(field, max(1, units // tp_size), heads, SAME_MODEL)
+    return factors
+
+
 def _groups(
-    ours: RankLayout, metadata: AgentMetadata, rank: RankId, shapes: Iterable[LayerShape]
+    ours: RankLayout,
+    metadata: AgentMetadata,
+    rank: RankId,
+    shapes: Iterable[LayerShape],
+    stated: Stated | None,
 ) -> tuple[CacheGroup, ...]:
-    """The peer's cache groups. It states one block size for all; if ours differ, its own differ in proportion."""
+    """The peer's cache groups. If it states one block size for all, and ours differ, its own differ in proportion."""
+    if stated is not None and len(stated.group_tokens) != len(ours.cache_groups):
+        here, there = len(ours.cache_groups), len(stated.group_tokens)
+        raise LayoutMismatch("number of cache groups", here, there, SAME_GROUPS)
     sharded = {shape.group for shape in shapes if shape.dcp_sharded}
     groups: list[CacheGroup] = []
     for index, group in enumerate(ours.cache_groups):
@@ -138,6 +221,10 @@ def _groups(
             groups.append(group)
             continue
         tokens, rest = divmod(metadata.block_size * group.tokens_per_kernel_block, ours.kernel_block_size_tokens)
+        if stated is not None:
+            tokens, rest = stated.group_tokens[index], 0
+            if not tokens:
+                raise LayoutMismatch(f"cache group {index}", "blocks of tokens", "states", SAME_GROUPS)
         if rest:
             advice = "use block sizes of which one divides the other"
             raise LayoutMismatch(
@@ -297,6 +384,9 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
     offset_bytes = 0
     for layer in layers:
         shape = peer.shapes[layer]
+        factor = peer.factors.get(layer, 1)
+        if factor > 1:
+            shape = counted_by(shape, factor)
         start, stop = shard(shape.components[0].units, peer.tp_rank, peer.tp_size)
         try:
             strides = page_strides(
@@ -313,7 +403,8 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
         except ValueError as error:
             raise LayoutMismatch("kv_cache_layout", "a known one", metadata.kv_cache_layout, str(error)) from error
         _require_parts(layer, stop - start if heads_are_apart else 1, parts)
-        pieces.extend(moved(of_unit(of_layer, start + part) if heads_are_apart else of_layer, offset_bytes))
+        of_layer = of_unit(of_layer, start + part) if heads_are_apart else of_layer
+        pieces.extend(moved(widened(of_layer, factor), offset_bytes))
         offset_bytes += strides.layer if pitch_bytes is None else pitch_bytes
     return tuple(pieces)
 

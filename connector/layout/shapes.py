@@ -20,6 +20,9 @@ from connector.layout.geometry import Piece
 RING, REPLICATED = "ring", "replicated"
 """Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
 
+KEYS, VALUES, KEYS_AND_VALUES = "k", "v", "kv"
+"""Components of attention: K and V of a head, and both in a form of the attention back end."""
+
 
 class ImpossibleShard(ValueError):
     """A model that cannot be split over this many ranks. The engine itself should have refused it."""
@@ -55,8 +58,16 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """The order of tokens in a block is unknown: it can only be read into a block of the same size."""
     whole_ranks: bool = False
     """How the ranks share it is unknown: it can only be read from an engine with as many ranks, from the same one."""
+    heads_unknown: bool = False
+    """Each rank here holds one KV head, and nothing here says how many neighbours hold the same one: `units` counts the
+    ranks. An engine with fewer heads or ranks than that has to say how many it holds."""
     tokens_per_entry: int = 1
     """More than 1 in a compressed cache, where that many tokens have one entry in place of one each."""
+
+    @property
+    def holds_heads(self) -> bool:
+        """K and V of heads, which ranks share as they share heads."""
+        return self.components[0].name in (KEYS, KEYS_AND_VALUES)
 
 
 class PageStrides(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +82,8 @@ class PageStrides(msgspec.Struct, frozen=True, kw_only=True):
 
 def attention(name: str, *, heads: int, k_bytes: int, v_bytes: int, group: int = 0) -> LayerShape:
     """Attention: K and V of a head side by side in each token. Sizes are bytes of one head of one token."""
-    k = Component(name="k", units=heads, bytes_per_unit=k_bytes)
-    v = Component(name="v", units=heads, bytes_per_unit=v_bytes)
+    k = Component(name=KEYS, units=heads, bytes_per_unit=k_bytes)
+    v = Component(name=VALUES, units=heads, bytes_per_unit=v_bytes)
     return LayerShape(name=name, components=(k, v), group=group)
 
 
@@ -199,6 +210,29 @@ def state_pieces(shape: LayerShape, *, tp_rank: int, tp_size: int) -> tuple[Piec
 def moved(pieces: Iterable[Piece], offset_bytes: int) -> tuple[Piece, ...]:
     """The same pieces further into a block."""
     return tuple(msgspec.structs.replace(piece, offset_bytes=piece.offset_bytes + offset_bytes) for piece in pieces)
+
+
+def counted_by(shape: LayerShape, factor: int) -> LayerShape:
+    """The same layer, `factor` of whose units are one."""
+    components = (msgspec.structs.replace(each, units=each.units // factor) for each in shape.components)
+    return msgspec.structs.replace(shape, components=tuple(components))
+
+
+def widened(pieces: Iterable[Piece], factor: int) -> tuple[Piece, ...]:
+    """The same bytes where units are counted `factor` times: each is that many, all in the same place."""
+    if factor == 1:
+        return tuple(pieces)
+    return tuple(
+        msgspec.structs.replace(
+            piece,
+            start=unit * factor,
+            stop=(unit + 1) * factor,
+            offset_bytes=piece.offset_bytes + (unit - piece.start) * piece.unit_stride_bytes,
+            unit_stride_bytes=0,
+        )
+        for piece in pieces
+        for unit in range(piece.start, piece.stop)
+    )
 
 
 def of_unit(pieces: Iterable[Piece], unit: int) -> tuple[Piece, ...]:

@@ -31,7 +31,7 @@ import trio
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
 from connector.layout.plan_cache import geometry_in_steps
-from connector.layout.remote import layout_in_steps, own_regions
+from connector.layout.remote import layout_in_steps, own_regions, stated_by
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.layout.verification import Match, match
@@ -287,8 +287,9 @@ def _plan(
 ) -> Steps[EnginePlan]:
     """Raises HandshakeError(Incompatible) when we cannot read what these ranks hold."""
     local = context.local
+    stated = [stated_by(reply.actor.identity) if reply.actor is not None else None for reply in replies]
     geometry = yield from geometry_in_steps(
-        [(rank, reply.metadata) for rank, reply in zip(ranks, replies, strict=True)],
+        [(rank, reply.metadata, said) for rank, reply, said in zip(ranks, replies, stated, strict=True)],
         own_engine_id=local.layout.engine_id,
         tp_size=peer.tp_size,
         dcp_size=peer.dcp_size,
@@ -299,8 +300,10 @@ def _plan(
     try:
         ours = own_regions(local.layout)
         remotes: list[RankLayout] = []
-        for rank, reply in zip(ranks, replies, strict=True):
-            remote = yield from layout_in_steps(reply.metadata, rank=rank, tp_size=peer.tp_size, local=local, ours=ours)
+        for rank, reply, said in zip(ranks, replies, stated, strict=True):
+            remote = yield from layout_in_steps(
+                reply.metadata, rank=rank, tp_size=peer.tp_size, local=local, ours=ours, stated=said
+            )
             if remote.dcp_size != peer.dcp_size:
                 advice = f"the engine itself says {remote.dcp_size}; kv_transfer_params have to be forwarded unchanged"
                 raise LayoutMismatch("dcp_size", local.layout.dcp_size, peer.dcp_size, advice)

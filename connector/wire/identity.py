@@ -13,7 +13,7 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   order where the shape of the tensor does not say it. Bytes that are read in another order, or scaled by another
   number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the shape does not
   matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that only one side
-  has are the layout's affair.
+  has are the layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ.
 
 A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
 """
@@ -67,6 +67,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         k_scales, v_scales: what stored K and V are multiplied by: one factor for the whole layer, or one for each KV
             head of this rank; empty: nothing.
         first_head: of this rank, among the KV heads of the model.
+        heads: KV heads of this rank. 0: it holds something else, or an older engine that does not say.
     """
 
     dtype: _Value
@@ -74,13 +75,20 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     k_scales: _Scales = ()
     v_scales: _Scales = ()
     first_head: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    heads: Annotated[int, Meta(ge=0, le=HEADS_MAX)] = 0
 
 
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank; see the module's docstring. The order of `factors` is that in which differences are told."""
+    """Of one rank; see the module's docstring. The order of `factors` is that in which differences are told.
+
+    Attributes:
+        group_tokens: tokens of a kernel block of each cache group, 0 where a block is a state. Empty: an older engine
+            that does not say.
+    """
 
     factors: Annotated[dict[_Name, _Value], Meta(max_length=FACTORS_MAX)]
     layers: Annotated[dict[_Name, LayerIdentity], Meta(max_length=LAYERS_MAX)]
+    group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=4096)] = ()
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
+from connector.layout.geometry import CacheGroup
 from connector.layout.shapes import LayerShape, shard
 from connector.observe.log import get_logger
 from connector.wire.bounded import shorten
@@ -82,11 +83,13 @@ def kv_identity(
     *,
     tp_rank: int,
     tp_size: int,
+    groups: Sequence[CacheGroup] = (),
 ) -> KvIdentity:
-    """Of this rank, whose layers are those of `shapes`."""
+    """Of this rank, whose layers are those of `shapes`, and whose cache groups are `groups` (none: it does not say)."""
     return KvIdentity(
         factors=_factors(vllm_config, attention_backend),
         layers=_layers(vllm_config, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),
+        group_tokens=tuple(group.tokens_per_kernel_block for group in groups),
     )
 
 
@@ -188,6 +191,7 @@ def _layers(
             k_scales=k_scales,
             v_scales=v_scales,
             first_head=shard(shape.components[0].units, tp_rank, tp_size)[0] if k_scales else 0,
+            heads=specs[name].num_kv_heads if shape.holds_heads else 0,
         )
     return identities
 

@@ -45,9 +45,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from connector.layout.blocks import GroupBlocks
-from connector.layout.geometry import RankId, RankLayout
+from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, plan_engine
-from connector.layout.remote import layout_from_metadata
+from connector.layout.remote import layout_from_metadata, stated_by
 from connector.protocol import Landed, Memory
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
@@ -423,10 +423,22 @@ def _grouped_specs(caches: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 def seen(local: Registration, remote: Rank) -> RankLayout:
-    """What the local rank makes of the remote one's metadata."""
+    """What the local rank makes of what the remote one says. Of a built-in engine, which says less, it makes the same,
+    or nothing."""
     sent = encode_agent_metadata(remote.registration.agent_metadata(b"agent"))
-    rank = RankId(remote.pp_rank, remote.tp_rank)
-    return layout_from_metadata(decode_agent_metadata(sent), rank=rank, tp_size=remote.tp_size, local=local)
+    rank, metadata = RankId(remote.pp_rank, remote.tp_rank), decode_agent_metadata(sent)
+    stated = stated_by(remote.registration.identity)
+    assert stated is not None
+    found = layout_from_metadata(metadata, rank=rank, tp_size=remote.tp_size, local=local, stated=stated)
+    try:
+        unsaid = layout_from_metadata(metadata, rank=rank, tp_size=remote.tp_size, local=local)
+    except LayoutMismatch as mismatch:
+        if "unlike numbers of KV heads" not in mismatch.advice:
+            raise
+        assert local.layout.tp_size != remote.tp_size
+    else:
+        assert unsaid == found
+    return found
 
 
 def carry_out(

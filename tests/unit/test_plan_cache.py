@@ -17,6 +17,7 @@ from connector.layout.geometry import RankId, RankLayout, Region
 from connector.layout.landing import Permute
 from connector.layout.plan import EnginePlan, plan_engine
 from connector.layout.plan_cache import Geometry, PlanCache, geometry_in_steps
+from connector.layout.remote import Stated
 from connector.layout.shapes import of_unit
 from connector.layout.sources import partners
 from connector.layout.steps import finish
@@ -27,6 +28,7 @@ from tests.unit.properties import on_any_machine
 
 SHAPES = attention_shapes(layers=3, heads=4, head_bytes=8)
 ADDRESS = 1 << 30
+ONE_HEAD = Stated(heads={"model.layers.0": 1}, group_tokens=(16,))
 
 
 def geometry_of(remotes: Sequence[RankLayout], own_engine_id: str = "decode") -> Geometry:
@@ -35,7 +37,8 @@ def geometry_of(remotes: Sequence[RankLayout], own_engine_id: str = "decode") ->
 
 
 def of_metadata(said: Sequence[tuple[RankId, AgentMetadata]], own: str = "decode", tp_size: int = 1) -> Geometry:
-    return finish(geometry_in_steps(said, own_engine_id=own, tp_size=tp_size, dcp_size=1))
+    ranks = [(rank, metadata, None) for rank, metadata in said]
+    return finish(geometry_in_steps(ranks, own_engine_id=own, tp_size=tp_size, dcp_size=1))
 
 
 def as_values(plan: EnginePlan) -> Any:
@@ -189,7 +192,8 @@ def test_who_is_asked_is_part_of_the_geometry() -> None:
         of_metadata([(rank, metadata), (rank, msgspec.structs.replace(metadata, engine_id="q"))]).key,
         of_metadata([(rank, metadata)], own="p").key,
         of_metadata([(rank, metadata)], tp_size=2).key,
-        finish(geometry_in_steps([(rank, metadata)], own_engine_id="decode", tp_size=1, dcp_size=2)).key,
+        finish(geometry_in_steps([(rank, metadata, None)], own_engine_id="decode", tp_size=1, dcp_size=2)).key,
+        finish(geometry_in_steps([(rank, metadata, ONE_HEAD)], own_engine_id="decode", tp_size=1, dcp_size=1)).key,
     ]
     assert len(set(keys)) == len(keys)
 

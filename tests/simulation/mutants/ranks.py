@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from connector.layout import blocks, copies
+from connector import families
+from connector.layout import blocks, copies, remote
 from connector.layout.blocks import GroupPair
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import StartPull
@@ -19,7 +20,7 @@ from connector.scheduler import connector_scheduler
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.far_ends import FarEnds
 from tests.simulation.mutants.executors import level2
-from tests.simulation.mutants.mutant import Do, Edit, Mutant, Patch, Seeds, Set
+from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set
 
 STATES = 16
 """A seed of level `vllm` whose engines keep one state for each request."""
@@ -68,6 +69,33 @@ MUTANTS = (
         broken="where a rank needs a part of what another one holds, it takes the beginning of it",
         changes=(Edit(copies._address, "(unit - piece.start)", "0"),),
         place=level2("bytes"),
+    ),
+    Mutant(
+        name="heads counted by the configuration",
+        broken="a layer with more KV heads than the configuration's first entry says is taken to have as many as that",
+        changes=(Set(families, "names_several_numbers_of_heads", lambda model_config: False),),
+        place=ByTest("tests/unit/test_unlike_heads.py::test_each_rank_gets_its_heads[4-8-MiMo-64]"),
+    ),
+    Mutant(
+        name="replicas counted by ranks",
+        broken="of an engine with fewer heads than we have ranks, the head of a rank's number is read",
+        changes=(Edit(remote._head_factors, "factors[shape.name] = factor", "pass"),),
+        place=ByTest("tests/unit/test_unlike_heads.py::test_each_rank_gets_its_heads[4-16-MiMo-64]"),
+    ),
+    Mutant(
+        name="block sizes in proportion",
+        broken="the block sizes of a peer's cache groups are worked out where vLLM may have chosen others",
+        changes=(Edit(remote._groups, "tokens, rest = stated.group_tokens[index], 0", "pass"),),
+        place=ByTest("tests/unit/test_unlike_heads.py::test_each_rank_gets_its_heads[2-8-Gemma 4-64]"),
+    ),
+    Mutant(
+        name="heads are not compared",
+        broken="an engine that says that a layer has more KV heads than is guessed here is read from",
+        changes=(
+            Edit(remote._head_factors, "heads != max(1, units // tp_size)", "False"),
+            Edit(remote._groups, "tokens, rest = stated.group_tokens[index], 0", "pass"),
+        ),
+        place=ByTest("tests/unit/test_unlike_heads.py::test_a_guess_that_another_engine_knows_to_be_wrong_is_refused"),
     ),
     Mutant(
         name="window taken for the beginning",
