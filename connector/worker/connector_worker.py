@@ -62,6 +62,7 @@ from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
+from connector.worker.memory_stays import keep_memory
 from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
@@ -142,6 +143,8 @@ class ConnectorWorker:
         if is_staged(self._vllm_config):
             layout_name = advertised_layout_name(self._vllm_config)
             registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
+        else:
+            keep_memory(self._vllm_config.model_config)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
         layout = registration.layout
         if registered is not kv_caches:
