@@ -65,6 +65,7 @@ from connector.worker.ledger import TransferLedger
 from connector.worker.memory_stays import keep_memory
 from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
+from connector.worker.read_fence import ReadFence, end_of_steps_on, writes_late
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.failures import Failure
@@ -116,6 +117,7 @@ class ConnectorWorker:
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
         # With the option verify.
         self._block_sums: BlockSums | None = None
+        self._fence = ReadFence()
         self._layout: RankLayout | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
@@ -149,18 +151,19 @@ class ConnectorWorker:
         layout = registration.layout
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
+        has_states = any(group.tokens_per_kernel_block == 0 for group in layout.groups)
         self._finishing = Finishing(
             run_on(next(iter(registered.values())).device),
             LandedBlocks(landing_caches(layout, registered)),
             CacheMemory(registered.values()),
             self._staging,
             packed_blocks=packed_blocks(self._vllm_config, registration, registered),
-            synchronizes=self._staging is None
-            and current_platform.is_rocm()
-            and any(group.tokens_per_kernel_block == 0 for group in layout.groups),
+            synchronizes=self._staging is None and current_platform.is_rocm() and has_states,
         )
         if self._options.verify != "off":
             self._block_sums, self._layout = BlockSums(registered.values()), layout
+        if writes_late(self._vllm_config, has_states=has_states):
+            self._fence = ReadFence(end_of_steps_on(next(iter(kv_caches.values())).device))
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -340,16 +343,25 @@ class ConnectorWorker:
         self.note_warm()
         if self._is_copy:
             self._end_sends(metadata.commands)
-        if not metadata.commands or thread is None:
+        if thread is None:
             return
-        if self._staging is not None:
+        if metadata.commands and self._staging is not None:
             self._staging.require_copy_operation()
         for command in metadata.commands:
             self.ledger.enter(command)
             if thread.is_dead:
                 self.ledger.refuse(command)
-            else:
-                thread.post(command if self._block_sums is None else self._with_sums(command, self._block_sums))
+        self._post(thread, () if thread.is_dead else metadata.commands)
+
+    def _post(self, thread: ActorThread[Command], commands: Sequence[Command] = ()) -> None:
+        """Hand over these, and what had to wait for earlier steps."""
+        if thread.is_dead:
+            self._fence.drop()
+        ready = self._fence.let_through(commands)
+        if not ready:
+            return
+        for command in ready:
+            thread.post(command if self._block_sums is None else self._with_sums(command, self._block_sums))
         self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
 
@@ -387,6 +399,7 @@ class ConnectorWorker:
 
     def note_step(self) -> None:
         """The device has been given all that this step computes, drafts included."""
+        self._fence.note_step()
         if self._block_sums is not None:
             self._block_sums.note_step()
 
@@ -400,6 +413,8 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
             self._figures.clear()
+        if self._thread is not None:
+            self._post(self._thread)
         results = self.ledger.take_results()
         if self.ledger.sums_wanted and self._thread is not None:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)

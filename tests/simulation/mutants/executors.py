@@ -17,6 +17,7 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
+from connector.worker.read_fence import ReadFence
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
 
@@ -317,6 +318,15 @@ READS = (
         broken="all that waits is ordered ahead of the port, and posted even if it is given up meanwhile",
         changes=(Edit(Reads._has_room_for, "self._descriptors_ahead_max", "10**9"),),
         place=ByTest("tests/unit/test_reads.py::test_a_read_that_is_given_up_before_its_turn_is_not_posted"),
+    ),
+    Mutant(
+        name="a READ beside the drafts of a step",
+        row=7,
+        broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
+        changes=(Edit(ReadFence.let_through, "self._last if reads else None", "None"),),
+        place=ByTest(
+            "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
+        ),
     ),
     Mutant(
         name="agents are removed under others",
