@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
 from connector.config import parse_options, warn_of_idle_options
+from connector.families import Holds, family_of, keeps
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.connector_scheduler import ConnectorScheduler
@@ -66,6 +67,9 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         require_role_that_reads(vllm_config, options, vllm_config.kv_transfer_config)
         require_supported(vllm_config, kv_cache_config)
         require_control_ports(vllm_config, options)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        block_sizes = {spec.block_size for spec in specs if family_of(spec).holds is Holds.TOKENS}
+        self._has_windows_of_other_blocks = len(block_sizes) > 1 and any(keeps(spec).is_clipped for spec in specs)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -88,8 +92,12 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A prefix hit of full attention may reach further than the last cached state: a load always brings a state."""
-        return True
+        """A prefix hit of full attention may reach further than the last cached state: a load always brings a state.
+
+        Not where groups of unlike block sizes have windows. vLLM 0.32 takes it that states alone may lag behind, cuts
+        all hits to that of full attention, and dies of a window that has fewer blocks.
+        """
+        return not self._has_windows_of_other_blocks
 
     # --- both roles ---------------------------------------------------------------------------------------------
 

@@ -356,6 +356,7 @@ class ConnectorScheduler:
         lease = self._computing.pop(request_id, None)
         keeps = (
             any(block_ids)
+            and _computed_tokens(request) > 0
             and self._is_settled(request)
             and self._lends_at_its_end(request, is_accepted=lease is not None)
         )
@@ -604,8 +605,11 @@ class ConnectorScheduler:
         said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
         equal = [tokens for tokens, digest in self._prefix_digests(request, said) if said[tokens] == digest]
         tokens = max(equal, default=0)
-        # A clipped table or a state is that of all of their tokens.
-        return tokens if self._keeps_everything or ours > tokens == theirs else 0
+        if self._keeps_everything:
+            return tokens
+        # A clipped table or a state is that of all of their tokens, and has to begin where ours needs it.
+        is_whole = ours > tokens == theirs and self._tokens_to_go_on_from(remote, request, tokens) == tokens
+        return tokens if is_whole else 0
 
     def _prefix_digests(self, request: Request, lengths: Collection[int]) -> Digests:
         return prefix_digests(request, lengths, numbers_media=self._numbers_media)
@@ -664,7 +668,7 @@ class ConnectorScheduler:
         return tokens
 
     def _tokens_to_go_on_from(self, remote: RemotePrefill, request: Request, tokens: int) -> int:
-        """D: how many to load, so many or one fewer. 0: P lends too little for either.
+        """How many to load, so many or one fewer. 0: the lender lends too little for either.
 
         Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
         a token after it: where a block ends with what only the last one sees, that block is missing. If a token fewer
@@ -685,7 +689,7 @@ class ConnectorScheduler:
         return 0
 
     def _first_tokens(self, remote: RemotePrefill) -> Sequence[int]:
-        """D: which token P's blocks of each group begin with."""
+        """Which token the lender's blocks of each group begin with."""
         if remote.first_tokens:
             return remote.first_tokens
         # A built-in one does not say, but clips its tables as ours are.
@@ -845,9 +849,8 @@ class ConnectorScheduler:
     def _grant(self, request: Request, lease: LeaseName, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         expires_seconds: float | None = None
         is_for_decode = _wants_remote_decode(request)
-        # Not those of a step that is still under way: D may read before they are there.
-        computed = request.num_computed_tokens - request.num_in_flight_tokens
         # More than it has tokens where drafts behind the last one were taken for right.
+        computed = _computed_tokens(request)
         tokens = min(group.unbroken(block_ids[group.group_id], computed) for group in self._groups)
         if is_for_decode:
             lease_seconds = self._options.kv_lease_duration
@@ -902,6 +905,13 @@ class ConnectorScheduler:
             _log.info("%d quarantined blocks are free again", len(block_ids))
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
             self._figures.lift(block_ids)
+
+
+def _computed_tokens(request: Request) -> int:
+    """Of a request that has ended: not those of a step that is still under way, for D may read before they are there.
+    vLLM has taken those off a session already, whose count may be less than none then."""
+    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    return computed
 
 
 def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -316,24 +316,24 @@ def params_of_builtin_p(tables: Sequence[Sequence[int]], num_tokens: int | None)
 
 def run_streamed(prefill: HybridEngine, *inputs: Sequence[int]) -> Request:
     """A session of these inputs, whose end is known when the last of them has been computed."""
-    session = _streamed(inputs[0])
+    session = streamed(inputs[0])
     prefill.scheduler.add_request(session)
     for tokens in inputs[1:]:
         while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
             prefill.step()
-        prefill.scheduler.add_request(_streamed(tokens))
-    prefill.scheduler.add_request(_streamed([0], is_last=True))
+        prefill.scheduler.add_request(streamed(tokens))
+    prefill.scheduler.add_request(streamed([0], is_last=True))
     while "a" not in prefill.finished:
         prefill.step()
     return session
 
 
-def _streamed(tokens: Sequence[int], *, is_last: bool = False) -> Request:
+def streamed(tokens: Sequence[int], *, is_last: bool = False, max_tokens: int = 1) -> Request:
     """The next input of a session; after the last, vLLM sends one more request, that counts for nothing."""
     return Request(
         "a",
         list(tokens),
-        SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
         None,
         block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
         resumable=not is_last,

@@ -363,6 +363,22 @@ def test_a_prefix_hit_deeper_than_the_last_cached_state() -> None:
     assert len(states.local_block_ids) == 1
 
 
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        ([full(), state("align")], True),
+        ([full(), window(40), state("align")], True),
+        ([replace(full(), block_size=32), replace(state("align"), block_size=32), window(40)], False),
+    ],
+)
+def test_a_window_of_other_blocks_allows_no_hit_that_is_deeper_than_a_state(
+    specs: list[KVCacheSpec], expected: bool
+) -> None:
+    """vLLM takes it that only states may lag behind, and ends the engine where a window does."""
+    connector = HybridEngine(specs, caches_prefixes=True).scheduler.connector
+    assert connector.supports_divergent_local_hybrid_hits is expected
+
+
 def test_a_whole_prompt_that_is_cached_reads_nothing() -> None:
     prefill, decode = engine("window"), engine("window")
     tokens = tokens_of(100)

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.nixl_connector import NixlActorConnector
 from connector.step_metadata import StepMetadata
+from connector.wire.params import parse_remote_prefill
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     REMOTE_DECODE,
@@ -25,6 +26,7 @@ from tests.unit.hybrid_engine import (
     params_of_builtin_p,
     run_streamed,
     state,
+    streamed,
     tokens_of,
     window,
 )
@@ -164,6 +166,22 @@ def test_the_last_of_several_inputs_counts() -> None:
     pull = decode.load("b", tokens, prefill.params["a"])
     assert pull.num_tokens == LENGTH - 1
     assert pull.groups[1].remote_block_ids[0] == prefill.held["a"][0]
+
+
+@pytest.mark.parametrize(("length", "lent"), [(1, None), (2, 1), (40, 39)])
+def test_a_session_that_stops_in_its_first_token_lends_what_is_left_of_it(length: int, lent: int | None) -> None:
+    """vLLM has taken the step that is under way off its count, and it is taken off once more."""
+    prefill = Engine(overlaps=True)
+    session = streamed(tokens_of(length), max_tokens=9)
+    session.sampling_params.stop_token_ids = [SAMPLED_TOKEN]
+    prefill.scheduler.add_request(session)
+    prefill.scheduler.add_request(streamed([0], is_last=True))
+    first, under_way = prefill.schedule(), prefill.schedule()
+    assert under_way.num_scheduled_tokens == {"a": 1}
+    prefill.compute(first)
+    assert "a" in prefill.finished
+    said = prefill.params.get("a")
+    assert (said and parse_remote_prefill(said).num_tokens) == lent
 
 
 def test_an_input_that_goes_on_lets_go_of_it() -> None:
