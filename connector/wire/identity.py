@@ -52,6 +52,8 @@ CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
 LONG_ROPE = "long_rope"
 """Which of its two lists of rotary factors an engine takes whose model has LongRoPE: `long` or `short`."""
+TEMPERATURE_TUNING = "attn_temperature_tuning"
+"""Whether an engine with Llama 4 scales queries by their position: `on` or `off`. Named as in the configuration."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
@@ -183,6 +185,11 @@ def _advice(name: str) -> str:
         said = (
             "start both engines with the same --max-model-len: one beyond original_max_position_embeddings of the model"
             " makes vLLM rotate the keys of all prompts by other factors"
+        )
+    elif kind == TEMPERATURE_TUNING:
+        said = (
+            "start both engines with a --max-model-len up to 32768, or both with one beyond, where vLLM scales the"
+            " queries of all prompts, or both with the same attn_temperature_tuning in --override-generation-config"
         )
     else:
         said = "start both engines with the same"

@@ -28,6 +28,7 @@ from connector.wire.identity import (
     LONG_ROPE,
     MODEL,
     REVISION,
+    TEMPERATURE_TUNING,
     VALUE_LENGTH_MAX,
     WEIGHTS,
     KvIdentity,
@@ -45,6 +46,7 @@ _NOT_OF_KV = frozenset(
         "_commit_hash",
         "_name_or_path",
         "architectures",
+        TEMPERATURE_TUNING,
         "bos_token_id",
         "chunk_size_feed_forward",
         "decoder_start_token_id",
@@ -70,6 +72,10 @@ _NOT_OF_KV = frozenset(
 """Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions."""
 
 _SHORT_UP_TO = "original_max_position_embeddings"
+
+_LLAMA_4 = "llama4_text"
+_NOT_TUNED_UP_TO = 32768
+"""The longest request, in tokens, with which vLLM does not scale the queries of Llama 4 of its own accord."""
 
 _log = get_logger()
 
@@ -103,6 +109,7 @@ def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
     factors["quantization"] = _text(model.quantization or NONE)
     factors |= _of_draft(vllm_config)
     factors |= _of_long_rope(model)
+    factors |= _of_temperature_tuning(model)
     factors |= _of_configuration(model)
     return dict(list(factors.items())[:FACTORS_MAX])
 
@@ -142,6 +149,22 @@ def _of_long_rope(model: ModelConfig) -> dict[str, str]:
     limits = [each[_SHORT_UP_TO] for each in by_layer_type if each and each.get("rope_type") == "longrope"]
     chosen = ("long" if model.max_model_len > limit else "short" for limit in limits)
     return {LONG_ROPE: ", ".join(chosen)} if limits else {}
+
+
+def _of_temperature_tuning(model: ModelConfig) -> dict[str, str]:
+    """Of a model whose layers without rotary embedding scale their queries by position, if told to. That changes the
+    hidden states, and so the KV of all later layers.
+
+    For Llama 4 vLLM decides it by the generation config, or else by the longest request that the engine allows. It
+    writes the result into a copy of the configuration that only the language model has.
+    """
+    chosen = getattr(model.hf_text_config, TEMPERATURE_TUNING, None)
+    if chosen is None:
+        return {}
+    if model.hf_text_config.model_type == _LLAMA_4 and not model.using_transformers_backend():
+        generation = model.try_get_generation_config() | model.override_generation_config
+        chosen = generation.get(TEMPERATURE_TUNING, model.max_model_len > _NOT_TUNED_UP_TO)
+    return {TEMPERATURE_TUNING: "on" if chosen else "off"}
 
 
 def _of_configuration(model: ModelConfig) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.config import VllmConfig
+from transformers import Llama4Config, Llama4TextConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -149,6 +152,81 @@ def test_the_longest_request_is_named_where_keys_depend_on_it(tmp_path: Path, *,
 def _with_rope(config: VllmConfig, rope: dict[str, Any]) -> VllmConfig:
     config.model_config.hf_text_config.rope_parameters = rope
     return config
+
+
+def llama_4(directory: Path, **generation: Any) -> Path:
+    """The files of a model with images, whose second layer has no rotary embedding."""
+    text = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "intermediate_size_mlp": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "interleave_moe_layer_step": LAYERS + 1,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": None,
+        "max_position_embeddings": 1 << 17,
+    }
+    config = Llama4Config(text_config=text)
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    config.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "generation", "tuning"),
+    [
+        ({"max_model_len": 32768}, {}, "off"),
+        ({"max_model_len": 32769}, {}, "on"),
+        ({"override_generation_config": {"attn_temperature_tuning": True}}, {}, "on"),
+        ({"max_model_len": 32769, "override_generation_config": {"attn_temperature_tuning": False}}, {}, "off"),
+        ({}, {"attn_temperature_tuning": True}, "on"),
+        ({"override_generation_config": {"attn_temperature_tuning": False}}, {"attn_temperature_tuning": True}, "off"),
+    ],
+)
+def test_whether_llama_4_scales_its_queries_is_named(
+    tmp_path: Path, arguments: dict[str, Any], generation: dict[str, Any], tuning: str
+) -> None:
+    """vLLM decides it when it makes the language model, whose configuration is a copy: nobody else sees the result. The
+    queries of a layer change the keys of those behind it."""
+    path = llama_4(tmp_path / "model", **generation)
+    config = engine_config(path, **arguments)
+    ours = identity(config)
+    assert ours.factors["attn_temperature_tuning"] == tuning
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        text = config.with_hf_config(config.model_config.hf_text_config, ["LlamaForCausalLM"])
+        layers = Llama4ForCausalLM(vllm_config=text).model.layers
+    assert [bool(layer.self_attn.attn_temperature_tuning) for layer in layers] == [False, tuning == "on"]
+
+
+def test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit(tmp_path: Path) -> None:
+    path = llama_4(tmp_path / "model")
+    short, as_short, long = (identity(engine_config(path, max_model_len=tokens)) for tokens in (512, 32768, 40000))
+    assert fields(short, as_short) == []
+    (found,) = incompatibilities(short, long, enforce_factors=True)
+    assert (found.field, found.local, found.remote) == ("attn_temperature_tuning", "off", "on")
+    for option in ("--max-model-len", "--override-generation-config"):
+        assert option in found.advice
+
+
+@pytest.mark.parametrize("is_for_text_only", [False, True])
+def test_what_vllm_has_written_into_the_configuration_is_named_once(tmp_path: Path, *, is_for_text_only: bool) -> None:
+    """A Llama 4 that has no images has one configuration only."""
+    path = llama_4(tmp_path / "model")
+    if is_for_text_only:
+        text = Llama4Config.from_pretrained(path).text_config
+        assert isinstance(text, Llama4TextConfig)
+        text.architectures = ["Llama4ForCausalLM"]
+        text.save_pretrained(path)
+    configs = [engine_config(path, max_model_len=tokens) for tokens in (512, 40000)]
+    for config in configs:
+        config.model_config.hf_text_config.attn_temperature_tuning = config.model_config.max_model_len > 32768
+    assert fields(*map(identity, configs)) == ["attn_temperature_tuning"]
 
 
 def test_quantization_is_named(tmp_path: Path) -> None:

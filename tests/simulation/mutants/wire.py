@@ -195,6 +195,12 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_another_model_of_the_same_shape_is_named"),
     ),
     Mutant(
+        name="queries may be scaled on one engine",
+        broken="whether Llama 4 scales its queries is told as its configuration says, which vLLM overrides",
+        changes=(_edit_worker("kv_identity", "_of_temperature_tuning", "== _LLAMA_4", "== ''"),),
+        place=ByTest(_OF_AN_ENGINE + "test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit"),
+    ),
+    Mutant(
         name="any quantization will do",
         broken="how the weights are quantized is not told",
         changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
