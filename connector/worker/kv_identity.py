@@ -55,6 +55,7 @@ _NOT_OF_KV = frozenset(
         "id2label",
         "initializer_range",
         "label2id",
+        "max_model_len",
         "model_type",
         "output_attentions",
         "output_hidden_states",
@@ -69,7 +70,15 @@ _NOT_OF_KV = frozenset(
         "use_cache",
     )
 )
-"""Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions."""
+"""Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions. vLLM
+writes `max_model_len` into that of MiniMax-M2, to size a rotary cache by it."""
+
+_SAME_NUMBERS = {"fp8": "fp8_e4m3"}
+"""Two names of a cache type: one that people write, and that of a checkpoint from ModelOpt with `auto`."""
+
+_SAME_FILES = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+"""Names under which vLLM reads the same quantized weights. Which one it takes depends on the platform, and changes the
+kernels alone."""
 
 _SHORT_UP_TO = "original_max_position_embeddings"
 
@@ -106,7 +115,7 @@ def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
     factors = {name: _text(value) for name, value in hashed.items()}
     factors["cache_dtype"] = _cache_dtype(vllm_config.cache_config.cache_dtype, model)
     factors |= _of_model("", model, vllm_config.load_config)
-    factors["quantization"] = _text(model.quantization or NONE)
+    factors["quantization"] = _quantization(model)
     factors |= _of_draft(vllm_config)
     factors |= _of_long_rope(model)
     factors |= _of_temperature_tuning(model)
@@ -176,7 +185,13 @@ def _of_configuration(model: ModelConfig) -> dict[str, str]:
 
 def _cache_dtype(chosen: str, model: ModelConfig) -> str:
     """`auto` is the model's own, and the same as that written out."""
-    return str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
+    written_out = str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
+    return _SAME_NUMBERS.get(written_out, written_out)
+
+
+def _quantization(model: ModelConfig) -> str:
+    chosen = str(model.quantization or NONE)
+    return _text(_SAME_FILES.get(chosen, chosen))
 
 
 def _text(value: object) -> str:
@@ -226,7 +241,7 @@ def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
     """What the numbers in the cache are. Quantized ones have a name, and lie in tensors of plain bytes."""
     chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
     if _is_quantized(chosen):
-        return chosen
+        return _SAME_NUMBERS.get(chosen, chosen)
     dtypes = spec.dtypes if hasattr(spec, "dtypes") else (getattr(spec, "dtype", chosen),)
     return _text(", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
 

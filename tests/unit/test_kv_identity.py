@@ -229,11 +229,30 @@ def test_what_vllm_has_written_into_the_configuration_is_named_once(tmp_path: Pa
     assert fields(*map(identity, configs)) == ["attn_temperature_tuning"]
 
 
+def test_a_length_that_sizes_the_rotary_cache_alone_does_not_matter(tmp_path: Path) -> None:
+    """vLLM writes it into the configuration of MiniMax-M2."""
+    path = model(tmp_path / "model")
+    configs = [engine_config(path, max_model_len=tokens) for tokens in (1024, 2048)]
+    for config in configs:
+        config.model_config.hf_config.max_model_len = config.model_config.max_model_len
+    assert fields(*map(identity, configs)) == []
+
+
 def test_quantization_is_named(tmp_path: Path) -> None:
     path = model(tmp_path / "model")
     quantized = engine_config(path)
     quantized.model_config.quantization = "fp8"
     assert fields(identity(engine_config(path)), identity(quantized)) == ["quantization"]
+
+
+@pytest.mark.parametrize("names", [("awq", "awq_marlin", "auto_awq"), ("gptq", "gptq_marlin", "auto_gptq")])
+def test_names_under_which_vllm_reads_the_same_files_do_not_matter(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = model(tmp_path / "model")
+    configs = [engine_config(path) for _ in names]
+    for config, name in zip(configs, names, strict=True):
+        config.model_config.quantization = name
+    ours, *others = map(identity, configs)
+    assert [fields(ours, theirs) for theirs in others] == [[], []]
 
 
 def test_the_draft_model_is_named(tmp_path: Path) -> None:
@@ -308,6 +327,26 @@ def test_layers_that_are_exempt_from_quantization_are_named(tmp_path: Path) -> N
         layers[1].kv_cache_dtype = "auto"
 
     assert fields(identity(fp8), identity(fp8, exempt))[0] == f"KV cache dtype of {layer_name(1)}"
+
+
+def with_cache_type(path: Path, name: str) -> KvIdentity:
+    """Of an engine with that --kv-cache-dtype, which attention on this machine's processor need not have."""
+    config = engine_config(path, dtype="bfloat16")
+
+    def change(layers: list[Attention]) -> None:
+        config.cache_config.cache_dtype = name
+        for layer in layers:
+            layer.kv_cache_dtype = name
+
+    return identity(config, change)
+
+
+def test_the_same_cache_type_has_two_names(tmp_path: Path) -> None:
+    """The longer one is that of checkpoints from ModelOpt, whose type is taken with `auto`."""
+    path = model(tmp_path / "model")
+    short, long, other = (with_cache_type(path, name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2"))
+    assert fields(short, long) == fields(long, short) == []
+    assert fields(short, other)[:2] == ["cache_dtype", f"KV cache dtype of {layer_name(0)}"]
 
 
 def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ IDENTITY = (
     Mutant(
         name="any quantization will do",
         broken="how the weights are quantized is not told",
-        changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
+        changes=(_edit_worker("kv_identity", "_factors", "_quantization(model)", "NONE"),),
         place=ByTest(_OF_AN_ENGINE + "test_quantization_is_named"),
     ),
     Mutant(
