@@ -9,11 +9,11 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   quantization, draft model. Only what both sides state is compared, so that a later version may state more. The name
   and the revision of the model do not matter where both sides state the same weights: another path to the same files is
   the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
-* `layers` say what the bytes of each layer's blocks are: numbers of which type, multiplied by which scales, in which
-  order where the shape of the tensor does not say it. Bytes that are read in another order, or scaled by another
-  number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the shape does not
-  matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that only one side
-  has are the layout's affair.
+* `layers` say what the bytes of each layer's blocks are: numbers of which type, of which kind of FP8, multiplied by
+  which scales, in which order where the shape of the tensor does not say it. Bytes that are read in another order, or
+  scaled by another number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the
+  shape does not matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that
+  only one side has are the layout's affair.
 
 A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
 """
@@ -40,6 +40,13 @@ ORDER = "order of elements in a block"
 IN_SLOTS = "K and V in slots of their own"
 """The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
 
+FP8 = "kind of FP8"
+
+FNUZ, E4B15 = "FNUZ", "E4B15"
+"""Kinds of FP8 that the name of a type does not tell from OCP's: what MI300 and MI325 have, and TurboQuant on GPUs of
+NVIDIA before SM 8.9."""
+OCP = "OCP"
+
 NOT_PACKED = "start both engines with the same attention back end"
 """Of an engine that never puts what it reads in an order of its own."""
 
@@ -65,6 +72,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         dtype: of the numbers in the cache; `fp8_e4m3` for instance.
+        fp8: which kind of FP8 they are; empty: OCP's, or no FP8.
         order: how the elements of a head lie in a block, where the tensor's shape does not say it; empty: it does.
         k_scales, v_scales: what stored K and V are multiplied by: one factor for the whole layer, or one for each KV
             head of this rank; empty: nothing.
@@ -72,6 +80,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     dtype: _Value
+    fp8: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
     order: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
     k_scales: _Scales = ()
     v_scales: _Scales = ()
@@ -118,6 +127,7 @@ def differing_layers(
             continue
         for field, local, remote in (
             ("KV cache dtype", layer.dtype, other.dtype),
+            (FP8, layer.fp8 or OCP, other.fp8 or OCP),
             (ORDER, layer.order, other.order),
         ):
             if local == remote:
@@ -161,6 +171,10 @@ def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
 
 _LAYER_ADVICE = {
     "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
+    FP8: (
+        "the GPUs of both engines store FP8 in unlike ways, and the same byte is another number: use GPUs that store it"
+        " alike, or, if the model allows it, a --kv-cache-dtype without FP8"
+    ),
     ORDER: (
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
     ),

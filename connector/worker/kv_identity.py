@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
@@ -23,7 +24,9 @@ from connector.wire.bounded import shorten
 from connector.wire.identity import (
     CONFIG,
     DRAFT,
+    E4B15,
     FACTORS_MAX,
+    FNUZ,
     IN_SLOTS,
     LONG_ROPE,
     MODEL,
@@ -75,6 +78,9 @@ writes `max_model_len` into that of MiniMax-M2, to size a rotary cache by it."""
 
 _SAME_NUMBERS = {"fp8": "fp8_e4m3"}
 """Two names of a cache type: one that people write, and that of a checkpoint from ModelOpt with `auto`."""
+
+_TURBOQUANT_FP8 = "turboquant_k8v4"
+"""The type of TurboQuant whose keys are FP8."""
 
 _SAME_FILES = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
 """Names under which vLLM reads the same quantized weights. Which one it takes depends on the platform, and changes the
@@ -222,6 +228,7 @@ def _layers(
         k_scales, v_scales = scales.get(name, ((), ()))
         identities[name] = LayerIdentity(
             dtype=_layer_dtype(layer, specs[name]),
+            fp8=_kind_of_fp8(layer, specs[name]),
             order=_order(layer, specs[name]),
             k_scales=k_scales,
             v_scales=v_scales,
@@ -244,6 +251,19 @@ def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
         return _SAME_NUMBERS.get(chosen, chosen)
     dtypes = spec.dtypes if hasattr(spec, "dtypes") else (getattr(spec, "dtype", chosen),)
     return _text(", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _kind_of_fp8(layer: Any, spec: KVCacheSpec) -> str:
+    """Empty: OCP's, or no FP8. The platform decides it, and no name of a type says it."""
+    chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
+    if chosen == _TURBOQUANT_FP8:
+        # Late: what is imported here is Triton's.
+        from vllm.v1.attention.ops.triton_turboquant_decode import _use_fp8_e4b15
+
+        return E4B15 if _use_fp8_e4b15(layer.kv_cache.device.index or 0) else ""
+    # Indexers and latents of DeepSeek have FP8 and scales in tensors of bytes, and no name.
+    has_fp8 = chosen.startswith("fp8") or (not _is_quantized(chosen) and getattr(spec, "dtype", None) is torch.uint8)
+    return FNUZ if has_fp8 and current_platform.is_fp8_fnuz() else ""
 
 
 def _is_quantized(dtype: str) -> bool:

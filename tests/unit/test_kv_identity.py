@@ -13,11 +13,15 @@ from safetensors.torch import save_file
 from transformers import Llama4Config, Llama4TextConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.ops import triton_turboquant_decode
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.families import layer_shapes, layer_specs
+from connector.layout.shapes import latent
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import FACTORS_MAX, VALUE_LENGTH_MAX, KvIdentity
 from connector.worker.cpu_attention import as_stored
@@ -347,6 +351,67 @@ def test_the_same_cache_type_has_two_names(tmp_path: Path) -> None:
     short, long, other = (with_cache_type(path, name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2"))
     assert fields(short, long) == fields(long, short) == []
     assert fields(short, other)[:2] == ["cache_dtype", f"KV cache dtype of {layer_name(0)}"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_ds_mla", "fp8_per_token_head"])
+def test_fp8_of_another_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On MI300 a byte is half the number that it is elsewhere."""
+    path = model(tmp_path / "model")
+    ours = with_cache_type(path, name)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    theirs = with_cache_type(path, name)
+    found = incompatibilities(ours, theirs, enforce_factors=False)
+    assert [each.field for each in found] == [f"kind of FP8 of {layer_name(layer)}" for layer in range(LAYERS)]
+    assert {(each.local, each.remote) for each in found} == {("OCP", "FNUZ")}
+    assert "--kv-cache-dtype" in found[0].advice
+    assert fields(theirs, with_cache_type(path, name)) == []
+
+
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "nvfp4", "int8_per_token_head", "turboquant_4bit_nc"])
+def test_the_kind_of_fp8_does_not_matter_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = model(tmp_path / "model")
+    ours = with_cache_type(path, name)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    assert fields(ours, with_cache_type(path, name)) == []
+
+
+def test_fp8_of_another_kind_in_an_indexer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache is of plain bytes, and of no type that has a name."""
+    config = engine_config(model(tmp_path / "model"))
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8)
+
+    def of_an_indexer() -> KvIdentity:
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config):
+            layer = DeepseekV32IndexerCache(132, torch.uint8, "indexer.k_cache", config.cache_config)
+        shapes = {layer.prefix: latent(layer.prefix, bytes_per_token=132)}
+        return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1)
+
+    ours = of_an_indexer()
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    (found,) = incompatibilities(ours, of_an_indexer(), enforce_factors=True)
+    assert (found.field, found.local, found.remote) == ("kind of FP8 of indexer.k_cache", "OCP", "FNUZ")
+
+
+def test_keys_that_older_gpus_store_in_fp8_of_another_kind_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "model")
+
+    def on(capability: tuple[int, int], name: str = "turboquant_k8v4") -> KvIdentity:
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_turboquant_decode, "_FP8_E4B15", {})
+            patch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            return with_cache_type(path, name)
+
+    ampere, ada, hopper = on((8, 0)), on((8, 9)), on((9, 0))
+    assert fields(ada, hopper) == fields(ada, with_cache_type(path, "turboquant_k8v4")) == []
+    found = incompatibilities(hopper, ampere, enforce_factors=False)
+    assert {(each.local, each.remote) for each in found} == {("OCP", "E4B15")}
+    assert fields(on((8, 0), "turboquant_4bit_nc"), on((9, 0), "turboquant_4bit_nc")) == []
 
 
 def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:

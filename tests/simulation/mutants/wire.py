@@ -243,6 +243,18 @@ IDENTITY = (
         place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
     ),
     Mutant(
+        name="any kind of FP8 will do",
+        broken="an engine on MI300 does not say that its FP8 is of another kind",
+        changes=(_edit_worker("kv_identity", "_kind_of_fp8", "if has_fp8 and", "if False and"),),
+        place=ByTest(_OF_AN_ENGINE + "test_fp8_of_another_kind_in_an_indexer_is_named"),
+    ),
+    Mutant(
+        name="kinds of FP8 are not compared",
+        broken="which kind of FP8 lies in each layer's cache is not compared",
+        changes=(Edit(identity.differing_layers, "(FP8, layer.fp8 or OCP, other.fp8 or OCP),", ""),),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
         name="what bytes mean can be skipped",
         broken="enforce_handshake_compat=false skips scales and orders of elements, too",
         changes=(
