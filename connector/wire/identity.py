@@ -40,6 +40,9 @@ ORDER = "order of elements in a block"
 IN_SLOTS = "K and V in slots of their own"
 """The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
 
+IN_ARRAYS = "the metadata of all tokens behind the data of all"
+"""The order of TurboQuant where FlyDSL is there."""
+
 FP8 = "kind of FP8"
 
 FNUZ, E4B15 = "FNUZ", "E4B15"
@@ -132,9 +135,9 @@ def differing_layers(
         ):
             if local == remote:
                 continue
-            advice = IN_SLOTS if IN_SLOTS in (local, remote) else field
+            advice = next((order for order in (IN_SLOTS, IN_ARRAYS) if order in (local, remote)), field)
             found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
-            if field != ORDER or remote or local == IN_SLOTS:
+            if advice != ORDER or remote:
                 yield found
             elif not_packed:
                 yield msgspec.structs.replace(found, advice=not_packed)
@@ -181,6 +184,9 @@ _LAYER_ADVICE = {
     IN_SLOTS: (
         "attention keeps K and V apart on one engine only: start both with the same attention back end and, with ROCm,"
         " the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+    ),
+    IN_ARRAYS: (
+        "TurboQuant orders its blocks otherwise on gfx950 with FlyDSL: have it on both engines, or uninstall it on both"
     ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
     "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",

@@ -27,6 +27,7 @@ from connector.wire.identity import (
     E4B15,
     FACTORS_MAX,
     FNUZ,
+    IN_ARRAYS,
     IN_SLOTS,
     LONG_ROPE,
     MODEL,
@@ -39,6 +40,7 @@ from connector.wire.identity import (
 )
 from connector.worker.compatibility_hash import compatibility_factors
 from connector.worker.cpu_attention import element_order, layers_of
+from connector.worker.turboquant import is_in_arrays
 from connector.worker.weights import WeightsUnknown, weights_fingerprint
 
 NONE = "none"
@@ -241,6 +243,8 @@ def _order(layer: Any, spec: KVCacheSpec) -> str:
     """Empty: as the tensor's shape says. One back end may keep K and V together or apart, as the environment says."""
     if getattr(spec, "num_head_slots", None) is not None:
         return IN_SLOTS
+    if is_in_arrays(layer):
+        return IN_ARRAYS
     return element_order(layer) if layer is not None else ""
 
 

@@ -237,6 +237,18 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
     ),
     Mutant(
+        name="blocks in arrays have the order of others",
+        broken="an engine with FlyDSL does not say that TurboQuant has another order there",
+        changes=(_edit_worker("kv_identity", "_order", "if is_in_arrays(layer):", "if False:"),),
+        place=ByTest("tests/unit/test_turboquant.py::test_an_order_that_one_engine_only_has_is_named"),
+    ),
+    Mutant(
+        name="blocks in arrays are cut",
+        broken="tokens and heads are read out of blocks whose metadata lie behind the data of all of them",
+        changes=(_edit_worker("turboquant", "undivided", "if is_in_arrays(layer)", "if False"),),
+        place=ByTest("tests/unit/test_turboquant.py::test_blocks_in_arrays_are_not_cut"),
+    ),
+    Mutant(
         name="any type of numbers will do",
         broken="the type of the numbers in each layer's cache is not compared",
         changes=(Edit(identity.differing_layers, '("KV cache dtype", layer.dtype, other.dtype),', ""),),
