@@ -38,7 +38,7 @@ AS_SHAPED = "as the tensor's shape"
 ORDER = "order of elements in a block"
 
 IN_SLOTS = "K and V in slots of their own"
-"""The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
+"""Begins the order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
 
 IN_ARRAYS = "the metadata of all tokens behind the data of all"
 """The order of TurboQuant where FlyDSL is there."""
@@ -135,7 +135,8 @@ def differing_layers(
         ):
             if local == remote:
                 continue
-            advice = next((order for order in (IN_SLOTS, IN_ARRAYS) if order in (local, remote)), field)
+            named = (order for order in (IN_SLOTS, IN_ARRAYS) if local.startswith(order) or remote.startswith(order))
+            advice = next(named, field)
             found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
             if advice != ORDER or remote:
                 yield found
@@ -182,8 +183,8 @@ _LAYER_ADVICE = {
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
     ),
     IN_SLOTS: (
-        "attention keeps K and V apart on one engine only: start both with the same attention back end and, with ROCm,"
-        " the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+        "attention keeps K and V apart, and each back end in a way of its own: start both engines with the same"
+        " attention back end and, with ROCm, the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
     ),
     IN_ARRAYS: (
         "TurboQuant orders its blocks otherwise on gfx950 with FlyDSL: have it on both engines, or uninstall it on both"

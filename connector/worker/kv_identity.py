@@ -242,7 +242,8 @@ def _layers(
 def _order(layer: Any, spec: KVCacheSpec) -> str:
     """Empty: as the tensor's shape says. One back end may keep K and V together or apart, as the environment says."""
     if getattr(spec, "num_head_slots", None) is not None:
-        return IN_SLOTS
+        # What lies in the slots, and how, differs from one back end to the next.
+        return IN_SLOTS if layer is None else f"{IN_SLOTS}, as {layer.get_attn_backend().get_name()} orders them"
     if is_in_arrays(layer):
         return IN_ARRAYS
     return element_order(layer) if layer is not None else ""

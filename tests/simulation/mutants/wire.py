@@ -237,6 +237,12 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
     ),
     Mutant(
+        name="all slots are alike",
+        broken="which back end has filled slots of K and V is told by a factor alone, which can be skipped",
+        changes=(_edit_worker("kv_identity", "_order", "IN_SLOTS if layer is None else", "IN_SLOTS if True else"),),
+        place=ByTest("tests/unit/test_rocm.py::test_back_ends_that_fill_their_slots_in_unlike_ways_do_not_fit"),
+    ),
+    Mutant(
         name="blocks in arrays have the order of others",
         broken="an engine with FlyDSL does not say that TurboQuant has another order there",
         changes=(_edit_worker("kv_identity", "_order", "if is_in_arrays(layer):", "if False:"),),
