@@ -9,11 +9,11 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   quantization, draft model. Only what both sides state is compared, so that a later version may state more. The name
   and the revision of the model do not matter where both sides state the same weights: another path to the same files is
   the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
-* `layers` say what the bytes of each layer's blocks are: numbers of which type, multiplied by which scales, in which
-  order where the shape of the tensor does not say it. Bytes that are read in another order, or scaled by another
-  number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the shape does not
-  matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that only one side
-  has are the layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ.
+* `layers` say what the bytes of each layer's blocks are: numbers of which type, of which kind of FP8, multiplied by
+  which scales, in which order where the shape of the tensor does not say it. Bytes that are read in another order, or
+  scaled by another number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the
+  shape does not matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that
+  only one side has are the layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ.
 
 A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
 """
@@ -38,7 +38,17 @@ AS_SHAPED = "as the tensor's shape"
 ORDER = "order of elements in a block"
 
 IN_SLOTS = "K and V in slots of their own"
-"""The order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
+"""Begins the order of a back end that has slots in place of heads, which nothing else that peers are told shows."""
+
+IN_ARRAYS = "the metadata of all tokens behind the data of all"
+"""The order of TurboQuant where FlyDSL is there."""
+
+FP8 = "kind of FP8"
+
+FNUZ, E4B15 = "FNUZ", "E4B15"
+"""Kinds of FP8 that the name of a type does not tell from OCP's: what MI300 and MI325 have, and TurboQuant on GPUs of
+NVIDIA before SM 8.9."""
+OCP = "OCP"
 
 NOT_PACKED = "start both engines with the same attention back end"
 """Of an engine that never puts what it reads in an order of its own."""
@@ -52,6 +62,8 @@ CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
 LONG_ROPE = "long_rope"
 """Which of its two lists of rotary factors an engine takes whose model has LongRoPE: `long` or `short`."""
+TEMPERATURE_TUNING = "attn_temperature_tuning"
+"""Whether an engine with Llama 4 scales queries by their position: `on` or `off`. Named as in the configuration."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
@@ -63,6 +75,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         dtype: of the numbers in the cache; `fp8_e4m3` for instance.
+        fp8: which kind of FP8 they are; empty: OCP's, or no FP8.
         order: how the elements of a head lie in a block, where the tensor's shape does not say it; empty: it does.
         k_scales, v_scales: what stored K and V are multiplied by: one factor for the whole layer, or one for each KV
             head of this rank; empty: nothing.
@@ -71,6 +84,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     dtype: _Value
+    fp8: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
     order: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
     k_scales: _Scales = ()
     v_scales: _Scales = ()
@@ -124,13 +138,15 @@ def differing_layers(
             continue
         for field, local, remote in (
             ("KV cache dtype", layer.dtype, other.dtype),
+            (FP8, layer.fp8 or OCP, other.fp8 or OCP),
             (ORDER, layer.order, other.order),
         ):
             if local == remote:
                 continue
-            advice = IN_SLOTS if IN_SLOTS in (local, remote) else field
+            named = (order for order in (IN_SLOTS, IN_ARRAYS) if local.startswith(order) or remote.startswith(order))
+            advice = next(named, field)
             found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
-            if field != ORDER or remote or local == IN_SLOTS:
+            if advice != ORDER or remote:
                 yield found
             elif not_packed:
                 yield msgspec.structs.replace(found, advice=not_packed)
@@ -167,12 +183,19 @@ def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
 
 _LAYER_ADVICE = {
     "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
+    FP8: (
+        "the GPUs of both engines store FP8 in unlike ways, and the same byte is another number: use GPUs that store it"
+        " alike, or, if the model allows it, a --kv-cache-dtype without FP8"
+    ),
     ORDER: (
         "attention on CPUs orders K and V as suits the instruction set: run both engines on the same kind of processor"
     ),
     IN_SLOTS: (
-        "attention keeps K and V apart on one engine only: start both with the same attention back end and, with ROCm,"
-        " the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+        "attention keeps K and V apart, and each back end in a way of its own: start both engines with the same"
+        " attention back end and, with ROCm, the same VLLM_ROCM_USE_AITER and VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+    ),
+    IN_ARRAYS: (
+        "TurboQuant orders its blocks otherwise on gfx950 with FlyDSL: have it on both engines, or uninstall it on both"
     ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
     "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
@@ -191,6 +214,11 @@ def _advice(name: str) -> str:
         said = (
             "start both engines with the same --max-model-len: one beyond original_max_position_embeddings of the model"
             " makes vLLM rotate the keys of all prompts by other factors"
+        )
+    elif kind == TEMPERATURE_TUNING:
+        said = (
+            "start both engines with a --max-model-len up to 32768, or both with one beyond, where vLLM scales the"
+            " queries of all prompts, or both with the same attn_temperature_tuning in --override-generation-config"
         )
     else:
         said = "start both engines with the same"

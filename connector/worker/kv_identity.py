@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
@@ -24,11 +25,15 @@ from connector.wire.bounded import shorten
 from connector.wire.identity import (
     CONFIG,
     DRAFT,
+    E4B15,
     FACTORS_MAX,
+    FNUZ,
+    IN_ARRAYS,
     IN_SLOTS,
     LONG_ROPE,
     MODEL,
     REVISION,
+    TEMPERATURE_TUNING,
     VALUE_LENGTH_MAX,
     WEIGHTS,
     KvIdentity,
@@ -36,6 +41,7 @@ from connector.wire.identity import (
 )
 from connector.worker.compatibility_hash import compatibility_factors
 from connector.worker.cpu_attention import element_order, layers_of
+from connector.worker.turboquant import is_in_arrays
 from connector.worker.weights import WeightsUnknown, weights_fingerprint
 
 NONE = "none"
@@ -46,6 +52,7 @@ _NOT_OF_KV = frozenset(
         "_commit_hash",
         "_name_or_path",
         "architectures",
+        TEMPERATURE_TUNING,
         "bos_token_id",
         "chunk_size_feed_forward",
         "decoder_start_token_id",
@@ -54,6 +61,7 @@ _NOT_OF_KV = frozenset(
         "id2label",
         "initializer_range",
         "label2id",
+        "max_model_len",
         "model_type",
         "output_attentions",
         "output_hidden_states",
@@ -68,9 +76,24 @@ _NOT_OF_KV = frozenset(
         "use_cache",
     )
 )
-"""Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions."""
+"""Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions. vLLM
+writes `max_model_len` into that of MiniMax-M2, to size a rotary cache by it."""
+
+_SAME_NUMBERS = {"fp8": "fp8_e4m3"}
+"""Two names of a cache type: one that people write, and that of a checkpoint from ModelOpt with `auto`."""
+
+_TURBOQUANT_FP8 = "turboquant_k8v4"
+"""The type of TurboQuant whose keys are FP8."""
+
+_SAME_FILES = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+"""Names under which vLLM reads the same quantized weights. Which one it takes depends on the platform, and changes the
+kernels alone."""
 
 _SHORT_UP_TO = "original_max_position_embeddings"
+
+_LLAMA_4 = "llama4_text"
+_NOT_TUNED_UP_TO = 32768
+"""The longest request, in tokens, with which vLLM does not scale the queries of Llama 4 of its own accord."""
 
 _log = get_logger()
 
@@ -103,9 +126,10 @@ def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
     factors = {name: _text(value) for name, value in hashed.items()}
     factors["cache_dtype"] = _cache_dtype(vllm_config.cache_config.cache_dtype, model)
     factors |= _of_model("", model, vllm_config.load_config)
-    factors["quantization"] = _text(model.quantization or NONE)
+    factors["quantization"] = _quantization(model)
     factors |= _of_draft(vllm_config)
     factors |= _of_long_rope(model)
+    factors |= _of_temperature_tuning(model)
     factors |= _of_configuration(model)
     return dict(list(factors.items())[:FACTORS_MAX])
 
@@ -147,6 +171,22 @@ def _of_long_rope(model: ModelConfig) -> dict[str, str]:
     return {LONG_ROPE: ", ".join(chosen)} if limits else {}
 
 
+def _of_temperature_tuning(model: ModelConfig) -> dict[str, str]:
+    """Of a model whose layers without rotary embedding scale their queries by position, if told to. That changes the
+    hidden states, and so the KV of all later layers.
+
+    For Llama 4 vLLM decides it by the generation config, or else by the longest request that the engine allows. It
+    writes the result into a copy of the configuration that only the language model has.
+    """
+    chosen = getattr(model.hf_text_config, TEMPERATURE_TUNING, None)
+    if chosen is None:
+        return {}
+    if model.hf_text_config.model_type == _LLAMA_4 and not model.using_transformers_backend():
+        generation = model.try_get_generation_config() | model.override_generation_config
+        chosen = generation.get(TEMPERATURE_TUNING, model.max_model_len > _NOT_TUNED_UP_TO)
+    return {TEMPERATURE_TUNING: "on" if chosen else "off"}
+
+
 def _of_configuration(model: ModelConfig) -> dict[str, str]:
     """Entry by entry, so that people are told which one differs: rope_parameters, for instance."""
     entries = model.hf_text_config.to_dict()
@@ -156,7 +196,13 @@ def _of_configuration(model: ModelConfig) -> dict[str, str]:
 
 def _cache_dtype(chosen: str, model: ModelConfig) -> str:
     """`auto` is the model's own, and the same as that written out."""
-    return str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
+    written_out = str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
+    return _SAME_NUMBERS.get(written_out, written_out)
+
+
+def _quantization(model: ModelConfig) -> str:
+    chosen = str(model.quantization or NONE)
+    return _text(_SAME_FILES.get(chosen, chosen))
 
 
 def _text(value: object) -> str:
@@ -187,6 +233,7 @@ def _layers(
         k_scales, v_scales = scales.get(name, ((), ()))
         identities[name] = LayerIdentity(
             dtype=_layer_dtype(layer, specs[name]),
+            fp8=_kind_of_fp8(layer, specs[name]),
             order=_order(layer, specs[name]),
             k_scales=k_scales,
             v_scales=v_scales,
@@ -199,7 +246,10 @@ def _layers(
 def _order(layer: Any, spec: KVCacheSpec) -> str:
     """Empty: as the tensor's shape says. One back end may keep K and V together or apart, as the environment says."""
     if getattr(spec, "num_head_slots", None) is not None:
-        return IN_SLOTS
+        # What lies in the slots, and how, differs from one back end to the next.
+        return IN_SLOTS if layer is None else f"{IN_SLOTS}, as {layer.get_attn_backend().get_name()} orders them"
+    if is_in_arrays(layer):
+        return IN_ARRAYS
     return element_order(layer) if layer is not None else ""
 
 
@@ -207,9 +257,22 @@ def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
     """What the numbers in the cache are. Quantized ones have a name, and lie in tensors of plain bytes."""
     chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
     if _is_quantized(chosen):
-        return chosen
+        return _SAME_NUMBERS.get(chosen, chosen)
     dtypes = spec.dtypes if hasattr(spec, "dtypes") else (getattr(spec, "dtype", chosen),)
     return _text(", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _kind_of_fp8(layer: Any, spec: KVCacheSpec) -> str:
+    """Empty: OCP's, or no FP8. The platform decides it, and no name of a type says it."""
+    chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
+    if chosen == _TURBOQUANT_FP8:
+        # Late: what is imported here is Triton's.
+        from vllm.v1.attention.ops.triton_turboquant_decode import _use_fp8_e4b15
+
+        return E4B15 if _use_fp8_e4b15(layer.kv_cache.device.index or 0) else ""
+    # Indexers and latents of DeepSeek have FP8 and scales in tensors of bytes, and no name.
+    has_fp8 = chosen.startswith("fp8") or (not _is_quantized(chosen) and getattr(spec, "dtype", None) is torch.uint8)
+    return FNUZ if has_fp8 and current_platform.is_fp8_fnuz() else ""
 
 
 def _is_quantized(dtype: str) -> bool:

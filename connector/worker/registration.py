@@ -2,11 +2,11 @@
 
 `register_kv_caches` hands us one tensor view per layer; usually all of them share one allocation. From them and the
 engine's configuration `derive_registration` makes four things: what each layer caches in the whole model
-(`families`, and `cpu_attention` for the order on CPUs), the `RankLayout` (where each block of each layer lies and
-what it holds, `cache_regions`), the memory ranges to register (whole allocations, each once), and what tells engines
-that can exchange KV from those that cannot (`compatibility_hash`, `kv_identity`). A built-in D has to accept the result
-and a built-in P has to look the same to us, so the order of regions, their names and the granularity follow the
-built-in connector of the same vLLM version:
+(`families`; `cpu_attention` and `turboquant` for orders that only attention layers know), the `RankLayout` (where each
+block of each layer lies and what it holds, `cache_regions`), the memory ranges to register (whole allocations, each
+once), and what tells engines that can exchange KV from those that cannot (`compatibility_hash`, `kv_identity`). A
+built-in D has to accept the result and a built-in P has to look the same to us, so the order of regions, their names
+and the granularity follow the built-in connector of the same vLLM version:
 
 * regions are in natural order of layer names (layers.2 before layers.10), but with ring buffers in vLLM's own order;
 * blocks are kernel blocks: when the attention backend cannot work with the configured block size, vLLM splits each
@@ -48,6 +48,7 @@ from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored, why_not_packed
 from connector.worker.kv_identity import kv_identity
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
+from connector.worker.turboquant import undivided
 
 
 class Registration(LocalRank, frozen=True, kw_only=True):
@@ -101,7 +102,8 @@ def derive_registration(
     tp_rank, tp_size = place.tp_rank, place.tp_size
     specs = layer_specs(kv_cache_config)
     prefix_caching = vllm_config.cache_config.enable_prefix_caching
-    as_shaped = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
+    by_specs = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
+    as_shaped = undivided(by_specs, vllm_config)
     shapes = as_stored(as_shaped, specs, vllm_config)
     not_packed = why_not_packed(vllm_config, kv_cache_config, as_shaped, specs)
     backends = get_current_attn_backends(vllm_config)

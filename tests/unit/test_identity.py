@@ -108,6 +108,7 @@ def test_others_that_differ_are_named_too() -> None:
     ("changes", "field", "local", "remote"),
     [
         ({"dtype": "fp8_e5m2"}, "KV cache dtype of layer", "fp8", "fp8_e5m2"),
+        ({"fp8": "FNUZ"}, "kind of FP8 of layer", "OCP", "FNUZ"),
         ({"order": "amx"}, "order of elements in a block of layer", "vec", "amx"),
         ({"order": ""}, "order of elements in a block of layer", "vec", "as the tensor's shape"),
         ({"k_scales": (0.75,)}, "k_scale of layer", "0.5", "0.75"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,18 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.config import VllmConfig
+from transformers import Llama4Config, Llama4TextConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.ops import triton_turboquant_decode
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.families import layer_shapes, layer_specs
+from connector.layout.shapes import latent
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import FACTORS_MAX, VALUE_LENGTH_MAX, KvIdentity
 from connector.worker.cpu_attention import as_stored
@@ -158,11 +165,105 @@ def _with_rope(config: VllmConfig, rope: dict[str, Any]) -> VllmConfig:
     return config
 
 
+def llama_4(directory: Path, **generation: Any) -> Path:
+    """The files of a model with images, whose second layer has no rotary embedding."""
+    text = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "intermediate_size_mlp": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "interleave_moe_layer_step": LAYERS + 1,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": None,
+        "max_position_embeddings": 1 << 17,
+    }
+    config = Llama4Config(text_config=text)
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    config.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "generation", "tuning"),
+    [
+        ({"max_model_len": 32768}, {}, "off"),
+        ({"max_model_len": 32769}, {}, "on"),
+        ({"override_generation_config": {"attn_temperature_tuning": True}}, {}, "on"),
+        ({"max_model_len": 32769, "override_generation_config": {"attn_temperature_tuning": False}}, {}, "off"),
+        ({}, {"attn_temperature_tuning": True}, "on"),
+        ({"override_generation_config": {"attn_temperature_tuning": False}}, {"attn_temperature_tuning": True}, "off"),
+    ],
+)
+def test_whether_llama_4_scales_its_queries_is_named(
+    tmp_path: Path, arguments: dict[str, Any], generation: dict[str, Any], tuning: str
+) -> None:
+    """vLLM decides it when it makes the language model, whose configuration is a copy: nobody else sees the result. The
+    queries of a layer change the keys of those behind it."""
+    path = llama_4(tmp_path / "model", **generation)
+    config = engine_config(path, **arguments)
+    ours = identity(config)
+    assert ours.factors["attn_temperature_tuning"] == tuning
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        text = config.with_hf_config(config.model_config.hf_text_config, ["LlamaForCausalLM"])
+        layers = Llama4ForCausalLM(vllm_config=text).model.layers
+    assert [bool(layer.self_attn.attn_temperature_tuning) for layer in layers] == [False, tuning == "on"]
+
+
+def test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit(tmp_path: Path) -> None:
+    path = llama_4(tmp_path / "model")
+    short, as_short, long = (identity(engine_config(path, max_model_len=tokens)) for tokens in (512, 32768, 40000))
+    assert fields(short, as_short) == []
+    (found,) = incompatibilities(short, long, enforce_factors=True)
+    assert (found.field, found.local, found.remote) == ("attn_temperature_tuning", "off", "on")
+    for option in ("--max-model-len", "--override-generation-config"):
+        assert option in found.advice
+
+
+@pytest.mark.parametrize("is_for_text_only", [False, True])
+def test_what_vllm_has_written_into_the_configuration_is_named_once(tmp_path: Path, *, is_for_text_only: bool) -> None:
+    """A Llama 4 that has no images has one configuration only."""
+    path = llama_4(tmp_path / "model")
+    if is_for_text_only:
+        text = Llama4Config.from_pretrained(path).text_config
+        assert isinstance(text, Llama4TextConfig)
+        text.architectures = ["Llama4ForCausalLM"]
+        text.save_pretrained(path)
+    configs = [engine_config(path, max_model_len=tokens) for tokens in (512, 40000)]
+    for config in configs:
+        config.model_config.hf_text_config.attn_temperature_tuning = config.model_config.max_model_len > 32768
+    assert fields(*map(identity, configs)) == ["attn_temperature_tuning"]
+
+
+def test_a_length_that_sizes_the_rotary_cache_alone_does_not_matter(tmp_path: Path) -> None:
+    """vLLM writes it into the configuration of MiniMax-M2."""
+    path = model(tmp_path / "model")
+    configs = [engine_config(path, max_model_len=tokens) for tokens in (1024, 2048)]
+    for config in configs:
+        config.model_config.hf_config.max_model_len = config.model_config.max_model_len
+    assert fields(*map(identity, configs)) == []
+
+
 def test_quantization_is_named(tmp_path: Path) -> None:
     path = model(tmp_path / "model")
     quantized = engine_config(path)
     quantized.model_config.quantization = "fp8"
     assert fields(identity(engine_config(path)), identity(quantized)) == ["quantization"]
+
+
+@pytest.mark.parametrize("names", [("awq", "awq_marlin", "auto_awq"), ("gptq", "gptq_marlin", "auto_gptq")])
+def test_names_under_which_vllm_reads_the_same_files_do_not_matter(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = model(tmp_path / "model")
+    configs = [engine_config(path) for _ in names]
+    for config, name in zip(configs, names, strict=True):
+        config.model_config.quantization = name
+    ours, *others = map(identity, configs)
+    assert [fields(ours, theirs) for theirs in others] == [[], []]
 
 
 def test_the_draft_model_is_named(tmp_path: Path) -> None:
@@ -237,6 +338,87 @@ def test_layers_that_are_exempt_from_quantization_are_named(tmp_path: Path) -> N
         layers[1].kv_cache_dtype = "auto"
 
     assert fields(identity(fp8), identity(fp8, exempt))[0] == f"KV cache dtype of {layer_name(1)}"
+
+
+def with_cache_type(path: Path, name: str) -> KvIdentity:
+    """Of an engine with that --kv-cache-dtype, which attention on this machine's processor need not have."""
+    config = engine_config(path, dtype="bfloat16")
+
+    def change(layers: list[Attention]) -> None:
+        config.cache_config.cache_dtype = name
+        for layer in layers:
+            layer.kv_cache_dtype = name
+
+    return identity(config, change)
+
+
+def test_the_same_cache_type_has_two_names(tmp_path: Path) -> None:
+    """The longer one is that of checkpoints from ModelOpt, whose type is taken with `auto`."""
+    path = model(tmp_path / "model")
+    short, long, other = (with_cache_type(path, name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2"))
+    assert fields(short, long) == fields(long, short) == []
+    assert fields(short, other)[:2] == ["cache_dtype", f"KV cache dtype of {layer_name(0)}"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_ds_mla", "fp8_per_token_head"])
+def test_fp8_of_another_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On MI300 a byte is half the number that it is elsewhere."""
+    path = model(tmp_path / "model")
+    ours = with_cache_type(path, name)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    theirs = with_cache_type(path, name)
+    found = incompatibilities(ours, theirs, enforce_factors=False)
+    assert [each.field for each in found] == [f"kind of FP8 of {layer_name(layer)}" for layer in range(LAYERS)]
+    assert {(each.local, each.remote) for each in found} == {("OCP", "FNUZ")}
+    assert "--kv-cache-dtype" in found[0].advice
+    assert fields(theirs, with_cache_type(path, name)) == []
+
+
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "nvfp4", "int8_per_token_head", "turboquant_4bit_nc"])
+def test_the_kind_of_fp8_does_not_matter_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = model(tmp_path / "model")
+    ours = with_cache_type(path, name)
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    assert fields(ours, with_cache_type(path, name)) == []
+
+
+def test_fp8_of_another_kind_in_an_indexer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache is of plain bytes, and of no type that has a name."""
+    config = engine_config(model(tmp_path / "model"))
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8)
+
+    def of_an_indexer() -> KvIdentity:
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config):
+            layer = DeepseekV32IndexerCache(132, torch.uint8, "indexer.k_cache", config.cache_config)
+        shapes = {layer.prefix: latent(layer.prefix, bytes_per_token=132)}
+        return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1)
+
+    ours = of_an_indexer()
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    (found,) = incompatibilities(ours, of_an_indexer(), enforce_factors=True)
+    assert (found.field, found.local, found.remote) == ("kind of FP8 of indexer.k_cache", "OCP", "FNUZ")
+
+
+def test_keys_that_older_gpus_store_in_fp8_of_another_kind_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "model")
+
+    def on(capability: tuple[int, int], name: str = "turboquant_k8v4") -> KvIdentity:
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_turboquant_decode, "_FP8_E4B15", {})
+            patch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            return with_cache_type(path, name)
+
+    ampere, ada, hopper = on((8, 0)), on((8, 9)), on((9, 0))
+    assert fields(ada, hopper) == fields(ada, with_cache_type(path, "turboquant_k8v4")) == []
+    found = incompatibilities(hopper, ampere, enforce_factors=False)
+    assert {(each.local, each.remote) for each in found} == {("OCP", "E4B15")}
+    assert fields(on((8, 0), "turboquant_4bit_nc"), on((9, 0), "turboquant_4bit_nc")) == []
 
 
 def test_the_order_on_cpus_is_named(tmp_path: Path) -> None:

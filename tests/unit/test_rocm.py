@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 
 import nixl
 import nixl._api
@@ -14,7 +15,10 @@ import torch
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
+from vllm.v1.attention.backends.rocm_segmented_attn import RocmSegmentedAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.config import parse_options
@@ -25,7 +29,16 @@ from connector.wire.identity import AS_SHAPED, IN_SLOTS
 from connector.worker.connector_worker import ConnectorWorker
 from tests.unit.cache_families import FAMILIES, Rank, make_caches, make_rank, seen
 from tests.unit.test_engine_thread import pull
-from tests.unit.vllm_setup import engine_config, single_rank, write_model
+from tests.unit.vllm_setup import (
+    HEAD_SIZE,
+    KV_HEADS,
+    attention_layers,
+    attention_spec,
+    engine_config,
+    layer_name,
+    single_rank,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +116,44 @@ def test_one_back_end_that_keeps_k_and_v_apart_on_one_engine_only(
             assert {found.local, found.remote} == {AS_SHAPED, IN_SLOTS}
             assert "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT" in found.advice
     assert not incompatibilities(apart.registration.identity, apart.registration.identity, enforce_factors=True)
+
+
+@pytest.fixture
+def without_layers(config: VllmConfig) -> Iterator[None]:
+    """Of other tests, before and after."""
+    config.compilation_config.static_forward_context.clear()
+    yield
+    config.compilation_config.static_forward_context.clear()
+
+
+@pytest.mark.usefixtures("without_layers")
+def test_back_ends_that_fill_their_slots_in_unlike_ways_do_not_fit(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them have two slots of one size. Their names are a factor too, but that can be skipped."""
+    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
+
+    def engine(name: str, backend: type[AttentionBackend]) -> Rank:
+        config.compilation_config.static_forward_context.clear()
+        (layer,) = attention_layers(config, 1, HEAD_SIZE, KV_HEADS)
+        layer.attn_backend = backend
+        spec = attention_spec(32, dtype=torch.bfloat16)
+        specs = {layer_name(0): backend.customize_spec(spec)}
+        return make_rank(config, monkeypatch, specs, engine_id=name, tp_rank=0, tp_size=1)
+
+    backends = {
+        backend.get_name(): backend
+        for backend in (RocmAttentionBackend, RocmSegmentedAttentionBackend, AiterFlashAttentionBackend)
+    }
+    decode, prefill = ({name: engine(f"{side} {name}", each) for name, each in backends.items()} for side in "dp")
+    for ours, theirs in product(backends, backends):
+        assert len(seen(decode[ours].registration, prefill[theirs]).regions) == 1
+        identities = decode[ours].registration.identity, prefill[theirs].registration.identity
+        found = incompatibilities(*identities, enforce_factors=False, not_packed="")
+        if ours == theirs:
+            assert not found
+            continue
+        (differs,) = found
+        assert differs.field == f"order of elements in a block of {layer_name(0)}"
+        assert (ours in differs.local, theirs in differs.remote) == (True, True)
+        assert "the same attention back end" in differs.advice

@@ -195,9 +195,15 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_another_model_of_the_same_shape_is_named"),
     ),
     Mutant(
+        name="queries may be scaled on one engine",
+        broken="whether Llama 4 scales its queries is told as its configuration says, which vLLM overrides",
+        changes=(_edit_worker("kv_identity", "_of_temperature_tuning", "== _LLAMA_4", "== ''"),),
+        place=ByTest(_OF_AN_ENGINE + "test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit"),
+    ),
+    Mutant(
         name="any quantization will do",
         broken="how the weights are quantized is not told",
-        changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
+        changes=(_edit_worker("kv_identity", "_factors", "_quantization(model)", "NONE"),),
         place=ByTest(_OF_AN_ENGINE + "test_quantization_is_named"),
     ),
     Mutant(
@@ -231,9 +237,39 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
     ),
     Mutant(
+        name="all slots are alike",
+        broken="which back end has filled slots of K and V is told by a factor alone, which can be skipped",
+        changes=(_edit_worker("kv_identity", "_order", "IN_SLOTS if layer is None else", "IN_SLOTS if True else"),),
+        place=ByTest("tests/unit/test_rocm.py::test_back_ends_that_fill_their_slots_in_unlike_ways_do_not_fit"),
+    ),
+    Mutant(
+        name="blocks in arrays have the order of others",
+        broken="an engine with FlyDSL does not say that TurboQuant has another order there",
+        changes=(_edit_worker("kv_identity", "_order", "if is_in_arrays(layer):", "if False:"),),
+        place=ByTest("tests/unit/test_turboquant.py::test_an_order_that_one_engine_only_has_is_named"),
+    ),
+    Mutant(
+        name="blocks in arrays are cut",
+        broken="tokens and heads are read out of blocks whose metadata lie behind the data of all of them",
+        changes=(_edit_worker("turboquant", "undivided", "if is_in_arrays(layer)", "if False"),),
+        place=ByTest("tests/unit/test_turboquant.py::test_blocks_in_arrays_are_not_cut"),
+    ),
+    Mutant(
         name="any type of numbers will do",
         broken="the type of the numbers in each layer's cache is not compared",
         changes=(Edit(identity.differing_layers, '("KV cache dtype", layer.dtype, other.dtype),', ""),),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="any kind of FP8 will do",
+        broken="an engine on MI300 does not say that its FP8 is of another kind",
+        changes=(_edit_worker("kv_identity", "_kind_of_fp8", "if has_fp8 and", "if False and"),),
+        place=ByTest(_OF_AN_ENGINE + "test_fp8_of_another_kind_in_an_indexer_is_named"),
+    ),
+    Mutant(
+        name="kinds of FP8 are not compared",
+        broken="which kind of FP8 lies in each layer's cache is not compared",
+        changes=(Edit(identity.differing_layers, "(FP8, layer.fp8 or OCP, other.fp8 or OCP),", ""),),
         place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
     ),
     Mutant(
