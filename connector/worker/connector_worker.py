@@ -40,6 +40,7 @@ from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
@@ -59,6 +60,7 @@ from connector.worker.control_socket import control_port, listening_host, open_c
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
+from connector.worker.hang_notice import HangNotice
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
@@ -78,6 +80,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
+
+ACTORS_THREAD = "kv-transfer-actors"
 
 LATE_SECONDS = 0.25
 """Actors that have not woken up for so long are late. Their lateness is shown in multiples of it."""
@@ -127,6 +131,7 @@ class ConnectorWorker:
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
+        self._hang_notice = HangNotice(ACTORS_THREAD)
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -174,6 +179,7 @@ class ConnectorWorker:
             scratch=scratch_beside(next(iter(registered.values())), layout.device_id, layout.memory_kind)
             if layout.memory_kind == "VRAM"
             else None,
+            owner=tuple(registered.values()),
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
@@ -184,7 +190,7 @@ class ConnectorWorker:
             ),
         )
         thread = self._thread = ActorThread(
-            "kv-transfer-actors",
+            ACTORS_THREAD,
             lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
             self._note_death,
             self._figures.note_wake_up,
@@ -221,17 +227,16 @@ class ConnectorWorker:
         options = self._options
         sinks: list[TraceSink] = [] if self._pull_timer is None else [self._pull_timer]
         if options.trace_directory is not None:
-            sinks.append(
-                open_trace_log(
-                    options.trace_directory,
-                    engine_id=engine_id,
-                    role=self._role,
-                    rank=rank,
-                    file_bytes=options.trace_file_bytes,
-                    files_kept=options.trace_files_kept,
-                    sample=options.trace_sample,
-                )
+            lines = open_trace_log(
+                options.trace_directory,
+                engine_id=engine_id,
+                role=self._role,
+                rank=rank,
+                file_bytes=options.trace_file_bytes,
+                files_kept=options.trace_files_kept,
+                sample=options.trace_sample,
             )
+            sinks.append(TraceWriter(lines, on_missing=self._figures.note_trace_missing))
         return combined(sinks)
 
     @property
@@ -458,7 +463,7 @@ class ConnectorWorker:
         late = self._late
         try:
             if thread.is_called or late is not _NOT_LATE:
-                self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
+                self._late = _NOT_LATE if thread.is_dead else self._lateness(thread)
             if (found := self._figures.take_gauges()) is None and self._late == late:
                 return report
             gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
@@ -471,6 +476,13 @@ class ConnectorWorker:
             self._crashes.note("gauges of a step", error)
         return report
 
+    def _lateness(self, thread: ActorThread[Command]) -> tuple[int, float]:
+        """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
+        messages, seconds = thread.lateness()
+        self._hang_notice.note(seconds)
+        late_by = seconds // LATE_SECONDS * LATE_SECONDS
+        return (messages, late_by) if late_by else _NOT_LATE
+
     def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
         try:
             for request_id in finished:
@@ -478,13 +490,6 @@ class ConnectorWorker:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)
-
-
-def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
-    """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
-    messages, seconds = thread.lateness()
-    late_by = seconds // LATE_SECONDS * LATE_SECONDS
-    return (messages, late_by) if late_by else _NOT_LATE
 
 
 def _make_device_current(device_id: int) -> None:
