@@ -121,7 +121,7 @@ class ConnectorWorker:
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
         # With the option verify.
         self._block_sums: BlockSums | None = None
-        self._fence = ReadFence()
+        self._fence: ReadFence | None = None
         self._layout: RankLayout | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
@@ -167,8 +167,9 @@ class ConnectorWorker:
         )
         if self._options.verify != "off":
             self._block_sums, self._layout = BlockSums(registered.values()), layout
-        if writes_late(self._vllm_config, has_states=has_states):
-            self._fence = ReadFence(end_of_steps_on(next(iter(kv_caches.values())).device))
+        end_of_steps = end_of_steps_on(next(iter(kv_caches.values())).device)
+        if end_of_steps is not None and writes_late(self._vllm_config, has_states=has_states):
+            self._fence = ReadFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -348,24 +349,21 @@ class ConnectorWorker:
         self.note_warm()
         if self._is_copy:
             self._end_sends(metadata.commands)
-        if thread is None:
+        commands = metadata.commands
+        if thread is None or not (commands or self._fence is not None):
             return
-        if metadata.commands and self._staging is not None:
+        if commands and self._staging is not None:
             self._staging.require_copy_operation()
-        for command in metadata.commands:
+        is_dead = thread.is_dead
+        for command in commands:
             self.ledger.enter(command)
-            if thread.is_dead:
+            if is_dead:
                 self.ledger.refuse(command)
-        self._post(thread, () if thread.is_dead else metadata.commands)
-
-    def _post(self, thread: ActorThread[Command], commands: Sequence[Command] = ()) -> None:
-        """Hand over these, and what had to wait for earlier steps."""
-        if thread.is_dead:
-            self._fence.drop()
-        ready = self._fence.let_through(commands)
-        if not ready:
+        if is_dead:
             return
-        for command in ready:
+        if self._fence is not None:
+            commands = self._fence.let_through(commands)
+        for command in commands:
             thread.post(command if self._block_sums is None else self._with_sums(command, self._block_sums))
         self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
@@ -404,7 +402,8 @@ class ConnectorWorker:
 
     def note_step(self) -> None:
         """The device has been given all that this step computes, drafts included."""
-        self._fence.note_step()
+        if self._fence is not None:
+            self._fence.note_step()
         if self._block_sums is not None:
             self._block_sums.note_step()
 
@@ -418,8 +417,6 @@ class ConnectorWorker:
         if self._thread is not None and self._thread.is_dead:
             self.ledger.fail_closed(self._thread.death)
             self._figures.clear()
-        if self._thread is not None:
-            self._post(self._thread)
         results = self.ledger.take_results()
         if self.ledger.sums_wanted and self._thread is not None:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)

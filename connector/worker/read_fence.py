@@ -46,10 +46,10 @@ class ReadFence:
     """See the module's docstring.
 
     Args:
-        end_of_steps: of the device; None: nothing has to wait.
+        end_of_steps: of the device.
     """
 
-    def __init__(self, end_of_steps: Callable[[], StepEnd] | None = None) -> None:
+    def __init__(self, end_of_steps: Callable[[], StepEnd]) -> None:
         self._end_of_steps = end_of_steps
         self._last: StepEnd | None = None
         # In the order in which they came, with what each has to wait for.
@@ -57,8 +57,7 @@ class ReadFence:
 
     def note_step(self) -> None:
         """The device has been given a whole step. Waits for nothing."""
-        if self._end_of_steps is not None:
-            self._last = self._end_of_steps()
+        self._last = self._end_of_steps()
 
     def let_through(self, commands: Iterable[Command] = ()) -> list[Command]:
         """Of those held and these, what may go now, in order."""
@@ -69,7 +68,3 @@ class ReadFence:
         while self._held and (self._held[0][0] is None or self._held[0][0].query()):
             found.append(self._held.popleft()[1])
         return found
-
-    def drop(self) -> None:
-        """Nobody will carry out what is held."""
-        self._held.clear()

@@ -81,21 +81,8 @@ def test_what_asks_for_no_read_goes_at_once() -> None:
     assert fence.let_through(others) == others
 
 
-def test_what_is_held_can_be_dropped() -> None:
-    device = Device()
-    fence = ReadFence(device.end_of_steps)
-    fence.note_step()
-    assert fence.let_through([pull("a")]) == []
-    fence.drop()
-    device.ends[0].is_over = True
-    assert fence.let_through() == []
-
-
 def test_a_processor_has_nothing_to_wait_for() -> None:
     assert end_of_steps_on(torch.device("cpu")) is None
-    fence = ReadFence(None)
-    fence.note_step()
-    assert len(fence.let_through([pull("a")])) == 1
 
 
 @pytest.mark.parametrize(
