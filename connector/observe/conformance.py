@@ -20,13 +20,15 @@ And between D and P, where nothing but the order of what one has heard from the 
 * a lease that P ended because its readers were done is held by none of them any more
 * D was told that a lease is held by a P that has made it
 
-Sampling and rotation leave gaps. Then what began before the first record that is left is taken as it is found, and
-nothing is concluded from what is missing: of an engine that requests describe by unlike sizes there may be a peer, and
+Sampling and rotation leave gaps, and so does a file system that does not keep up, anywhere in a file. Then what began
+before the first record that is left, or that follows such a gap, is taken as it is found, and nothing is concluded from
+what is missing: of an engine that requests describe by unlike sizes there may be a peer, and
 holds, that were made before.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,16 +71,23 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was looked at, and what is wrong with it, in the order of the files."""
+    """What was looked at, and what is wrong with it, in the order of the files. `missing`: records of which is known
+    that they were not written."""
 
     processes: int
     records: int
+    missing: int
     findings: tuple[Finding, ...]
 
 
 def check(processes: Iterable[ProcessTrace]) -> Verdict:
     """Check what was read from files."""
-    return _verdict([life for process in processes for life in _lives(_located(process), is_whole=process.is_whole)])
+    lives: list[_Life] = []
+    missing = 0
+    for process in processes:
+        missing += sum(gap.missing for file in process.files for _, gap in file.gaps)
+        lives += _lives(_located(process), is_whole=process.is_whole, after_gaps=_first_after_gaps(process))
+    return _verdict(lives, missing)
 
 
 def check_records(records: Iterable[TransitionRecord], *, is_whole: bool = True) -> Verdict:
@@ -94,9 +103,10 @@ def check_records(records: Iterable[TransitionRecord], *, is_whole: bool = True)
 
 @dataclass
 class _Life:
-    """The records of one process."""
+    """The records of one process. `after_gaps`: places of those before which others are missing."""
 
     is_whole: bool
+    after_gaps: frozenset[tuple[Path | None, int]]
     located: list[Located] = field(default_factory=list)
 
 
@@ -106,7 +116,27 @@ def _located(process: ProcessTrace) -> Iterator[Located]:
             yield file.path, line, record
 
 
-def _lives(located: Iterable[Located], *, is_whole: bool) -> list[_Life]:
+def _first_after_gaps(process: ProcessTrace) -> frozenset[tuple[Path | None, int]]:
+    found: set[tuple[Path | None, int]] = set()
+    is_after = False
+    for file in process.files:
+        gaps = deque(line for line, _ in file.gaps)
+        for line, _ in file.located() if gaps or is_after else ():
+            while gaps and gaps[0] < line:
+                gaps.popleft()
+                is_after = True
+            if is_after:
+                found.add((file.path, line))
+                is_after = False
+            if not gaps:
+                break
+        is_after = is_after or bool(gaps)
+    return frozenset(found)
+
+
+def _lives(
+    located: Iterable[Located], *, is_whole: bool, after_gaps: frozenset[tuple[Path | None, int]] = frozenset()
+) -> list[_Life]:
     """A process has one engine and rank, and its numbers grow from 0: whose number is 0 is the first of another one."""
     found: list[_Life] = []
     latest: dict[tuple[str, str, int], _Life] = {}
@@ -115,13 +145,13 @@ def _lives(located: Iterable[Located], *, is_whole: bool) -> list[_Life]:
         key = (record.engine_id, record.role, record.rank)
         life = latest.get(key)
         if life is None or record.seq == 0:
-            life = latest[key] = _Life(is_whole)
+            life = latest[key] = _Life(is_whole, after_gaps)
             found.append(life)
         life.located.append(each)
     return found
 
 
-def _verdict(lives: list[_Life]) -> Verdict:
+def _verdict(lives: list[_Life], missing: int = 0) -> Verdict:
     checks = [_ProcessCheck(life) for life in lives]
     for each in checks:
         each.run()
@@ -130,6 +160,7 @@ def _verdict(lives: list[_Life]) -> Verdict:
     return Verdict(
         processes=len(lives),
         records=sum(len(life.located) for life in lives),
+        missing=missing,
         findings=tuple(sorted(findings, key=lambda finding: (str(finding.path or ""), finding.line))),
     )
 
@@ -203,6 +234,7 @@ class _ProcessCheck:
     def __init__(self, life: _Life) -> None:
         self.findings: list[Finding] = []
         self.is_whole = life.is_whole
+        self.after_gaps = life.after_gaps
         self.located = life.located
         self.live: dict[_InstanceKey, list[str]] = {}
         self.lease_names: set[tuple[str, int]] = set()
@@ -219,6 +251,8 @@ class _ProcessCheck:
         seq, mono_ns = -1, 0
         for where in self.located:
             record = where[2]
+            if where[:2] in self.after_gaps:
+                self._forget()
             if record.seq != seq + 1 and (self.is_whole or record.seq <= seq):
                 self._object(where, f"its number is {record.seq}, and that of the record before {seq}")
             if record.mono_ns < mono_ns:
@@ -230,6 +264,11 @@ class _ProcessCheck:
                 self._make(where)
             else:
                 self._step(where)
+
+    def _forget(self) -> None:
+        """What instances went through next is missing."""
+        self.live.clear()
+        self.holds_on.clear()
 
     def _object(self, where: Located, problem: str) -> None:
         path, line, record = where

@@ -5,7 +5,8 @@ records of all processes back, `read_trace_about` those of some requests.
 
 What a file holds. The first line is a `FileHeader`: the version of the schema, who writes (engine, rank, role, process,
 version of the connector) and which file of the sequence this is. Every other line is one `TransitionRecord` with all
-its fields; a field without a value is null. The schema has a number, `SCHEMA`. Fields are added without a new one,
+its fields, or a `TraceGap` in the place of records that are missing (`trace_writer` says when); a field without a value
+is null. The schema has a number, `SCHEMA`. Fields are added without a new one,
 because a reader skips what it does not know and takes what it does not find for null; where a field would change its
 meaning or go, the number grows, and a reader refuses a number that it does not know (`TraceSchemaError`). An excerpt
 without a header, such as grep makes, is read as well.
@@ -21,15 +22,14 @@ side; the log has a line for each in any case, and shares of outcomes stay what 
 
 Writing is structlog's logger of bytes, without its processors, which cost a fifth of the whole, and with nothing of its
 global configuration, which belongs to whoever embeds vLLM. What is written together goes to the operating system in one
-write before the call returns, so a process that is killed loses nothing that it traced. A file is created, never
+write before the call returns, so a process that is killed loses nothing that was written. A file is created, never
 continued: two processes that had the same id one after the other (as in containers, where an engine is process 1 after
 every restart) get two sequences, each with numbers from 0. The first one is created with the first record, so an engine
 that fails to start leaves none; that a file can be created is tried at start all the same.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
-with one line in the log, and no exception leaves `write`. What a transition costs is measured by
-tests/bench/bench_trace.py; a third of it is the write to the operating system. Only the transitions that the recorder
-catches up with together share one: the last lines before a kill are the ones that people look for.
+with one line in the log, and no exception leaves `write`. A file system may also hang, and `write` with it: the actors
+never call it themselves, but hand records to a thread that does (`trace_writer`).
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ FILES_PER_NAME_MAX = 1000
 _NOT_IN_FILE_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _FILE_NAME = re.compile(r"(?P<stem>.+?)(?:\.(?P<part>\d+))?\.jsonl")
 _HEADER_START = b'{"schema":'
+_GAP_START = b'{"missing":'
+"""In no other line: a text has its quotation marks escaped."""
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(TransitionRecord)
 
@@ -103,6 +106,22 @@ class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     started: float
     sample: float
+
+
+class TraceGap(msgspec.Struct, frozen=True, kw_only=True):
+    """A line in the place of records that were not written, because the file system did not keep up.
+
+    Attributes:
+        missing: how many, of those that the sample takes.
+        seq, wall, mono_ns: of the first of them, as in a record.
+        until_wall: of the last of them.
+    """
+
+    missing: int  # first, so that a reader can tell it from a record
+    seq: int
+    wall: float
+    mono_ns: int
+    until_wall: float
 
 
 class _Schema(msgspec.Struct):
@@ -181,20 +200,42 @@ class JsonLinesSink:
         """The file that is written to, or will be with the first record."""
         return self._files.path
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is written goes anywhere: it was not closed, and no error has switched it off."""
+        return self._log is not None
+
+    def keeps(self, record: TransitionRecord) -> bool:
+        """Whether the sample takes it."""
+        return self._sample >= 1.0 or self._is_sampled(record)
+
     def write(self, *records: TransitionRecord) -> None:
         """Append a line for each. Never raises: an error switches the sink off for good."""
-        log = self._log
-        if log is None:
+        if self._log is None:
             return
         try:
             if self._sample < 1.0:
                 records = tuple(filter(self._is_sampled, records))
             if records:
-                log.msg(render_lines(records))
+                self._append(render_lines(records))
         except Exception as error:  # whatever it is: a trace is not worth a request
-            if self._log is not None:  # otherwise the file was closed under our hands
-                get_logger().error("the state-transition trace %s ends here: %s", self.path, shorten(str(error), 300))
-            self.close()
+            self._switch_off(error)
+
+    def note_gap(self, gap: TraceGap) -> None:
+        """Append the line for records that are missing. Never raises, as `write`."""
+        try:
+            self._append(_encoder.encode(gap))
+        except Exception as error:
+            self._switch_off(error)
+
+    def _append(self, lines: bytes) -> None:
+        if (log := self._log) is not None:
+            log.msg(lines)
+
+    def _switch_off(self, error: Exception) -> None:
+        if self._log is not None:  # otherwise the file was closed under our hands
+            get_logger().error("the state-transition trace %s ends here: %s", self.path, shorten(str(error), 300))
+        self.close()
 
     def _is_sampled(self, record: TransitionRecord) -> bool:
         request_id = record.subject if record.machine == "lease" else record.remote_request_id
@@ -376,7 +417,8 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         header: None in an excerpt.
         torn_bytes: length of a last line without an end, which is not among the records.
-        places: of the records among those of the file, where some are left out; None: all are here.
+        places: of the records among the lines behind the header, where some of these are left out; None: all are here.
+        gaps: where records were not written: numbers of lines, from 1, and what stands there.
     """
 
     path: Path
@@ -384,6 +426,7 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     records: list[TransitionRecord]
     torn_bytes: int
     places: tuple[int, ...] | None = None
+    gaps: tuple[tuple[int, TraceGap], ...] = ()
 
     def located(self) -> Iterator[tuple[int, TransitionRecord]]:
         """The records with the numbers of their lines, from 1."""
@@ -407,7 +450,7 @@ class ProcessTrace(NamedTuple):
     def is_whole(self) -> bool:
         """Whether every transition of the process, from its first one, is here."""
         return all(
-            file.header is not None and file.header.part == part and file.header.sample == 1.0
+            file.header is not None and file.header.part == part and file.header.sample == 1.0 and not file.gaps
             for part, file in enumerate(self.files)
         )
 
@@ -420,6 +463,8 @@ class ProcessTrace(NamedTuple):
 def read_trace_file(path: Path) -> TraceFile:
     """One file. Raises OSError, TraceFileError and TraceSchemaError."""
     header, start, whole, end, torn = _split(path)
+    if _GAP_START in whole:
+        return _read_with_gaps(path)
     try:
         records = _decoder.decode_lines(whole) if end else []
         if len(records) != whole.count(b"\n") + bool(end):  # empty lines are skipped
@@ -427,6 +472,21 @@ def read_trace_file(path: Path) -> TraceFile:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         records = list(_decode_one_by_one(path, whole.split(b"\n"), start))
     return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+
+
+def _read_with_gaps(path: Path) -> TraceFile:
+    header, start, whole, _, torn = _split(path)
+    places, lines, gaps = [], [], []
+    for place, line in enumerate(whole.split(b"\n")):
+        if line.startswith(_GAP_START):
+            gaps.append((start + place + 1, _decode_gap(path, start + place + 1, line)))
+        else:
+            places.append(place)
+            lines.append(line)
+    records = [_decode(path, start + place + 1, line) for place, line in zip(places, lines, strict=True)]
+    return TraceFile(
+        path=path, header=header, records=records, torn_bytes=len(torn), places=tuple(places), gaps=tuple(gaps)
+    )
 
 
 def _split(path: Path) -> tuple[FileHeader | None, int, bytes, bytes, bytes]:
@@ -445,10 +505,21 @@ def _split(path: Path) -> tuple[FileHeader | None, int, bytes, bytes, bytes]:
 def _decode_one_by_one(path: Path, lines: Sequence[bytes], start: int) -> Iterator[TransitionRecord]:
     """To say which line is wrong."""
     for number, line in enumerate(lines, start=start + 1):
-        try:
-            yield _decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise TraceFileError(path, number, shorten(str(error), 200)) from None
+        yield _decode(path, number, line)
+
+
+def _decode(path: Path, number: int, line: bytes) -> TransitionRecord:
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFileError(path, number, shorten(str(error), 200)) from None
+
+
+def _decode_gap(path: Path, number: int, line: bytes) -> TraceGap:
+    try:
+        return msgspec.json.decode(line, type=TraceGap)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFileError(path, number, shorten(str(error), 200)) from None
 
 
 def _read_header(path: Path, line: bytes) -> FileHeader:
@@ -489,6 +560,17 @@ def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[Pr
     if torn_files:
         get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
     once, repeating = _without_repetitions(processes)
+    for file in (file for process in once for file in process.files if file.gaps):
+        line, first = file.gaps[0]
+        get_logger().warning(
+            "%d record(s) are missing in %s, because its file system did not keep up: the first at line %d, from %s to "
+            "%s (UTC). What is said of that time is not complete",
+            sum(gap.missing for _, gap in file.gaps),
+            file.path,
+            line,
+            _time_of_day(first.wall),
+            _time_of_day(first.until_wall),
+        )
     if repeating:
         more = f" and {len(repeating) - 1} more file(s)" if len(repeating) > 1 else ""
         get_logger().warning(
@@ -498,6 +580,10 @@ def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[Pr
             more,
         )
     return once
+
+
+def _time_of_day(wall: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall))
 
 
 def _without_repetitions(processes: list[ProcessTrace]) -> tuple[list[ProcessTrace], dict[Path, int]]:
@@ -516,7 +602,8 @@ def _without_repetitions(processes: list[ProcessTrace]) -> tuple[list[ProcessTra
                 if not places:
                     continue
                 records = [file.records[place] for place in places]
-                file = msgspec.structs.replace(file, records=records, places=tuple(places))
+                lines = places if file.places is None else [file.places[place] for place in places]
+                file = msgspec.structs.replace(file, records=records, places=tuple(lines))
             files.append(file)
         if files:
             kept[at] = ProcessTrace(tuple(files))
@@ -643,16 +730,23 @@ def _read_file_with(path: Path, needles: Sequence[bytes]) -> TraceFile:
     if not end:
         return TraceFile(path=path, header=header, records=[], torn_bytes=len(torn))
     first = whole.partition(b"\n")[0]
+    if first.startswith(_GAP_START):
+        return read_trace_file(path)
     if [render_line(record) for record in _decode_one_by_one(path, [first], start)] != [first]:
         return read_trace_file(path)  # not as it was written: a tool has put it in another form, or a later version
-    records = []
-    for begin, after in _lines_with(whole, needles):
+    records, gaps = [], []
+    for begin, after in _lines_with(whole, [*needles, _GAP_START]):
+        line = whole[begin:after]
+        if line.startswith(_GAP_START):
+            number = start + 1 + whole.count(b"\n", 0, begin)
+            gaps.append((number, _decode_gap(path, number, line)))
+            continue
         try:
-            records.append(_decoder.decode(whole[begin:after]))
+            records.append(_decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             number = start + 1 + whole.count(b"\n", 0, begin)
             raise TraceFileError(path, number, shorten(str(error), 200)) from None
-    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn), gaps=tuple(gaps))
 
 
 def _lines_with(lines: bytes, needles: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -40,6 +40,7 @@ from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
@@ -221,17 +222,16 @@ class ConnectorWorker:
         options = self._options
         sinks: list[TraceSink] = [] if self._pull_timer is None else [self._pull_timer]
         if options.trace_directory is not None:
-            sinks.append(
-                open_trace_log(
-                    options.trace_directory,
-                    engine_id=engine_id,
-                    role=self._role,
-                    rank=rank,
-                    file_bytes=options.trace_file_bytes,
-                    files_kept=options.trace_files_kept,
-                    sample=options.trace_sample,
-                )
+            lines = open_trace_log(
+                options.trace_directory,
+                engine_id=engine_id,
+                role=self._role,
+                rank=rank,
+                file_bytes=options.trace_file_bytes,
+                files_kept=options.trace_files_kept,
+                sample=options.trace_sample,
             )
+            sinks.append(TraceWriter(lines))
         return combined(sinks)
 
     @property

@@ -26,6 +26,7 @@ from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
 from connector.observe.log import EventLog
+from connector.observe.sinks import combined
 from connector.ports.gate import Access
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
@@ -52,7 +53,7 @@ from connector.wire.control import MESSAGE_BYTES_MAX
 from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
-from statemachine.trace import TransitionRecord
+from statemachine.trace import TraceSink, TransitionRecord
 from tests.rig import sums
 from tests.rig.facts import LEAVE_SECRET, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
@@ -322,8 +323,11 @@ async def parallel_engine(
     clock: Clock | None = None,
     descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     is_warm: bool = True,
+    also_trace: TraceSink | None = None,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
+
+    `also_trace` is given the records of all ranks too.
 
     The first rank has the listener, which answers for all of them. With several pipeline `stages`, each of which has a
     part of the layers, the ranks of the first one come first.
@@ -344,6 +348,7 @@ async def parallel_engine(
             clock=clock or BootClock(),
             descriptors_ahead_max=descriptors_ahead_max,
             is_warm=is_warm,
+            also_trace=also_trace,
         )
         for pp_rank, layers in enumerate(np.array_split(list(shapes), stages))
         for tp_rank in range(tp_size)
@@ -394,6 +399,7 @@ def _rank(
     clock: Clock,
     descriptors_ahead_max: int,
     is_warm: bool,
+    also_trace: TraceSink | None,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -432,7 +438,13 @@ def _rank(
         control=control,
         leave_secret=LEAVE_SECRET,
         clock=clock,
-        recorder=Recorder(engine_id=engine_id, rank=rank.tp_rank, role="kv_both", clock=clock, sink=trace),
+        recorder=Recorder(
+            engine_id=engine_id,
+            rank=rank.tp_rank,
+            role="kv_both",
+            clock=clock,
+            sink=combined([trace] if also_trace is None else [trace, also_trace]),
+        ),
         emit=outcomes.tell,
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),

@@ -13,19 +13,19 @@ is the one in which nobody else had the processor, and the median shows what the
   flight      what is done when that has been carried out: a tuple in the flight recorder, for people who ask
               afterwards, and since when each instance is in its state. Production always does
   metrics     what the figures add to that; production always counts
-  trace       what the trace adds to that, the making of the record and the write to the file included
+  trace       what the trace adds to that: the making of the record, its way to the thread that writes, and what this
+              thread takes of the interpreter meanwhile
   all         the four together; aimed at less than 5
   all median  the same over all rounds
-  all by 4    as `all`, where four transitions are caught up with together and share one write, as when a message or an
-              engine's step concerns several requests; in the other columns each is alone
+  all by 4    as `all`, where four transitions are caught up with together, as when a message or an engine's step
+              concerns several requests; in the other columns each is alone
   bytes       length of a trace line
 
 Below: what the engine thread pays for a step in which figures have changed, and for one in which none have, and the
 figures of a healthy request as it takes them from the trio thread, of all machines together.
 
-What it does not show: what a core does beside the step (`tests/unit` counts that), the wait for a slow or busy disk
-(lines go to the operating system, which writes them back when it likes), the first touch of the processor's caches in
-an actor that does other things in between, and other threads that want the interpreter's lock.
+What it does not show: what a core does beside the step (`tests/unit` counts that), the first touch of the processor's
+caches in an actor that does other things in between, and other threads that want the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from connector.clock import BootClock
-from connector.observe.trace_log import JsonLinesSink, open_trace_log
+from connector.observe.trace_log import open_trace_log
+from connector.observe.trace_writer import TraceWriter
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, request
@@ -95,7 +96,7 @@ def table_alone(life: Life) -> float:
     return time.perf_counter() - start
 
 
-def observed(life: Life, sink: JsonLinesSink | None, figures: Figures | None = None, *, together: int = 1) -> float:
+def observed(life: Life, sink: TraceWriter | None, figures: Figures | None = None, *, together: int = 1) -> float:
     """Seconds for one round of transitions, each told to the observer as the cores do, as if its event led to no other;
     that instances are made is told before. So many are caught up with `together`, of which a round is a multiple; 0:
     none is."""
@@ -143,7 +144,7 @@ class Cost(NamedTuple):
         return self.noted + self.flight + self.metrics + self.trace
 
 
-def measure(life: Life, sink: JsonLinesSink) -> tuple[Cost, Cost]:
+def measure(life: Life, sink: TraceWriter) -> tuple[Cost, Cost]:
     """From the fastest rounds, and the median over all."""
     variants: list[Callable[[], float]] = [
         lambda: table_alone(life),
@@ -203,10 +204,11 @@ def main() -> None:
     print(f"{'machine':10}" + "".join(f"{column:>11}" for column in columns))
     for life in LIVES:
         with tempfile.TemporaryDirectory() as directory:
-            sink = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="kv_consumer", rank=0)
+            log = open_trace_log(Path(directory), engine_id=ENGINE_ID, role="kv_consumer", rank=0)
+            sink = TraceWriter(log)
             fastest, median = measure(life, sink)
             sink.close()
-            lines = sink.path.read_bytes().splitlines()
+            lines = log.path.read_bytes().splitlines()
         figures = (*fastest[1:5], fastest.added, median.added, fastest.shared)
         added = "".join(f"{f'{figure:+.3f}':>11}" for figure in figures)
         print(f"{life[0].name:10}{fastest.table:11.3f}{added}{round(statistics.mean(map(len, lines))):11}")

@@ -336,6 +336,7 @@ def check(directory: Directory, json: AsJson = False) -> None:
             {
                 "processes": verdict.processes,
                 "records": verdict.records,
+                "missing": verdict.missing,
                 "findings": [
                     {"file": str(each.path), "line": each.line, "problem": each.problem, "record": each.record}
                     for each in verdict.findings
@@ -348,7 +349,8 @@ def check(directory: Directory, json: AsJson = False) -> None:
         if len(verdict.findings) > FINDINGS_SHOWN:
             say(f"and {len(verdict.findings) - FINDINGS_SHOWN} more")
         result = f"{len(verdict.findings)} that the machines do not allow" if verdict.findings else "all allowed"
-        say(f"{verdict.records} records of {verdict.processes} process(es): {result}")
+        missing = f"; {verdict.missing} are missing" if verdict.missing else ""
+        say(f"{verdict.records} records of {verdict.processes} process(es): {result}{missing}")
     if verdict.findings:
         raise typer.Exit(NOTHING_FOUND)
 
