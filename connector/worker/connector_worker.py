@@ -60,6 +60,7 @@ from connector.worker.control_socket import control_port, listening_host, open_c
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
+from connector.worker.hang_notice import HangNotice
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
+
+ACTORS_THREAD = "kv-transfer-actors"
 
 LATE_SECONDS = 0.25
 """Actors that have not woken up for so long are late. Their lateness is shown in multiples of it."""
@@ -128,6 +131,7 @@ class ConnectorWorker:
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
+        self._hang_notice = HangNotice(ACTORS_THREAD)
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class ConnectorWorker:
             ),
         )
         thread = self._thread = ActorThread(
-            "kv-transfer-actors",
+            ACTORS_THREAD,
             lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
             self._note_death,
             self._figures.note_wake_up,
@@ -458,7 +462,7 @@ class ConnectorWorker:
         late = self._late
         try:
             if thread.is_called or late is not _NOT_LATE:
-                self._late = _NOT_LATE if thread.is_dead else _lateness(thread)
+                self._late = _NOT_LATE if thread.is_dead else self._lateness(thread)
             if (found := self._figures.take_gauges()) is None and self._late == late:
                 return report
             gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
@@ -471,6 +475,13 @@ class ConnectorWorker:
             self._crashes.note("gauges of a step", error)
         return report
 
+    def _lateness(self, thread: ActorThread[Command]) -> tuple[int, float]:
+        """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
+        messages, seconds = thread.lateness()
+        self._hang_notice.note(seconds)
+        late_by = seconds // LATE_SECONDS * LATE_SECONDS
+        return (messages, late_by) if late_by else _NOT_LATE
+
     def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
         try:
             for request_id in finished:
@@ -478,13 +489,6 @@ class ConnectorWorker:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)
-
-
-def _lateness(thread: ActorThread[Command]) -> tuple[int, float]:
-    """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
-    messages, seconds = thread.lateness()
-    late_by = seconds // LATE_SECONDS * LATE_SECONDS
-    return (messages, late_by) if late_by else _NOT_LATE
 
 
 def _make_device_current(device_id: int) -> None:

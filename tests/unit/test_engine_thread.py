@@ -6,6 +6,8 @@ actors does is counted in `tests/simulation/test_counts.py`.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, Landed, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
+from connector.worker import hang_notice
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import LATE_SECONDS
 from connector.worker.finishing import Finishing, run_at_once
@@ -281,6 +284,45 @@ def test_the_page_shows_commands_that_wait_for_actors_who_are_held_up(engine: En
     for _ in range(2):
         assert engine.heard.acquire(timeout=HEARD_SECONDS_MAX)
     engine.finish(["late-1", "late-2"])
+
+
+def test_actors_that_hang_are_said_once_and_so_is_that_they_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is failed meanwhile: what they have begun may still write."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(hang_notice, "HANGS_SECONDS", 0.1)
+
+    def said_by_steps(count: int) -> list[str]:
+        deadline = time.monotonic() + HEARD_SECONDS_MAX
+        while len(lines := [each for each in caplog.messages if "KV transfer actors" in each]) < count:
+            assert time.monotonic() < deadline
+            step()
+        return lines
+
+    def step() -> None:
+        assert engine.worker.get_finished(set()) == (set(), set())
+        engine.tell_figures()
+        time.sleep(0.01)
+
+    for episode in range(2):
+        caplog.clear()
+        gate = threading.Event()
+        engine.token.token.run_sync_soon(gate.wait, HEARD_SECONDS_MAX)
+        engine.worker.bind_connector_metadata(StepMetadata([pull(f"hung-{episode}", [1])]))
+        engine.worker.start_load_kv(None)
+        engine.worker.clear_connector_metadata()
+        (begun,) = said_by_steps(1)
+        assert "have not come" in begun
+        assert f"py-spy dump --pid {os.getpid()}" in begun
+        assert "kv-transfer-actors" in begun
+        for _ in range(20):
+            step()
+        gate.set()
+        _, ended = said_by_steps(2)
+        assert "go on, after" in ended
+        assert engine.heard.acquire(timeout=HEARD_SECONDS_MAX)
+        engine.finish([f"hung-{episode}"])
 
 
 def test_each_further_request_of_a_step_costs_the_same(engine: Engine) -> None:
