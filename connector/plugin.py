@@ -53,6 +53,7 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
         from connector.step_overlap import require_role_that_reads
 
         _require_no_routed_experts(vllm_config)
+        _require_no_retried_steps(vllm_config)
         _require_memory_that_stays(vllm_config, config)
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
@@ -115,6 +116,24 @@ def _require_no_routed_experts(vllm_config: VllmConfig) -> None:
             " takes none of them from P to D"
         )
         raise UnsupportedCache("enable_return_routed_experts", True, expected)
+
+
+def _require_no_retried_steps(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for an engine that may go on after a step that has failed.
+
+    Commands travel to the workers with a step, and outcomes back with its results, each once. vLLM drops both when a
+    step fails, and with several ranks nobody knows which of them had got or told theirs: vLLM counts the ranks that
+    have told of a request, so that one that tells twice would pass for another one. Requests would stay for good, and
+    their blocks.
+    """
+    if vllm_config.parallel_config.enable_fault_tolerance:
+        from connector.unsupported import UnsupportedCache
+
+        expected = (
+            "false, so leave --enable-fault-tolerance out and have the engine restarted: what the connector's processes"
+            " tell each other with a step that fails is lost, and an engine that went on would keep blocks for good"
+        )
+        raise UnsupportedCache("enable_fault_tolerance", True, expected)
 
 
 def _require_memory_that_stays(vllm_config: VllmConfig, config: KVTransferConfig) -> None:

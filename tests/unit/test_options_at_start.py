@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, SchedulerConfig, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
@@ -142,6 +142,16 @@ def test_routed_experts_are_refused_under_any_name(monkeypatch: pytest.MonkeyPat
         VllmConfig(kv_transfer_config=KVTransferConfig(**config), aux_output_config=experts)
     assert refused.value.field == "enable_return_routed_experts"
     VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), aux_output_config=experts)
+
+
+@pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, NAMED)], ids=["alone", "named", "one of several"])
+def test_an_engine_that_would_go_on_after_a_failed_step_is_refused(config: dict[str, Any]) -> None:
+    """What is told with such a step is lost: commands and outcomes are given out once."""
+    parallel = ParallelConfig(enable_fault_tolerance=True)
+    with pytest.raises(UnsupportedCache, match="leave --enable-fault-tolerance out") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), parallel_config=parallel)
+    assert refused.value.field == "enable_fault_tolerance"
+    VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), parallel_config=parallel)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
