@@ -98,6 +98,7 @@ class RealNixlPort:
         *,
         package: str = "nixl",
         scratch: Scratch | None = None,
+        owner: object = None,
         prepare_thread: Callable[[], None] | None = None,
         timeout_seconds: float = OPEN_SECONDS_MAX,
         on_wait: Callable[[float], None] = lambda seconds: None,
@@ -105,9 +106,10 @@ class RealNixlPort:
         """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
 
         `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
-        each peer with memory of that kind; None: on the host. `num_threads` is for back ends
-        other than UCX (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's thread
-        first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
+        each peer with memory of that kind; None: on the host. `owner` is what keeps the memory of `ranges`; it lives
+        until the agent is gone, which is until the process ends where a READ may still write. `num_threads` is for back
+        ends other than UCX (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's
+        thread first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
         `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
         """
         port = cls(agent_name)
@@ -115,7 +117,7 @@ class RealNixlPort:
         def make_core() -> AgentCore:
             if prepare_thread is not None:
                 prepare_thread()
-            return AgentCore(agent_name, ranges, backends, num_threads, package, scratch)
+            return AgentCore(agent_name, ranges, backends, num_threads, package, scratch, owner)
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:

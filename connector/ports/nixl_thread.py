@@ -273,6 +273,7 @@ class AgentCore:
         num_threads: int,
         package: str,
         scratch: Scratch | None,
+        owner: object,
     ) -> None:
         self._nixl = _import_nixl(package)
         self._name = agent_name
@@ -290,6 +291,8 @@ class AgentCore:
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:
             raise CallRefused(f"NIXL has no usable backend {', '.join(missing)}")
+        # Whoever keeps the memory of `ranges`: for as long as NIXL may write there, so do we.
+        self._owner = owner
         self._registrations: list[Any] = []
         for kind in dict.fromkeys(each.memory_kind for each in ranges):
             described = [(r.address, r.length_bytes, r.device_id, "") for r in ranges if r.memory_kind == kind]
@@ -614,10 +617,11 @@ class AgentCore:
         self._unreleasable.clear()
         self._registrations = []
         self.registered_ranges = 0
-        del self._agent, self._scratch
+        del self._agent, self._scratch, self._owner
 
     def leak(self) -> None:
-        """Keep everything alive for the life of the process, on purpose: a READ may still write.
+        """Keep everything alive for the life of the process, the registered memory too, on purpose: a READ may still
+        write.
 
         Releasing it would not stop it, and taking the agent apart under it is worse. One more reference than the
         interpreter can drop keeps the destructors from running even when the process ends.
@@ -638,7 +642,6 @@ class AgentThread:
         deliver: Callable[[Sequence[Outgoing]], None],
         backlog: Callable[[], int],
     ) -> None:
-        self._make_core = make_core
         self._deliver = deliver
         self._backlog = backlog
         self._commands: CommandQueue[Command | ReadOrdered] = CommandQueue()
@@ -649,7 +652,7 @@ class AgentThread:
         self._expecting = False
         self.core: AgentCore | None = None
         self.abandoned: tuple[ReadHandle, ...] = ()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(make_core,), name=name, daemon=True)
 
     def open(self, timeout_seconds: float, on_wait: Callable[[float], None]) -> AgentCore:
         """Start the thread and wait for its agent; `on_wait` hears for how long so far. Raises CallRefused."""
@@ -695,10 +698,10 @@ class AgentThread:
         self.close(0.0)
         self.join(EXIT_SECONDS_MAX)
 
-    def _main(self) -> None:
+    def _main(self, make_core: Callable[[], AgentCore]) -> None:
         leave_single_cpu()
         try:
-            self.core = self._make_core()
+            self.core = make_core()
         except Exception as error:
             # A new exception: the traceback of this one would carry NIXL objects to another thread.
             self._open_failure = (
@@ -718,6 +721,12 @@ class AgentThread:
             failure = f"{_kind(error)}: {error}"
         self.abandoned = (*core.reads, *core.errored)
         if self.abandoned or core.first_reads or failure is not None:
+            if self.abandoned:
+                _log.warning(
+                    "%d READ(s) have not ended: their NIXL agent is kept until this process ends, with the memory that "
+                    "they may still write into",
+                    len(self.abandoned),
+                )
             core.leak()
         else:
             try:

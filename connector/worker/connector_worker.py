@@ -179,6 +179,7 @@ class ConnectorWorker:
             scratch=scratch_beside(next(iter(registered.values())), layout.device_id, layout.memory_kind)
             if layout.memory_kind == "VRAM"
             else None,
+            owner=tuple(registered.values()),
             prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(

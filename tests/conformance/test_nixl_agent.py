@@ -43,6 +43,7 @@ from tests.conformance.nixl_suite import (
     NixlPortSuite,
     NixlWorld,
     Peer,
+    Reader,
     Recorder,
     new_memory,
     new_reader,
@@ -614,6 +615,17 @@ class TestRealNixlPort(NixlPortSuite):
         assert orphan.close_blocking(30) == []
         assert not _threads_named("nixl-orphan")
 
+    def test_memory_is_kept_until_the_port_is_closed_and_no_longer(self) -> None:
+        memory, _ = new_memory()
+        port = RealNixlPort.open("keeper", whole(memory), owner=memory)
+        kept = weakref.ref(memory)
+        del memory
+        gc.collect()
+        assert kept() is not None
+        assert port.close_blocking(30) == []
+        gc.collect()
+        assert kept() is None
+
     def test_a_flood_of_notifications_waits_inside_nixl(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """While nobody takes the events, few are taken out of NIXL; none is lost, and all come once somebody does."""
         monkeypatch.setattr(nixl_thread, "UNDELIVERED_EVENTS_MAX", 5)
@@ -684,21 +696,26 @@ def forgotten() -> None:
 
 
 def abandoned() -> None:
-    """Program: close a port while a READ from a paused peer is in flight. Its agent must live on, with the READ."""
+    """Program: close a port while a READ from a paused peer is in flight. Its agent must live on, with the READ and the
+    memory that this may write into, although nobody else keeps it."""
 
-    async def main() -> weakref.ref[nixl_thread.AgentCore]:
+    async def main() -> tuple[weakref.ref[nixl_thread.AgentCore], weakref.ref[object]]:
         async with real_world() as world:
-            reader, peer = await reader_and_peer(world, stepwise=True)
+            peer = await world.open_peer(stepwise=True)
+            memory, run = new_memory()
+            port = RealNixlPort.open("abandoned", whole(memory), owner=memory)
+            reader = Reader(port, memory, run)
+            await reader.connect(peer.metadata, peer.run)
             handle = await read_in_flight(reader, peer)
-            assert await reader.port.aclose(0) == [handle]
-            assert isinstance(reader.port, RealNixlPort)
-            return weakref.ref(reader.port._core)
+            assert await port.aclose(0) == [handle]
+            return weakref.ref(port._core), weakref.ref(memory)
 
-    kept = trio.run(main)
+    core_kept, memory_kept = trio.run(main)
     gc.collect()
-    core = kept()
+    core = core_kept()
     assert core is not None
     assert len(core.reads) == core.registered_ranges == 1
+    assert memory_kept() is not None
     sys.stdout.write("reached the end\n")
 
 
