@@ -464,6 +464,13 @@ STRAY_RELEASES = Metric(
     side="P",
     sources=(STRAY_NOTIFICATIONS,),
 )
+TRACE_RECORDS_MISSING = Metric(
+    name=f"{PREFIX}trace_records_missing",
+    kind="counter",
+    documentation="Records of transitions that were not written to trace_directory, because its file system did not "
+    "keep up.",
+    side="both",
+)
 TRANSITIONS = Metric(
     name=f"{PREFIX}transitions",
     kind="counter",
@@ -511,6 +518,7 @@ OURS = (
     HOLDS,
     RENEWALS,
     STRAY_RELEASES,
+    TRACE_RECORDS_MISSING,
     TRANSITIONS,
 )
 """Those that only this connector has."""

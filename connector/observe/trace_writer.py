@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -42,10 +43,18 @@ class TraceWriter:
 
     Args:
         queue_records_max: with so many records in the queue it takes no more.
+        on_missing: called in `write` when records are left out, with their number.
     """
 
-    def __init__(self, lines: JsonLinesSink, *, queue_records_max: int = QUEUE_RECORDS_MAX) -> None:
+    def __init__(
+        self,
+        lines: JsonLinesSink,
+        *,
+        queue_records_max: int = QUEUE_RECORDS_MAX,
+        on_missing: Callable[[int], None] = lambda records: None,
+    ) -> None:
         self._lines = lines
+        self._on_missing = on_missing
         self._queue_records_max = queue_records_max
         # Records, the line for what is missing, and None at the end.
         self._queue: queue.SimpleQueue[tuple[TransitionRecord, ...] | TraceGap | None] = queue.SimpleQueue()
@@ -107,6 +116,7 @@ class TraceWriter:
                 self._put - self._done,
             )
         self._gap = msgspec.structs.replace(gap, missing=gap.missing + len(records), until_wall=last.wall)
+        self._on_missing(len(records))
 
     def _end_gap(self) -> None:
         gap, self._gap = self._gap, None

@@ -236,7 +236,7 @@ class ConnectorWorker:
                 files_kept=options.trace_files_kept,
                 sample=options.trace_sample,
             )
-            sinks.append(TraceWriter(lines))
+            sinks.append(TraceWriter(lines, on_missing=self._figures.note_trace_missing))
         return combined(sinks)
 
     @property

@@ -257,6 +257,16 @@ def test_figures_that_nobody_takes_are_bounded() -> None:
     assert len(taken.samples["wake_up_seconds"]) == SAMPLES_MAX
 
 
+def test_records_that_are_missing_in_the_trace_are_counted() -> None:
+    figures = Figures()
+    figures.note_trace_missing(3)
+    figures.note_trace_missing(4)
+    taken = figures.take()
+    assert taken is not None
+    assert taken.counts == {"trace_records_missing": 7}
+    assert figures.take() is None
+
+
 def test_nothing_is_lost_or_counted_twice_between_two_threads() -> None:
     figures = Figures()
     own = recorder(figures)

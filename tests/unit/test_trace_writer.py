@@ -189,7 +189,8 @@ def test_the_end_of_a_process_does_not_wait_for_a_file_that_hangs(
 
 def test_of_what_the_sample_leaves_out_nothing_is_missing(tmp_path: Path, stalled: StalledFile) -> None:
     lines = opened(tmp_path, sample=0.0)
-    writer = TraceWriter(lines, queue_records_max=QUEUE)
+    missing: list[int] = []
+    writer = TraceWriter(lines, queue_records_max=QUEUE, on_missing=missing.append)
     peer = record(0, machine="peer", remote_request_id=None)
     writer.write(peer)
     until(lambda: len(read_trace(tmp_path)) == 1)
@@ -201,6 +202,7 @@ def test_of_what_the_sample_leaves_out_nothing_is_missing(tmp_path: Path, stalle
     writer.write(peer, record(100), peer)
     assert writer._gap is not None
     assert writer._gap.missing == 2
+    assert missing == [2]
 
 
 def test_a_trace_that_an_error_has_ended_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -289,7 +289,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ),
         panel(
             "Transitions by machine",
-            [(rate("vllm:nixl_actor_transitions_total", "machine"), "{{machine}}")],
+            [
+                (rate("vllm:nixl_actor_transitions_total", "machine"), "{{machine}}"),
+                (rate("vllm:nixl_actor_trace_records_missing_total"), "missing in the trace"),
+            ],
             unit="ops",
         ),
         panel(
