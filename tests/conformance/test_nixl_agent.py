@@ -626,6 +626,19 @@ class TestRealNixlPort(NixlPortSuite):
         gc.collect()
         assert kept() is None
 
+    def test_memory_is_kept_with_an_agent_that_cannot_be_destroyed(self) -> None:
+        """Nobody knows what an agent that broke still does."""
+        memory, _ = new_memory()
+        port = RealNixlPort.open("broken", whole(memory), owner=memory)
+        kept = weakref.ref(memory)
+        port._core.poll_notifications = _fail  # type: ignore[method-assign]
+        port.expect_notifications(True)
+        port._thread.join(30)
+        assert port._thread.ended
+        del memory, port
+        gc.collect()
+        assert kept() is not None
+
     def test_a_flood_of_notifications_waits_inside_nixl(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """While nobody takes the events, few are taken out of NIXL; none is lost, and all come once somebody does."""
         monkeypatch.setattr(nixl_thread, "UNDELIVERED_EVENTS_MAX", 5)

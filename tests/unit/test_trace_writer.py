@@ -280,7 +280,8 @@ def test_why_and_the_others_say_that_records_are_missing(with_gap: Path, caplog:
 def test_a_gap_at_the_end_of_a_file_is_before_the_first_record_of_the_next(tmp_path: Path) -> None:
     sized = opened(tmp_path / "sized")
     sized.write(record(0), record(1))
-    lines = opened(tmp_path, file_bytes=sized.path.stat().st_size + 1)
+    # Their headers may differ by some digits of the time.
+    lines = opened(tmp_path, file_bytes=sized.path.stat().st_size + 20)
     lines.write(record(0), record(1))
     lines.note_gap(gap_of([record(2), record(3)]))
     # It goes on under a name that was in use: what ended it is missing.

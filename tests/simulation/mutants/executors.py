@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_thread import AgentCore
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
@@ -744,6 +745,21 @@ PORTS = (
             "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
             "test_a_read_whose_peer_was_forgotten_may_go_on_writing"
         ),
+    ),
+    Mutant(
+        name="an agent without its memory",
+        broken="nobody keeps the memory that a READ may still write into when its agent is left behind",
+        changes=(Edit(AgentCore.__init__, "self._owner = owner", "self._owner = None"),),
+        place=ByTest(
+            "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
+            "test_memory_is_kept_with_an_agent_that_cannot_be_destroyed"
+        ),
+    ),
+    Mutant(
+        name="a trace that seems complete",
+        broken="records that the trace's file system did not take are missing without a line in their place",
+        changes=(Edit(TraceWriter._end_gap, "self._queue.put(gap)", "pass"),),
+        place=ByTest("tests/unit/test_trace_writer.py::test_a_file_that_hangs_costs_records_and_nobody_waits"),
     ),
     Mutant(
         name="dead before it greets is somebody else",
