@@ -137,8 +137,8 @@ MUTANTS = (
             _GOES_ON,
             Edit(
                 ConnectorScheduler._grant,
-                "computed = request.num_computed_tokens",
-                "computed = request.num_prompt_tokens",
+                "computed = _computed_tokens(request)",
+                "computed = request.num_prompt_tokens - request.num_in_flight_tokens",
             ),
         ),
         place=with_vllm("bytes"),
