@@ -88,6 +88,8 @@ class Pulls(Scene):
 
 
 ASKED = ("engine", "peers", "requests", "leases", "records")
+MUTE = [f"mute{number}.host:5600" for number in range(12)]
+"""Engines that do not answer."""
 
 
 class Comings(Scene):
@@ -104,7 +106,7 @@ class Comings(Scene):
 
     def __init__(self, points: Points, agenda: Agenda, moment: float | None) -> None:
         super().__init__(points, agenda, moment)
-        self._lost.hosts |= {"p1.host", "p2.host", "silent.host", *(f"mute{number}.host" for number in range(4))}
+        self._lost.hosts |= {"p1.host", "p2.host", "silent.host", *(place.split(":")[0] for place in MUTE)}
         self._rules.refusing["p2.0"] = 1
 
     async def play(self) -> None:
@@ -139,7 +141,8 @@ class Comings(Scene):
             self._complain("p1 is not met")
 
     async def before_the_end(self) -> None:
-        await self._meet([f"mute{number}.host:5600" for number in range(4)])
+        # So many that they do not all end before who waits for them does.
+        await self._meet(MUTE)
 
 
 class Builtin(Scene):
