@@ -145,6 +145,8 @@ def layout_in_steps(
         groups=groups,
     )
     require_same_sizes(metadata, theirs)
+    if stated is not None and len(stated.group_tokens) != len(groups):
+        raise LayoutMismatch("number of cache groups", len(groups), len(stated.group_tokens), SAME_GROUPS)
     return theirs
 
 
@@ -212,8 +214,7 @@ def _groups(
 ) -> tuple[CacheGroup, ...]:
     """The peer's cache groups. If it states one block size for all, and ours differ, its own differ in proportion."""
     if stated is not None and len(stated.group_tokens) != len(ours.cache_groups):
-        here, there = len(ours.cache_groups), len(stated.group_tokens)
-        raise LayoutMismatch("number of cache groups", here, there, SAME_GROUPS)
+        stated = None  # refused in the end, if nothing says better why
     sharded = {shape.group for shape in shapes if shape.dcp_sharded}
     groups: list[CacheGroup] = []
     for index, group in enumerate(ours.cache_groups):

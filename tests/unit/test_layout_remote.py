@@ -623,7 +623,7 @@ def _renamed(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
 
 REFUSALS: dict[str, tuple[Mapping[str, KVCacheSpec], Mapping[str, KVCacheSpec], str, str, str]] = {
-    "KV heads": (_plain(), _plain(num_kv_heads=8), "block length of model.layers.0", "65536", "131072"),
+    "KV heads": (_plain(), _plain(num_kv_heads=8), "KV heads of model.layers.0", "4", "8"),
     "head size": (_plain(), _plain(head_size=64, head_size_v=64), "block length of model.layers.0", "65536", "131072"),
     "size of V": (_plain(), _plain(head_size_v=16), "block length of model.layers.0", "65536", "49152"),
     "dtype": (_plain(), _plain(dtype=torch.float16), "block length of model.layers.0", "65536", "32768"),
