@@ -255,7 +255,7 @@ class Roster:
         self._entries: dict[PeerKey, _Entry] = {}
         # How many of these were not retired.
         self._staying = 0
-        # Indexes of the entries: by engine, and by the place where they are looked for; never empty dicts.
+        # The entries by the place where they are looked for; never empty dicts.
         self._at_place: dict[str, dict[PeerKey, None]] = {}
         # The member of each request whose report is awaited.
         self._of_request: dict[str, PeerKey] = {}

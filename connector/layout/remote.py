@@ -194,14 +194,15 @@ def _head_factors(
         if heads is None:
             continue  # another stage has it, or it is missing, which is found out where regions are compared
         units = shape.components[0].units
+        expected = max(1, units // tp_size)
         if shape.heads_unknown and units > heads * tp_size:
             factor, rest = divmod(units, heads * tp_size)
             if rest:
                 raise LayoutMismatch("tp_size", our_tp_size, tp_size, f"{shape.name} cannot be split over both")
             factors[shape.name] = factor
-        elif heads != max(1, units // tp_size) and not shape.heads_unknown:
+        elif heads != expected and not shape.heads_unknown:
             field = f"KV heads of {shape.name} on each of {tp_size} ranks"
-            raise LayoutMismatch(field, max(1, units // tp_size), heads, SAME_MODEL)
+            raise LayoutMismatch(field, expected, heads, SAME_MODEL)
     return factors
 
 
@@ -221,19 +222,20 @@ def _groups(
         if not group.tokens_per_kernel_block:
             groups.append(group)
             continue
-        tokens, rest = divmod(metadata.block_size * group.tokens_per_kernel_block, ours.kernel_block_size_tokens)
         if stated is not None:
-            tokens, rest = stated.group_tokens[index], 0
+            tokens = stated.group_tokens[index]
             if not tokens:
                 raise LayoutMismatch(f"cache group {index}", "blocks of tokens", "states", SAME_GROUPS)
-        if rest:
-            advice = "use block sizes of which one divides the other"
-            raise LayoutMismatch(
-                f"block size of cache group {index}",
-                f"{group.tokens_per_kernel_block} with {ours.kernel_block_size_tokens} in all",
-                f"unknown with {metadata.block_size} in all",
-                advice,
-            )
+        else:
+            tokens, rest = divmod(metadata.block_size * group.tokens_per_kernel_block, ours.kernel_block_size_tokens)
+            if rest:
+                advice = "use block sizes of which one divides the other"
+                raise LayoutMismatch(
+                    f"block size of cache group {index}",
+                    f"{group.tokens_per_kernel_block} with {ours.kernel_block_size_tokens} in all",
+                    f"unknown with {metadata.block_size} in all",
+                    advice,
+                )
         dcp_size = metadata.dcp_size if index in sharded else 1
         groups.append(
             CacheGroup(

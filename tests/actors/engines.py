@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 import trio
 
 from connector.clock import BootClock, Clock, to_ns
@@ -295,6 +296,18 @@ class Engine:
                 age_seconds=0.0,
             )
         )
+
+
+def answer_as_builtin(patch: pytest.MonkeyPatch) -> None:
+    """Engines say nothing in handshakes that the built-in connector does not say."""
+    payload = Engine.payload
+
+    def without_facts(rank: Engine) -> bytes:
+        found = msgspec.msgpack.decode(payload(rank))
+        del found["actor"]
+        return msgspec.msgpack.encode(found)
+
+    patch.setattr(Engine, "payload", without_facts)
 
 
 @asynccontextmanager

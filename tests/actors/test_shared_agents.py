@@ -13,21 +13,14 @@ from connector.runtime.reads import Reads
 from statemachine.peer import State
 from statemachine.remote_engine import LinkLost, Retire
 from tests.actors import engines
-from tests.actors.engines import Engine, engine, lend_by_all, parallel_engine, until
+from tests.actors.engines import Engine, answer_as_builtin, engine, lend_by_all, parallel_engine, until
 from tests.actors.test_pull import run
 
 
 @pytest.fixture(autouse=True)
 def builtin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of one KV head, which answer as the built-in connector does: nothing tells TP 1 from TP 2."""
-    payload = Engine.payload
-
-    def without_facts(rank: Engine) -> bytes:
-        found = msgspec.msgpack.decode(payload(rank))
-        del found["actor"]
-        return msgspec.msgpack.encode(found)
-
-    monkeypatch.setattr(Engine, "payload", without_facts)
+    answer_as_builtin(monkeypatch)
     monkeypatch.setattr(engines, "HEADS", 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import trio
 
@@ -10,7 +9,7 @@ from connector.config import ConnectorOptions
 from connector.observe.catalogue import FAILED_NOTIFICATIONS
 from connector.observe.stats import ConnectorStats
 from connector.ports.nixl import NixlCallFailed
-from tests.actors.engines import Engine, engine, lend_by_all, until
+from tests.actors.engines import Engine, answer_as_builtin, engine, lend_by_all, until
 from tests.actors.test_peers import nobody, reads
 from tests.actors.test_pull import run
 from tests.rig.network import free_port
@@ -78,14 +77,7 @@ def test_a_peer_that_ended_while_it_was_connected_fails_its_requests_at_once() -
 def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """P answers as the built-in connector does, without facts, so D keeps its lease alive by notifications. NIXL has
     forgotten P's agent when the next one is due."""
-    payload = Engine.payload
-
-    def without_facts(rank: Engine) -> bytes:
-        found = msgspec.msgpack.decode(payload(rank))
-        del found["actor"]
-        return msgspec.msgpack.encode(found)
-
-    monkeypatch.setattr(Engine, "payload", without_facts)
+    answer_as_builtin(monkeypatch)
 
     async def test() -> None:
         options = ConnectorOptions(kv_lease_duration=3.0)

@@ -11,28 +11,13 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.protocol import AbortPull, Command, LeaseGranted, PeerAddress, StartPull
+from connector.protocol import AbortPull, Command, LeaseGranted, StartPull
 from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.read_fence import ReadFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
-from tests.rig.pulls import one_group
+from tests.rig.pulls import pull
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
-
-PEER = PeerAddress(engine_id="p", host="127.0.0.1", port=1, tp_size=1)
-
-
-def pull(request_id: str, *, awaited: bool = True) -> StartPull:
-    return StartPull(
-        request_id=request_id,
-        peer=PEER,
-        lease=LeaseName(request_id, 1),
-        groups=one_group([1], [1]) if awaited else (),
-        num_tokens=None,
-        remote_num_tokens=None,
-        awaited=awaited,
-        age_seconds=0.0,
-    )
 
 
 class End:
@@ -57,7 +42,7 @@ class Device:
 def test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it() -> None:
     device = Device()
     fence = ReadFence(device.end_of_steps)
-    first, abort, later = pull("a"), AbortPull(request_id="a"), pull("b")
+    first, abort, later = pull("a", [1]), AbortPull(request_id="a"), pull("b", [1])
     assert fence.let_through([first]) == [first], "there was no step"
     fence.note_step()
     assert fence.let_through([first, abort]) == []
@@ -76,7 +61,7 @@ def test_what_asks_for_no_read_goes_at_once() -> None:
     fence.note_step()
     others: list[Command] = [
         LeaseGranted(lease=LeaseName("r", 1), lease_seconds=1.0, blocks=1),
-        pull("a", awaited=False),
+        pull("a", [1], awaited=False),
     ]
     assert fence.let_through(others) == others
 
@@ -123,7 +108,7 @@ def test_the_worker_posts_a_read_when_the_step_before_it_is_over(tmp_path: Path)
             worker._thread.post = posted.append  # type: ignore[method-assign]
             worker._fence = ReadFence(device.end_of_steps)
             worker.note_step()
-            worker.start_load_kv(StepMetadata(commands=[pull("a")]))
+            worker.start_load_kv(StepMetadata(commands=[pull("a", [1])]))
             worker.get_transfer_results()
             assert not any(isinstance(each, StartPull) for each in posted)
             device.ends[0].is_over = True

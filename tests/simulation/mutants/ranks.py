@@ -22,6 +22,8 @@ from connector.scheduler.far_ends import FarEnds
 from tests.simulation.mutants.executors import level2
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set
 
+_STATES_BLOCK_SIZES = "if stated is not None:\n            tokens = "
+
 STATES = 16
 """A seed of level `vllm` whose engines keep one state for each request."""
 UNNUMBERED = 47
@@ -85,15 +87,15 @@ MUTANTS = (
     Mutant(
         name="block sizes in proportion",
         broken="the block sizes of a peer's cache groups are worked out where vLLM may have chosen others",
-        changes=(Edit(remote._groups, "tokens, rest = stated.group_tokens[index], 0", "pass"),),
+        changes=(Edit(remote._groups, _STATES_BLOCK_SIZES, "if False:\n            tokens = "),),
         place=ByTest("tests/unit/test_unlike_heads.py::test_each_rank_gets_its_heads[2-8-Gemma 4-64]"),
     ),
     Mutant(
         name="heads are not compared",
         broken="an engine that says that a layer has more KV heads than is guessed here is read from",
         changes=(
-            Edit(remote._head_factors, "heads != max(1, units // tp_size)", "False"),
-            Edit(remote._groups, "tokens, rest = stated.group_tokens[index], 0", "pass"),
+            Edit(remote._head_factors, "heads != expected", "False"),
+            Edit(remote._groups, _STATES_BLOCK_SIZES, "if False:\n            tokens = "),
         ),
         place=ByTest("tests/unit/test_unlike_heads.py::test_a_guess_that_another_engine_knows_to_be_wrong_is_refused"),
     ),
