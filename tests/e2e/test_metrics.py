@@ -31,6 +31,7 @@ from statemachine.lease import LeaseName
 from tests.e2e.client import REQUEST_TRANSFER
 from tests.e2e.cluster import (
     BLOCK_BYTES,
+    HANDSHAKE_TIMEOUT_SECONDS,
     LEASE_SECONDS,
     REQUEST_TIMEOUT_SECONDS,
     OnePrefillTwoDecode,
@@ -302,7 +303,8 @@ def test_a_request_that_waits_for_the_handshake(cluster: OnePrefillTwoDecode) ->
     _, before = meet(service, prompt(TOKENS, "they meet before the hole"))
     with BlackHole() as hole, ThreadPoolExecutor(1) as pool:
         params = dead_params(hole.port, blocks_of(TOKENS))
-        answer = pool.submit(service.decode, prompt(TOKENS, key), params, key, timeout_seconds=3.0)
+        patience_seconds = HANDSHAKE_TIMEOUT_SECONDS - 3
+        answer = pool.submit(service.decode, prompt(TOKENS, key), params, key, timeout_seconds=patience_seconds)
         page = wait_for(
             lambda: found if (found := Page.of(d))[c.REQUESTS, "pending_handshake"] else None, "a request that waits"
         )
