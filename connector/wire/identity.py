@@ -43,6 +43,9 @@ IN_SLOTS = "K and V in slots of their own"
 IN_ARRAYS = "the metadata of all tokens behind the data of all"
 """The order of TurboQuant where FlyDSL is there."""
 
+OF_ROCM = "as ROCm orders an indexer"
+"""Begins the order of what chooses the tokens of sparse attention, on ROCm."""
+
 FP8 = "kind of FP8"
 
 FNUZ, E4B15 = "FNUZ", "E4B15"
@@ -125,6 +128,10 @@ def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
     ]
 
 
+_NAMED_ORDERS = (IN_SLOTS, IN_ARRAYS, OF_ROCM)
+"""Those with advice of their own."""
+
+
 def differing_layers(
     ours: Mapping[str, LayerIdentity], theirs: Mapping[str, LayerIdentity], *, not_packed: str = NOT_PACKED
 ) -> Iterator[Difference]:
@@ -143,7 +150,7 @@ def differing_layers(
         ):
             if local == remote:
                 continue
-            named = (order for order in (IN_SLOTS, IN_ARRAYS) if local.startswith(order) or remote.startswith(order))
+            named = (order for order in _NAMED_ORDERS if local.startswith(order) or remote.startswith(order))
             advice = next(named, field)
             found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
             if advice != ORDER or remote:
@@ -196,6 +203,10 @@ _LAYER_ADVICE = {
     ),
     IN_ARRAYS: (
         "TurboQuant orders its blocks otherwise on gfx950 with FlyDSL: have it on both engines, or uninstall it on both"
+    ),
+    OF_ROCM: (
+        "run both engines on ROCm, with KV blocks of one token on both or on neither: another platform orders what"
+        " chooses the tokens of sparse attention in another way"
     ),
     "k_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",
     "v_scale": "start both engines with the same checkpoint: the scales of its KV cache are in it",

@@ -32,6 +32,7 @@ from connector.wire.identity import (
     IN_SLOTS,
     LONG_ROPE,
     MODEL,
+    OF_ROCM,
     REVISION,
     TEMPERATURE_TUNING,
     VALUE_LENGTH_MAX,
@@ -250,7 +251,17 @@ def _order(layer: Any, spec: KVCacheSpec) -> str:
         return IN_SLOTS if layer is None else f"{IN_SLOTS}, as {layer.get_attn_backend().get_name()} orders them"
     if is_in_arrays(layer):
         return IN_ARRAYS
+    if _is_indexer_of_rocm(layer, spec):
+        return f"{OF_ROCM}, {'token by token' if spec.block_size == 1 else '16 tokens together'}"
     return element_order(layer) if layer is not None else ""
+
+
+def _is_indexer_of_rocm(layer: Any, spec: KVCacheSpec) -> bool:
+    """Whether the quantized keys by which sparse attention chooses its tokens lie as vLLM's kernels for ROCm have them.
+    The layer does not always say so, and has the shape and the back end's name of any other platform."""
+    if layer is None or not current_platform.is_rocm() or getattr(spec, "dtype", None) is not torch.uint8:
+        return False
+    return bool(layer.get_attn_backend().get_name().endswith("_INDEXER"))
 
 
 def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.ops import triton_turboquant_decode
@@ -165,6 +166,14 @@ def _with_rope(config: VllmConfig, rope: dict[str, Any]) -> VllmConfig:
     return config
 
 
+@pytest.fixture
+def only_text_of_llama_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at the class of a model when it makes its configuration, and that with images needs torchvision, which
+    this project does not install."""
+    models = ModelRegistry.models
+    monkeypatch.setitem(models, "Llama4ForConditionalGeneration", models["Llama4ForCausalLM"])
+
+
 def llama_4(directory: Path, **generation: Any) -> Path:
     """The files of a model with images, whose second layer has no rotary embedding."""
     text = {
@@ -188,6 +197,7 @@ def llama_4(directory: Path, **generation: Any) -> Path:
     return directory
 
 
+@pytest.mark.usefixtures("only_text_of_llama_4")
 @pytest.mark.parametrize(
     ("arguments", "generation", "tuning"),
     [
@@ -215,6 +225,7 @@ def test_whether_llama_4_scales_its_queries_is_named(
     assert [bool(layer.self_attn.attn_temperature_tuning) for layer in layers] == [False, tuning == "on"]
 
 
+@pytest.mark.usefixtures("only_text_of_llama_4")
 def test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit(tmp_path: Path) -> None:
     path = llama_4(tmp_path / "model")
     short, as_short, long = (identity(engine_config(path, max_model_len=tokens)) for tokens in (512, 32768, 40000))
@@ -225,6 +236,7 @@ def test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit(tmp_path:
         assert option in found.advice
 
 
+@pytest.mark.usefixtures("only_text_of_llama_4")
 @pytest.mark.parametrize("is_for_text_only", [False, True])
 def test_what_vllm_has_written_into_the_configuration_is_named_once(tmp_path: Path, *, is_for_text_only: bool) -> None:
     """A Llama 4 that has no images has one configuration only."""
@@ -384,22 +396,35 @@ def test_the_kind_of_fp8_does_not_matter_where_there_is_none(
     assert fields(ours, with_cache_type(path, name)) == []
 
 
-def test_fp8_of_another_kind_in_an_indexer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_an_indexer(config: VllmConfig, block_size: int = 64) -> KvIdentity:
     """Its cache is of plain bytes, and of no type that has a name."""
+    spec = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8)
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        layer = DeepseekV32IndexerCache(132, torch.uint8, "indexer.k_cache", config.cache_config)
+    shapes = {layer.prefix: latent(layer.prefix, bytes_per_token=132)}
+    return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1)
+
+
+def test_fp8_of_another_kind_in_an_indexer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(model(tmp_path / "model"))
-    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8)
-
-    def of_an_indexer() -> KvIdentity:
-        config.compilation_config.static_forward_context.clear()
-        with set_current_vllm_config(config):
-            layer = DeepseekV32IndexerCache(132, torch.uint8, "indexer.k_cache", config.cache_config)
-        shapes = {layer.prefix: latent(layer.prefix, bytes_per_token=132)}
-        return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1)
-
-    ours = of_an_indexer()
+    ours = of_an_indexer(config)
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
-    (found,) = incompatibilities(ours, of_an_indexer(), enforce_factors=True)
+    (found,) = incompatibilities(ours, of_an_indexer(config), enforce_factors=True)
     assert (found.field, found.local, found.remote) == ("kind of FP8 of indexer.k_cache", "OCP", "FNUZ")
+
+
+def test_an_indexer_that_rocm_orders_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is enforced: the same model, the same back end by name, the same shape."""
+    config = engine_config(model(tmp_path / "model"))
+    ours = of_an_indexer(config)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    theirs = of_an_indexer(config)
+    assert incompatibilities(theirs, of_an_indexer(config), enforce_factors=True) == []
+    for one, other in ((ours, theirs), (theirs, ours), (theirs, of_an_indexer(config, block_size=1))):
+        (found,) = incompatibilities(one, other, enforce_factors=False)
+        assert found.field == "order of elements in a block of indexer.k_cache"
+        assert found.advice.startswith("run both engines on ROCm")
 
 
 def test_keys_that_older_gpus_store_in_fp8_of_another_kind_are_named(
