@@ -421,18 +421,18 @@ class ConnectorWorker:
         if self.ledger.sums_wanted and self._thread is not None:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
-            results.finished_recving |= self._finishing.finish(loaded)
-            if self._finishing.failed:
-                self._fail_loaded(self._finishing.failed, results)
+            finished, failed = self._finishing.finish(loaded), self._finishing.failed
+            self.ledger.end_loaded(finished, failed, results)
+            if failed:
+                self._log_failed(failed)
         if self._pull_timer is not None:
             self._note_pulls(self._pull_timer, results.finished_recving)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 
-    def _fail_loaded(self, failed: Mapping[str, Failure], results: KVConnectorTransferResults) -> None:
+    def _log_failed(self, failed: Mapping[str, Failure]) -> None:
         assert self._log_failure is not None
         for request_id, failure in failed.items():
-            self.ledger.fail_loaded(request_id, failure, results)
             self._log_failure(f"request {request_id}", failure)
 
     def take_stats(self) -> ConnectorStats | None:
