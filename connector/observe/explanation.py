@@ -88,10 +88,15 @@ class Live:
     def facts(self, engine_id: str | None) -> EngineFacts | None:
         return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
 
-    def peer_of(self, decode_id: str | None, peer_id: str | None) -> PeerRow | None:
-        return next(
-            (each.row for each in self.peers if each.engine_id == decode_id and each.row.engine_id == peer_id), None
-        )
+    def peer_of(self, decode_id: str | None, rank: int | None, peer_id: str | None) -> PeerRow | None:
+        """The connection of this rank, for each has its own. Of two, where requests describe the engine by unlike
+        sizes, the one that requests wait for or that has failed."""
+        rows = [
+            each.row
+            for each in self.peers
+            if (each.engine_id, each.rank, each.row.engine_id) == (decode_id, rank, peer_id)
+        ]
+        return max(rows, key=lambda row: (row.requests > 0, row.failure is not None), default=None)
 
     def quarantined_from(self, decode_id: str) -> str:
         """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
@@ -378,7 +383,7 @@ def _explain(case: Case, live: Live) -> Explanation:
 def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanation:
     row = said.row
     waiting, follows = WAITING.get(row.state, (f"it is {row.state}", ""))
-    peer = live.peer_of(said.engine_id, row.peer)
+    peer = live.peer_of(said.engine_id, said.rank, row.peer)
     silence = live.silence_of(row.peer, row.address)
     kind, detail, facts = None, None, _facts_of_peer(peer, silence)
     cause = f"{_capital(waiting)}, for {_seconds(row.since_seconds)}"
@@ -469,7 +474,7 @@ def _why_not_connected(
 
 def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     kind, detail = ended.reason, ended.detail
-    peer = live.peer_of(ended.engine_id, ended.peer)
+    peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
     facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
     if ended.state == "done":
         cause = f"Done: its KV was loaded in {_seconds(ended.whole_seconds)}"

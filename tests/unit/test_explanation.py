@@ -255,6 +255,16 @@ def test_one_whose_connection_is_given_up_says_why() -> None:
     assert answer.cause.startswith("ControlLinkLost: the control connection was lost; the connection is rebuilt when 3")
 
 
+def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:
+    """The other rank is connected; and requests may describe one engine by two sizes, of which one is not waited for."""
+    waits = row("pending_handshake")._replace(rank=1)
+    handshaking = peer_row("handshaking")._replace(rank=1)
+    for further in ((), (peer_row("ready", requests=0)._replace(rank=1),)):
+        answer = the_answer([], Live(requests=(waits,), peers=(peer_row("ready"), *further, handshaking)))
+        assert answer.cause.startswith("Waiting for the handshake with prefill engine P")
+        assert any("connection to P at 10.0.0.1:5600 is handshaking" in fact for fact in answer.facts)
+
+
 def test_one_that_drains_says_what_it_failed_of() -> None:
     failure = failures.DeadlineExceeded(timeout_seconds=5.0, phase="reading")
     live = Live(requests=(row("draining", failure=failure.kind, detail=str(failure), ending="expired"),))
