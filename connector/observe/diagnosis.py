@@ -24,7 +24,15 @@ from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
-from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+from connector.wire.inspection import (
+    EngineFacts,
+    EngineRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    RecordRow,
+    quarantined_blocks,
+)
 from statemachine.trace import TransitionRecord
 
 Level = Literal["problem", "warning", "note"]
@@ -562,7 +570,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for engine in engines:
         rows = engine.of(QuarantineRow)
         if rows:
-            blocks, total = sum(row.blocks for row in rows), next((f.blocks for f in _facts(engine)), 0)
+            blocks, total = quarantined_blocks(rows), next((f.blocks for f in _facts(engine)), 0)
             peers = ", ".join(sorted({row.peer for row in rows}))
             what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} never ended"
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])

@@ -35,6 +35,7 @@ from connector.wire.inspection import (
     QuarantineRow,
     RecordRow,
     RequestRow,
+    quarantined_blocks,
 )
 from statemachine import hold
 from statemachine.trace import TransitionRecord
@@ -437,7 +438,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
 
 def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> tuple[str, str | None, str]:
     """A pool whose blocks are quarantined has none for it."""
-    kept = sum(each.row.blocks for each in live.quarantines if each.engine_id == said.engine_id)
+    kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
     facts = live.facts(said.engine_id)
     if not kept:
         return cause, None, "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"

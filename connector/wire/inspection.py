@@ -17,7 +17,7 @@ its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -260,6 +260,15 @@ class QuarantineRow(Row, frozen=True, kw_only=True):
     blocks: int
     reads: int
     since_seconds: float
+
+
+def quarantined_blocks(rows: Iterable[QuarantineRow]) -> int:
+    """Of one engine. A block is in quarantine once, however many ranks keep their part of it aside."""
+    of_request: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = (row.peer, row.request_id)
+        of_request[key] = max(row.blocks, of_request.get(key, 0))
+    return sum(of_request.values())
 
 
 class LocalPrefillRow(Row, frozen=True, kw_only=True):

@@ -318,8 +318,10 @@ def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries()
 
 def test_quarantined_blocks() -> None:
     row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
-    (finding,) = found(engine("d", row), check="quarantine")
-    assert "38 of 100 KV blocks" in finding.what
+    one_rank = engine("d", row)
+    for each in (one_rank, replace(one_rank, ranks=one_rank.ranks * 2)):
+        (finding,) = found(each, check="quarantine")
+        assert "38 of 100 KV blocks" in finding.what
 
 
 @pytest.mark.parametrize(

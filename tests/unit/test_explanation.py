@@ -217,6 +217,16 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 
+def test_blocks_of_which_each_rank_keeps_its_part_aside_count_once() -> None:
+    kept = [
+        QuarantineRow(request_id=name, remote_request_id="o", peer="P", blocks=blocks, reads=2, since_seconds=9.0)
+        for name, blocks in (("both", 20), ("both", 20), ("one", 10))
+    ]
+    quarantines = tuple(Said("D", rank, each) for rank, each in zip((0, 1, 1), kept, strict=True))
+    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=quarantines)
+    assert the_answer([], live).cause.startswith("Quarantined: 30 of 40 KV blocks")
+
+
 def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() -> None:
     """As long as blocks are kept aside, and not those of another engine."""
     refused = ended_with(failures.QuarantineFull(blocks=38, limit=20))
