@@ -37,7 +37,8 @@ from connector.wire.inspection import (
     RequestRow,
     quarantined_blocks,
 )
-from statemachine import hold
+from statemachine import hold, remote_engine
+from statemachine.failures import LeaseOver, PeerLeaving
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -381,6 +382,15 @@ def _explain(case: Case, live: Live) -> Explanation:
     return _explain_lease(case, live)
 
 
+class _Queued(NamedTuple):
+    """What `why` says of a request that waits in vLLM's queue, as in `Explanation`."""
+
+    cause: str
+    kind: str | None
+    advice: str
+    next: str
+
+
 def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanation:
     row = said.row
     waiting, follows = WAITING.get(row.state, (f"it is {row.state}", ""))
@@ -390,7 +400,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
     cause = f"{_capital(waiting)}, for {_seconds(row.since_seconds)}"
     advice = "nothing yet"
     if row.state == "queued":
-        cause, kind, advice = _why_queued(said, live, cause)
+        cause, kind, advice, follows = _why_queued(said, live, cause)
     elif row.state == "pending_handshake":
         cause, kind, detail, advice = _why_not_connected(row, peer, silence, cause)
     elif row.state in ("reading", "proving"):
@@ -436,19 +446,52 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
     )
 
 
-def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> tuple[str, str | None, str]:
-    """A pool whose blocks are quarantined has none for it."""
+def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
+    """Its lease may be over already; and a pool whose blocks are quarantined has none for it."""
+    row, facts = said.row, live.facts(said.engine_id)
+    if (why := _gone(said, live)) is not None:
+        kind = PeerLeaving.__name__ if why == remote_engine.LEFT else LeaseOver.__name__
+        return _Queued(
+            cause=(
+                f"{kind}: prefill engine {row.peer} does not keep its blocks any more ({why}); it waits in vLLM's "
+                f"queue, for {_seconds(row.since_seconds)}"
+            ),
+            kind=kind,
+            advice=WHAT_TO_DO[kind],
+            next=f"when vLLM schedules it, it fails, unless D has its blocks by then: {_after_failure(facts)}",
+        )
+    follows = WAITING[row.state][1]
+    peer = live.peer_of(said.engine_id, said.rank, row.peer)
+    if peer is not None and peer.failure is not None and peer.state != "ready":
+        follows = (
+            "D cannot tell P to keep the lease now: when vLLM schedules it, its READs begin if P is connected again "
+            "and has kept the blocks; otherwise it fails"
+        )
     kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
-    facts = live.facts(said.engine_id)
     if not kept:
-        return cause, None, "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+        advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+        return _Queued(cause=cause, kind=None, advice=advice, next=follows)
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
     peers = live.quarantined_from(said.engine_id)
     cause = (
         f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} never "
-        f"ended; vLLM has not scheduled it for {_seconds(said.row.since_seconds)}"
+        f"ended; vLLM has not scheduled it for {_seconds(row.since_seconds)}"
     )
-    return cause, "Quarantined", WHAT_TO_DO["Quarantined"]
+    return _Queued(cause=cause, kind="Quarantined", advice=WHAT_TO_DO["Quarantined"], next=follows)
+
+
+def _gone(said: Said[RequestRow], live: Live) -> str | None:
+    """Why P does not keep the blocks of this request any more; None: as far as D knows it does."""
+    lease = (said.engine_id, said.rank, said.row.peer, said.row.remote_request_id, said.row.lease_number)
+    return next(
+        (
+            each.row.why or ""
+            for each in live.holds
+            if each.row.state == hold.State.GONE.value
+            and (each.engine_id, each.rank, each.row.peer, each.row.remote_request_id, each.row.lease_number) == lease
+        ),
+        None,
+    )
 
 
 def _why_not_connected(

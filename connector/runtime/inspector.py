@@ -380,7 +380,8 @@ class Inspector:
         if claim is None or rank >= max(1, len(claim.holds)):
             return None
         value = claim.holds[rank] if claim.holds else None
-        proven_until_ns = value.proven_until_ns if value is not None else -1
+        is_proven = value is not None and value.state is not hold.State.GONE
+        proven_until_ns = value.proven_until_ns if value is not None and is_proven else -1
         return inspection.HoldRow(
             remote_request_id=text(name.request_id),
             lease_number=name.number,
@@ -498,7 +499,7 @@ class Inspector:
         return (until_ns - self._clock.now_ns()) / NS_PER_SECOND if until_ns is not None else None
 
     def _proven(self, claim: ClaimView | None) -> float | None:
-        if claim is None or not claim.holds:
+        if claim is None or not claim.holds or any(each.state is hold.State.GONE for each in claim.holds):
             return None
         proven_until_ns = min(each.proven_until_ns for each in claim.holds)
         return self._left(proven_until_ns) if proven_until_ns >= 0 else None

@@ -177,7 +177,7 @@ class RequestRow(Row, frozen=True, kw_only=True):
         until_seconds: until its state ends at the latest; None: not bounded by the connector.
         queue_position: of its READs among the requests whose turn has not come, from 0.
         reads: READs that have not ended; `bytes`: of those that have.
-        proven_seconds: how much longer P is known to keep the blocks; None: it has not said.
+        proven_seconds: how much longer P is known to keep the blocks; None: it has not said, or does not keep them.
         ending, failure, detail: of a draining request: how it will end, and why.
     """
 

@@ -231,6 +231,34 @@ def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch
     run(test)
 
 
+async def holds_are(d: Engine, state: str) -> Survey:
+    """Of D, with what else is said then."""
+    while True:
+        found = await asked(d)
+        if [row.state for row in found.engines[0].of(HoldRow)] == [state]:
+            return found
+        await trio.sleep(0.05)
+
+
+def test_why_a_queued_request_will_fail_whose_prefill_engine_has_ended() -> None:
+    """D knows before vLLM schedules it, and what P has promised before is worth nothing any more."""
+
+    async def test() -> None:
+        async with engine("d", serves=True, options=OPTIONS) as d:
+            async with engine("p", serves=True) as p:
+                d.wait_for("waits", lend_by_all([p], "lent-waits"), p.address)
+                await holds_are(d, "held")
+            found = await holds_are(d, "gone")
+            (row,) = found.engines[0].of(RequestRow)
+            assert (row.state, row.proven_seconds) == ("queued", None)
+            assert found.engines[0].of(HoldRow)[0].proven_seconds is None
+            records, live = live_of(found.rows())
+            (waits,) = (explain(case, live) for case in find("waits", records, live))
+            assert waits.cause.startswith("PeerLeaving: prefill engine p does not keep its blocks any more")
+
+    run(test)
+
+
 def test_every_rank_of_an_engine_is_asked() -> None:
     async def test() -> None:
         async with parallel_engine("p", 2, serves=True) as ranks:

@@ -26,13 +26,14 @@ from connector.wire.inspection import (
     EngineFacts,
     EngineRow,
     HolderRow,
+    HoldRow,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
     QuarantineRow,
     RequestRow,
 )
-from statemachine import failures, lease, request
+from statemachine import failures, lease, lending, remote_engine, request
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.unit.test_failures import EXAMPLES
@@ -215,6 +216,47 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.cause.startswith("Quarantined: 38 of 40 KV blocks")
     assert "P never ended" in answer.cause
     assert answer.advice == WHAT_TO_DO["Quarantined"]
+
+
+def hold_row(state: str, **changes: Any) -> Said[HoldRow]:
+    fields: dict[str, Any] = {
+        "remote_request_id": P_NAME,
+        "lease_number": 1,
+        "peer": "P",
+        "rank": 0,
+        "state": state,
+        "since_seconds": 1.0,
+        "proven_seconds": None,
+        "why": None,
+        "users": (D_NAME,),
+        "users_count": 1,
+    }
+    return Said("D", 0, HoldRow(**(fields | changes)))
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"), [(lending.EXPIRED, "LeaseOver"), (remote_engine.LEFT, "PeerLeaving")], ids=["expired", "left"]
+)
+def test_a_queued_one_whose_lease_is_over_says_so_before_it_is_scheduled(why: str, kind: str) -> None:
+    """And not that it is kept alive. What is over for another rank, or of another lease, is not of it."""
+    waits = row("queued", proven_seconds=None)
+    others = (hold_row("held"), hold_row("gone", lease_number=2, why=why), hold_row("gone", why=why)._replace(rank=1))
+    assert the_answer([], Live(requests=(waits,), holds=others)).kind is None
+    facts = engine_row("D", load_failure_policy="recompute")
+    live = Live(engines=(facts,), requests=(waits,), holds=(*others, hold_row("gone", rank=1, why=why)))
+    answer = the_answer([], live)
+    assert answer.cause.startswith(f"{kind}: prefill engine P does not keep its blocks any more ({why})")
+    assert (answer.kind, answer.outcome, answer.advice) == (kind, "waiting", WHAT_TO_DO[kind])
+    assert "it fails" in answer.next
+    assert "recompute" in answer.next
+
+
+def test_a_queued_one_whose_peer_is_away_is_not_said_to_be_kept_alive() -> None:
+    away = peer_row("backoff", failure="ConnectionRefused", detail="nothing listens there")
+    answer = the_answer([], Live(requests=(row("queued", proven_seconds=None),), peers=(away,)))
+    assert "cannot tell P to keep the lease" in answer.next
+    connected = the_answer([], Live(requests=(row("queued"),), peers=(peer_row("ready"),)))
+    assert connected.next == WAITING["queued"][1]
 
 
 def test_blocks_of_which_each_rank_keeps_its_part_aside_count_once() -> None:
