@@ -370,9 +370,12 @@ def explain(case: Case, live: Live) -> Explanation:
 
 
 def _explain(case: Case, live: Live) -> Explanation:
-    if case.requests:
-        return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)
+    if case.requests:
+        said = max(case.requests, key=_how_bad)
+        if worst is not None and worst.is_over and worst.state != "done" and said.row.failure is None:
+            return _explain_end_of_one_rank(case, worst, live)
+        return _explain_waiting(case, said, live)
     if worst is not None and worst.is_over:
         return _explain_end(case, worst, live)
     if worst is not None:
@@ -558,6 +561,19 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
         advice=advice,
         happened=_happened(case),
         facts=(*facts, *_facts_of_leases(case)),
+    )
+
+
+def _explain_end_of_one_rank(case: Case, ended: History, live: Live) -> Explanation:
+    """It has failed, and its client does not know yet: vLLM waits for all ranks."""
+    answer = _explain_end(case, ended, live)
+    others = ", ".join(f"rank {each.rank} is {each.row.state}" for each in case.requests)
+    return msgspec.structs.replace(
+        answer,
+        outcome="waiting",
+        waits_for="other ranks",
+        next=f"when all ranks have ended: {answer.next}",
+        facts=(f"vLLM waits for the other ranks of D too: {others}", *answer.facts),
     )
 
 

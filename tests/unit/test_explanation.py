@@ -47,6 +47,9 @@ FAILED: tuple[Step, ...] = (
 EXPIRED: tuple[Step, ...] = ((None, "Created", "computing"), ("computing", "Granted", "held"), ("held", "X", "expired"))
 
 
+LEASE_OVER = failures.LeaseOver(peer="P", remote_request_id=P_NAME, why="expired")
+
+
 def pulled(steps: tuple[Step, ...] = PULLED, **fields: Any) -> list[TransitionRecord]:
     return records("request", "D", D_NAME, steps, **({"peer": "P", "remote_request_id": P_NAME} | fields))
 
@@ -549,6 +552,19 @@ def test_of_several_ranks_that_wait_the_one_that_failed_decides_then_the_one_tha
     assert the_answer([], live).state == "proving"
     failed = row("draining", since_seconds=0.5, failure="DeadlineExceeded", detail="too long")._replace(rank=2)
     assert the_answer([], Live(requests=(*live.requests, failed))).state == "draining"
+
+
+def test_where_one_rank_has_failed_that_is_the_cause_although_another_still_waits() -> None:
+    """vLLM waits for all of them."""
+    found = [msgspec.structs.replace(each, rank=1) for each in ended_with(LEASE_OVER)]
+    live = Live(engines=(engine_row("D", load_failure_policy="fail"),), requests=(row("reading"),))
+    answer = the_answer([*pulled(PULLED[:2]), *found], live)
+    assert answer.cause.startswith("LeaseOver: ")
+    assert (answer.kind, answer.outcome, answer.rank) == ("LeaseOver", "waiting", 1)
+    assert "vLLM waits for the other ranks of D too: rank 0 is reading" in answer.facts
+    assert answer.next.startswith("when all ranks have ended: ")
+    loaded = [msgspec.structs.replace(each, rank=1) for each in pulled()]
+    assert the_answer([*pulled(PULLED[:2]), *loaded], live).state == "reading"
 
 
 def test_one_that_lives_is_told_with_its_records() -> None:
