@@ -345,6 +345,11 @@ WAITING: dict[str, tuple[str, str]] = {
 }
 """By state of a request that has not ended: what it waits for, and what follows."""
 
+NO_CHECKSUMS = (
+    "nothing yet; if it takes long, see whether P's engine makes steps, with which it says what it lends, and its log for "
+    "an error of its checksums"
+)
+
 LEASE_WAITING: dict[str, tuple[str, str]] = {
     "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
     "held": (
@@ -406,6 +411,8 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         cause, kind, advice, follows = _why_queued(said, live, cause)
     elif row.state == "pending_handshake":
         cause, kind, detail, advice = _why_not_connected(row, peer, silence, cause)
+        if row.waits_for == "checksums":
+            follows = "when P has said them its READs begin"
     elif row.state in ("reading", "proving"):
         reads = f"{row.reads} READ(s) of {_blocks(row.blocks)} from {row.peer}" if row.reads else row.peer
         if row.waits_for == "turn":
@@ -504,6 +511,9 @@ def _why_not_connected(
     if silence is not None:
         cause = f"{silence.kind}: {where}: {silence.problem}; waiting for it for {_seconds(row.since_seconds)}"
         return cause, silence.kind, None, WHAT_TO_DO.get(silence.kind, "see whether P runs")
+    if row.waits_for == "checksums":
+        cause = f"Waiting for the checksums of its blocks (verify) from {where}, for {_seconds(row.since_seconds)}"
+        return cause, None, None, NO_CHECKSUMS
     if peer is None:
         return cause, None, None, "nothing yet"
     if peer.state == "handshaking":
@@ -586,6 +596,8 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
     if kind == "DeadlineExceeded":
         phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
         waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
+        if phase == "pending_handshake" and _was_connected(case, ended):
+            waited = "the checksums of its blocks (verify)"
         return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
     if kind == "Quarantined":
         return f"{kind}: READs from prefill engine {ended.peer} never ended ({clause})"
@@ -596,6 +608,19 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
 
 
 _ENDS = frozenset({"failed", "expired", "done"})
+
+
+def _was_connected(case: Case, ended: History) -> bool:
+    """Whether the connection of its rank stood when it ended, as far as is recorded."""
+    ended_ns = ended.records[-1].mono_ns
+    before = [
+        each
+        for history in case.peers
+        if history.rank == ended.rank
+        for each in history.records
+        if each.mono_ns <= ended_ns
+    ]
+    return bool(before) and max(before, key=lambda each: each.mono_ns).to_state == "ready"
 
 
 def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:

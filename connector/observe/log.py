@@ -374,6 +374,8 @@ def describe_wait(waiting: request.Request, peer_state: peer.State) -> str:
     match waiting.state:
         case request.State.PENDING_HANDSHAKE if peer_state is peer.State.HANDSHAKING:
             return "for the handshake with that engine"
+        case request.State.PENDING_HANDSHAKE if peer_state is peer.State.READY:
+            return "for the checksums of its blocks (verify), which that engine has not said yet"
         case request.State.PENDING_HANDSHAKE:
             return f"for the connection to that engine, which is {peer_state.value}"
         case request.State.READING:

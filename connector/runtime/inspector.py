@@ -325,6 +325,9 @@ class Inspector:
             return None
         value = view.value
         position = positions.get(subject) if value.state is request.State.READING else None
+        waits_for = "turn" if position is not None else _WAITS_FOR[value.state]
+        if value.state is request.State.PENDING_HANDSHAKE and actor.core.state is peer.State.READY:
+            waits_for = "checksums"  # all else that is wanted before the READs is known at once
         blocks, length_bytes, _ = actor.amounts(subject)
         return inspection.RequestRow(
             request_id=text(subject),
@@ -333,7 +336,7 @@ class Inspector:
             peer=text(value.peer),
             address=text(actor.core.address),
             state=value.state.value,
-            waits_for="turn" if position is not None else _WAITS_FOR[value.state],
+            waits_for=waits_for,
             since_seconds=self._since_request(view, entered),
             age_seconds=self._passed(view.started_ns) if view.started_ns is not None else None,
             until_seconds=self._left(view.until_ns),

@@ -310,6 +310,25 @@ def test_one_whose_connection_is_given_up_says_why() -> None:
     assert answer.cause.startswith("ControlLinkLost: the control connection was lost; the connection is rebuilt when 3")
 
 
+def test_one_that_waits_for_checksums_is_not_said_to_wait_for_the_connection() -> None:
+    live = Live(requests=(row("pending_handshake", waits_for="checksums"),), peers=(peer_row("ready"),))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("Waiting for the checksums of its blocks (verify) from prefill engine P")
+    assert answer.waits_for == "checksums"
+    assert "its READs begin" in answer.next
+    assert "checksums" in answer.advice
+
+
+@pytest.mark.parametrize(
+    ("last", "word"), [("ready", "the checksums of its blocks (verify)"), ("handshaking", "the connection")]
+)
+def test_one_that_took_too_long_says_what_did_not_come(last: str, word: str) -> None:
+    steps = ((None, "Created", "idle"), ("idle", "Wanted", "handshaking"), ("handshaking", "HandshakeSucceeded", "ready"))
+    peer = records("peer", "D", "P", steps[: 3 if last == "ready" else 2], at=-5.0, peer="P")
+    late = failures.DeadlineExceeded(timeout_seconds=120.0, phase="pending_handshake")
+    assert f": {word} from prefill engine P did not come in time" in the_answer([*peer, *ended_with(late)]).cause
+
+
 def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:
     """The other rank is connected; and requests may describe one engine by two sizes, of which one is not waited for."""
     waits = row("pending_handshake")._replace(rank=1)

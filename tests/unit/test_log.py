@@ -624,6 +624,7 @@ def waiting(state: request.State, **fields: Any) -> request.Request:
     [
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.HANDSHAKING, "for the handshake"),
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.DRAINING, "which is draining"),
+        (waiting(request.State.PENDING_HANDSHAKE), peer.State.READY, "for the checksums of its blocks"),
         (waiting(request.State.READING), peer.State.READY, "for 2 READ(s)"),
         (waiting(request.State.PROVING), peer.State.READY, "asked whether it still kept the blocks"),
         (waiting(request.State.DRAINING, failure=TIMEOUT), peer.State.READY, "it has failed (DeadlineExceeded)"),
