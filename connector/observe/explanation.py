@@ -795,9 +795,10 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
     leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
-        "it to these engines, or under another id; or it ended before their records begin; or its client left while it "
-        "was in vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that "
-        "was read before." + (TRACE_LACKS if is_trace else "")
+        "it to these engines, or under another id; or it waits in vLLM's queue, on a prefill engine, or on D with "
+        "parameters that will be refused; or it ended before their records begin; or its client left while it was in "
+        "vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that was read "
+        "before." + (TRACE_LACKS if is_trace else "")
     )
 
 

@@ -639,7 +639,8 @@ def test_an_id_that_begins_another_one_names_its_own_request() -> None:
 def test_nothing_found_says_what_was_looked_at() -> None:
     silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
     said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
-    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it"):
+    queues = ("waits in vLLM's queue, on a prefill engine", "on D with parameters that will be refused")
+    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it", *queues):
         assert word in said
     assert "--trace" not in said
 
