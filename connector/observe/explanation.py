@@ -416,7 +416,8 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
     elif row.state in ("reading", "proving"):
         reads = f"{row.reads} READ(s) of {_blocks(row.blocks)} from {row.peer}" if row.reads else row.peer
         if row.waits_for == "turn":
-            cause = f"Its READs wait for their turn behind those of {row.queue_position} request(s)"
+            behind = f"behind those of {row.queue_position} request(s)" if row.queue_position else "and are the next"
+            cause = f"Its READs wait for their turn, {behind}, for {_seconds(row.since_seconds)}"
         elif silence is not None:
             kind = silence.kind
             cause = (

@@ -300,7 +300,9 @@ def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> N
 
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
     live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
-    assert "behind those of 7 request(s)" in the_answer([], live).cause
+    assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3.0 s"
+    first = Live(requests=(row("reading", waits_for="turn", queue_position=0),))
+    assert the_answer([], first).cause == "Its READs wait for their turn, and are the next, for 3.0 s"
 
 
 def test_one_whose_connection_is_given_up_says_why() -> None:
