@@ -38,7 +38,7 @@ from connector.wire.inspection import (
     quarantined_blocks,
 )
 from statemachine import hold, remote_engine
-from statemachine.failures import LeaseOver, PeerLeaving
+from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -68,6 +68,12 @@ class Silent:
     engine_id: str | None
     kind: str
     problem: str
+
+    @property
+    def is_of_asker(self) -> bool:
+        """It says where who asks stands, and which keys it has. A decode engine stands elsewhere, and finds out for
+        itself whether it may speak to the engine, and knows its name."""
+        return self.kind in (NotAllowed.__name__, AddressNotResolved.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +424,7 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         if row.waits_for == "turn":
             behind = f"behind those of {row.queue_position} request(s)" if row.queue_position else "and are the next"
             cause = f"Its READs wait for their turn, {behind}, for {_seconds(row.since_seconds)}"
-        elif silence is not None:
+        elif silence is not None and not silence.is_of_asker:
             kind = silence.kind
             cause = (
                 f"{kind}: prefill engine {row.peer} at {row.address} does not answer ({silence.problem}); "
@@ -509,7 +515,7 @@ def _why_not_connected(
     row: RequestRow, peer: PeerRow | None, silence: Silent | None, cause: str
 ) -> tuple[str, str | None, str | None, str]:
     where = f"prefill engine {row.peer} at {row.address}"
-    if silence is not None:
+    if silence is not None and not silence.is_of_asker:
         cause = f"{silence.kind}: {where}: {silence.problem}; waiting for it for {_seconds(row.since_seconds)}"
         return cause, silence.kind, None, WHAT_TO_DO.get(silence.kind, "see whether P runs")
     if row.waits_for == "checksums":

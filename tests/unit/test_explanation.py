@@ -298,6 +298,19 @@ def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> N
     assert answer.advice == WHAT_TO_DO["HandshakeTimeout"]
 
 
+@pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])
+@pytest.mark.parametrize("kind", ["NotAllowed", "AddressNotResolved"])
+def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: str) -> None:
+    """D is connected. What the tool was told is a fact, and not what to correct on P or D."""
+    silent = Silent(address="10.0.0.1:5600", engine_id="P", kind=kind, problem="this tool may not ask it (--keys)")
+    live = Live(requests=(row(state),), peers=(peer_row("ready"),), silent=(silent,))
+    answer = the_answer([], live)
+    assert answer.kind is None
+    assert kind not in answer.cause
+    assert answer.advice != WHAT_TO_DO[kind]
+    assert "10.0.0.1:5600 was asked just now: this tool may not ask it (--keys)" in answer.facts
+
+
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
     live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
     assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3.0 s"
