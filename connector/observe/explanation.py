@@ -51,6 +51,9 @@ QUEUED_SECONDS_MIN = 0.001
 QUEUED_SHARE_MIN = 0.01
 """A shorter wait in vLLM's queue, or one that is less of the whole time, is not worth a word."""
 
+QUARANTINED_SHARE_MIN = 0.1
+"""Of an engine's KV blocks: fewer in quarantine are not why a request gets none."""
+
 
 class Said(NamedTuple, Generic[R]):
     """A row and the worker that it came from."""
@@ -415,6 +418,8 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
     advice = "nothing yet"
     if row.state == "queued":
         cause, kind, advice, follows = _why_queued(said, live, cause)
+        if kind is None and (kept := live.quarantined_from(said.engine_id)):
+            facts.append(f"a few KV blocks of D are quarantined, because READs from {kept} have not ended")
     elif row.state == "pending_handshake":
         cause, kind, detail, advice = _why_not_connected(row, peer, silence, cause)
         if row.waits_for == "checksums":
@@ -485,7 +490,7 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
             "and has kept the blocks; otherwise it fails"
         )
     kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
-    if not kept:
+    if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
         advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
         return _Queued(cause=cause, kind=None, advice=advice, next=follows)
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""

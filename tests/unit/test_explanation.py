@@ -221,6 +221,15 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 
+def test_a_few_quarantined_blocks_are_not_why_it_is_queued() -> None:
+    kept = QuarantineRow(request_id="other", remote_request_id="o", peer="hangs", blocks=3, reads=2, since_seconds=9.0)
+    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
+    answer = the_answer([], live)
+    assert answer.kind is None
+    assert answer.cause.startswith("It waits in the queue of vLLM's scheduler")
+    assert any("READs from hangs have not ended" in fact for fact in answer.facts)
+
+
 def hold_row(state: str, **changes: Any) -> Said[HoldRow]:
     fields: dict[str, Any] = {
         "remote_request_id": P_NAME,
