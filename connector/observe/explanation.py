@@ -355,8 +355,8 @@ WAITING: dict[str, tuple[str, str]] = {
 """By state of a request that has not ended: what it waits for, and what follows."""
 
 NO_CHECKSUMS = (
-    "nothing yet; if it takes long, see whether P's engine makes steps, with which it says what it lends, and its log for "
-    "an error of its checksums"
+    "nothing yet; if it takes long, see whether P's engine makes steps, with which it says what it lends, and its log "
+    "for an error of its checksums"
 )
 
 LEASE_WAITING: dict[str, tuple[str, str]] = {

@@ -171,8 +171,8 @@ class RequestRow(Row, frozen=True, kw_only=True):
     """A request on D that has not ended: `queued` while it waits in vLLM's queue, and then a state of `request`.
 
     Attributes:
-        waits_for: scheduler, peer, checksums (with the option verify, which P has not said yet), turn (its READs wait for
-            those of other requests), reads, proof or quiescence.
+        waits_for: scheduler, peer, checksums (with the option verify, which P has not said yet), turn (its READs wait
+            for those of other requests), reads, proof or quiescence.
         since_seconds: in its state; None: longer than the flight recorder reaches.
         age_seconds: since its blocks were allocated; of a queued one, since this engine first heard of its lease.
         until_seconds: until its state ends at the latest; None: not bounded by the connector.

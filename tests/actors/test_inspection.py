@@ -255,6 +255,13 @@ def test_why_a_queued_request_will_fail_whose_prefill_engine_has_ended() -> None
             records, live = live_of(found.rows())
             (waits,) = (explain(case, live) for case in find("waits", records, live))
             assert waits.cause.startswith("PeerLeaving: prefill engine p does not keep its blocks any more")
+            while [row.state for row in found.engines[0].of(PeerRow)] != ["idle"]:
+                await trio.sleep(0.05)
+                found = await asked(d)
+            answers = [each for each in diagnose(found) if each.check in ("answers", "peers")]
+            assert [(each.level, each.what.partition(") ")[2]) for each in answers] == [
+                ("note", "has ended, as it had said")
+            ]
 
     run(test)
 

@@ -347,14 +347,15 @@ def test_one_that_waits_for_checksums_is_not_said_to_wait_for_the_connection() -
     ("last", "word"), [("ready", "the checksums of its blocks (verify)"), ("handshaking", "the connection")]
 )
 def test_one_that_took_too_long_says_what_did_not_come(last: str, word: str) -> None:
-    steps = ((None, "Created", "idle"), ("idle", "Wanted", "handshaking"), ("handshaking", "HandshakeSucceeded", "ready"))
-    peer = records("peer", "D", "P", steps[: 3 if last == "ready" else 2], at=-5.0, peer="P")
+    begun: tuple[Step, ...] = ((None, "Created", "idle"), ("idle", "Wanted", "handshaking"))
+    steps = (*begun, ("handshaking", "HandshakeSucceeded", "ready")) if last == "ready" else begun
+    peer = records("peer", "D", "P", steps, at=-5.0, peer="P")
     late = failures.DeadlineExceeded(timeout_seconds=120.0, phase="pending_handshake")
     assert f": {word} from prefill engine P did not come in time" in the_answer([*peer, *ended_with(late)]).cause
 
 
 def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:
-    """The other rank is connected; and requests may describe one engine by two sizes, of which one is not waited for."""
+    """The other rank is connected; and of two sizes of one engine, one is not waited for."""
     waits = row("pending_handshake")._replace(rank=1)
     handshaking = peer_row("handshaking")._replace(rank=1)
     for further in ((), (peer_row("ready", requests=0)._replace(rank=1),)):
