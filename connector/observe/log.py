@@ -302,6 +302,14 @@ class EventLog:
             text = f"blocks have come back from quarantine, {blocks} are left of which {limit_blocks} are allowed"
             self.write("quarantine over", f"{text}: KV is read again", logging.WARNING)
 
+    def kept_aside(self, blocks: int) -> None:
+        """On D's scheduler side: so many blocks are in quarantine from this step on."""
+        self.write("quarantined", f"{blocks} blocks are quarantined until their READs have ended", logging.WARNING)
+
+    def given_back(self, blocks: int) -> None:
+        """So many have come back with this step."""
+        self.write("quarantine lifted", f"{blocks} quarantined blocks are free again")
+
     def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
         """One line, unless there were too many with this cause."""
         if self._window.admits(cause):
