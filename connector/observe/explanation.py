@@ -37,7 +37,7 @@ from connector.wire.inspection import (
     RequestRow,
     quarantined_blocks,
 )
-from statemachine import hold, remote_engine
+from statemachine import hold, remote_engine, request
 from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
@@ -387,7 +387,7 @@ def _explain(case: Case, live: Live) -> Explanation:
     worst = _worst(case.story.requests)
     if case.requests:
         said = max(case.requests, key=_how_bad)
-        if worst is not None and worst.is_over and worst.state != "done" and said.row.failure is None:
+        if worst is not None and worst.is_over and not _is_loaded(worst) and said.row.failure is None:
             return _explain_end_of_one_rank(case, worst, live)
         return _explain_waiting(case, said, live)
     if worst is not None and worst.is_over:
@@ -545,7 +545,7 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     kind, detail = ended.reason, ended.detail
     peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
     facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
-    if ended.state == "done":
+    if _is_loaded(ended):
         cause = f"Done: its KV was loaded in {_seconds(ended.whole_seconds)}"
         if _is_worth_a_word(ended):
             cause += f", {_seconds(ended.queued_seconds)} of them in vLLM's queue on D"
@@ -825,10 +825,15 @@ TRACE_LACKS = (
 
 def _worst(ranks: Sequence[History]) -> History | None:
     """The rank whose end decides: one that failed, else one that has not ended, else the slowest."""
-    failed = [each for each in ranks if each.is_over and each.state != "done"]
+    failed = [each for each in ranks if each.is_over and not _is_loaded(each)]
     open_ones = [each for each in ranks if not each.is_over]
     slowest = sorted(ranks, key=lambda each: -each.whole_seconds)
     return next(iter([*failed, *open_ones, *slowest]), None)
+
+
+def _is_loaded(ended: History) -> bool:
+    """A request that was read may have failed after that: a running engine tells why with its end."""
+    return ended.state == request.State.DONE.value and ended.reason is None
 
 
 def _is_worth_a_word(history: History) -> bool:

@@ -43,7 +43,17 @@ from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
+from connector.protocol import (
+    Command,
+    LeaseGranted,
+    LoadFailed,
+    Outcome,
+    SendEnded,
+    SumsFound,
+    SumsWanted,
+    WarmedUp,
+    WorkerStopped,
+)
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -424,16 +434,21 @@ class ConnectorWorker:
             finished, failed = self._finishing.finish(loaded), self._finishing.failed
             self.ledger.end_loaded(finished, failed, results)
             if failed:
-                self._log_failed(failed)
+                self._tell_failed(failed)
         if self._pull_timer is not None:
             self._note_pulls(self._pull_timer, results.finished_recving)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 
-    def _log_failed(self, failed: Mapping[str, Failure]) -> None:
+    def _tell_failed(self, failed: Mapping[str, Failure]) -> None:
+        """In the log, and to who answers for requests."""
         assert self._log_failure is not None
         for request_id, failure in failed.items():
             self._log_failure(f"request {request_id}", failure)
+            if self._thread is not None:
+                self._thread.post(LoadFailed(request_id=request_id, failure=failure))
+        if self._thread is not None:
+            self._thread.flush()
 
     def take_stats(self) -> ConnectorStats | None:
         """Figures since the last call, or None when nothing happened. Never raises: a figure is not worth a step."""

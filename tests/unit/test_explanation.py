@@ -611,6 +611,17 @@ def test_where_one_rank_has_failed_that_is_the_cause_although_another_still_wait
     assert the_answer([*pulled(PULLED[:2]), *loaded], live).state == "reading"
 
 
+def test_one_that_was_read_and_could_not_be_finished_has_failed() -> None:
+    failure = failures.DeviceMemoryExhausted(error="CUDA out of memory")
+    *before, last = pulled()
+    found = [*before, msgspec.structs.replace(last, reason=failure.kind, detail=str(failure))]
+    answer = the_answer(found)
+    assert answer.cause.startswith("DeviceMemoryExhausted: its KV has arrived")
+    assert (answer.kind, answer.outcome, answer.advice) == (failure.kind, "failed", WHAT_TO_DO[failure.kind])
+    other_rank = [msgspec.structs.replace(each, rank=1) for each in pulled()]
+    assert the_answer([*found, *other_rank]).kind == failure.kind
+
+
 def test_one_that_lives_is_told_with_its_records() -> None:
     live = Live(requests=(row("reading"),), leases=(lease_row("held"),))
     answer = the_answer([*lent(LENT[:2]), *pulled(PULLED[:2])], live)
