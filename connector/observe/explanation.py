@@ -444,7 +444,11 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         cause = f"{kind}: {_first_clause(detail)}; its READs have not ended yet"
         advice = WHAT_TO_DO.get(kind, advice)
     if row.proven_seconds is not None:
-        facts.append(f"P is known to keep the blocks for {_seconds(max(0.0, row.proven_seconds))} more")
+        left = _seconds(max(0.0, row.proven_seconds))
+        if peer is not None and peer.is_builtin:
+            facts.append(f"P is a built-in engine, which does not say: D takes its lease to end in {left}")
+        else:
+            facts.append(f"P is known to keep the blocks for {left} more")
     facts += [fact for each in case.story.requests if each.rank == said.rank for fact in _queue_facts(each)]
     return Explanation(
         request=row.request_id,
@@ -488,6 +492,11 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
         follows = (
             "D cannot tell P to keep the lease now: when vLLM schedules it, its READs begin if P is connected again "
             "and has kept the blocks; otherwise it fails"
+        )
+    elif peer is not None and peer.is_builtin:
+        follows = (
+            "when vLLM schedules it, its READs begin; it fails (LeaseOver) if they have not ended when D takes the "
+            "lease of a built-in engine to be over: kv_lease_duration of D after it has heard of the request"
         )
     kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
     if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):

@@ -221,6 +221,20 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 
+def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
+    """D takes its lease to be over in its time, whatever its heartbeats have kept."""
+    builtin = peer_row("ready", is_builtin=True)
+    for state in ("queued", "reading"):
+        answer = the_answer([], Live(requests=(row(state),), peers=(builtin,)))
+        assert not any("is known to keep" in fact for fact in answer.facts)
+        assert any("D takes its lease to end in 20.0 s" in fact for fact in answer.facts)
+    queued = the_answer([], Live(requests=(row("queued"),), peers=(builtin,)))
+    assert "LeaseOver" in queued.next
+    assert "keeps the lease on P alive" not in queued.next
+    ours = the_answer([], Live(requests=(row("reading"),), peers=(peer_row("ready"),)))
+    assert "P is known to keep the blocks for 20.0 s more" in ours.facts
+
+
 def test_a_few_quarantined_blocks_are_not_why_it_is_queued() -> None:
     kept = QuarantineRow(request_id="other", remote_request_id="o", peer="hangs", blocks=3, reads=2, since_seconds=9.0)
     live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
