@@ -37,7 +37,7 @@ from connector.wire.inspection import (
     RequestRow,
     quarantined_blocks,
 )
-from statemachine import hold, remote_engine, request
+from statemachine import hold, lease, remote_engine, request
 from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
@@ -747,7 +747,7 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
 
 def _explain_lease(case: Case, live: Live) -> Explanation:
     """Only P knows of it."""
-    recorded = case.story.leases[0] if case.story.leases else None
+    recorded = max(case.story.leases, key=_how_bad_on_p, default=None)
     said = case.leases[0] if case.leases else None
     state = said.row.state if said is not None else recorded.state if recorded is not None else ""
     teller = said or recorded
@@ -860,6 +860,11 @@ def _queue_facts(history: History) -> list[str]:
 def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
     """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
     return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf
+
+
+def _how_bad_on_p(recorded: History) -> int:
+    """Of the ranks of a lease, one on which it has expired decides, else one on which it has not ended."""
+    return 2 if recorded.state == lease.State.EXPIRED.value else 1 if not recorded.is_over else 0
 
 
 def _one_sided(case: Case, live: Live) -> list[str]:

@@ -478,6 +478,16 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert answer.since_wall == len(steps) - 1
 
 
+def test_a_lease_that_one_rank_has_not_been_told_the_end_of_is_not_said_to_be_done() -> None:
+    """Its blocks on the other one were kept for all of the lease."""
+    for ranks in ((LENT, EXPIRED), (EXPIRED, LENT)):
+        found = [each for rank, steps in enumerate(ranks) for each in lent(steps, rank=rank)]
+        answer = the_answer(found)
+        assert (answer.kind, answer.rank) == ("LeaseExpired", ranks.index(EXPIRED))
+    open_one = [*lent(LENT, rank=0), *lent(LENT[:2], rank=1)]
+    assert the_answer(open_one).state == "held"
+
+
 def test_a_lease_that_expired_says_who_held_it() -> None:
     *before, last = lent(EXPIRED)
     held = "held by other-d (0 of 1 ranks are done)"
