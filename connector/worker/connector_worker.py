@@ -430,13 +430,14 @@ class ConnectorWorker:
         results = self.ledger.take_results()
         if self.ledger.sums_wanted and self._thread is not None:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
+        failed: Mapping[str, Failure] = {}
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
             finished, failed = self._finishing.finish(loaded), self._finishing.failed
             self.ledger.end_loaded(finished, failed, results)
             if failed:
                 self._tell_failed(failed)
         if self._pull_timer is not None:
-            self._note_pulls(self._pull_timer, results.finished_recving)
+            self._note_pulls(self._pull_timer, results.finished_recving, failed)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 
@@ -495,10 +496,10 @@ class ConnectorWorker:
         late_by = seconds // LATE_SECONDS * LATE_SECONDS
         return (messages, late_by) if late_by else _NOT_LATE
 
-    def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
+    def _note_pulls(self, timer: PullTimer, finished: Iterable[str], failed: Mapping[str, Failure]) -> None:
         try:
             for request_id in finished:
-                if (times := timer.take(request_id)) is not None:
+                if (times := timer.take(request_id, failed.get(request_id))) is not None:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)
