@@ -883,6 +883,9 @@ def _facts_of_peer(peer: PeerRow | None, silence: Silent | None) -> list[str]:
         failed = f", last failure {peer.failure}: {_first_clause(peer.detail)}" if peer.failure else ""
         backoff = f", tried again in {_seconds(peer.backoff_seconds)}" if peer.backoff_seconds is not None else ""
         facts.append(f"D's connection to {peer.engine_id} at {peer.address} is {peer.state}{backoff}{failed}")
+        if peer.leaving_seconds is not None:
+            left = _seconds(max(0.0, peer.leaving_seconds))
+            facts.append(f"{peer.engine_id} drains, and keeps what it lends for {left} more at most")
     if silence is not None:
         facts.append(f"{silence.address} was asked just now: {silence.problem}")
     return facts

@@ -235,6 +235,15 @@ def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
     assert "P is known to keep the blocks for 20.0 s more" in ours.facts
 
 
+@pytest.mark.parametrize("state", ["queued", "reading"])
+def test_one_whose_peer_drains_says_how_long_its_blocks_are_kept_at_most(state: str) -> None:
+    """One that waits in the queue for longer fails (PeerLeaving)."""
+    drains = Live(requests=(row(state),), peers=(peer_row("ready", leaving_seconds=12.0),))
+    assert "P drains, and keeps what it lends for 12.0 s more at most" in the_answer([], drains).facts
+    stays = Live(requests=(row(state),), peers=(peer_row("ready"),))
+    assert not any("drains" in fact for fact in the_answer([], stays).facts)
+
+
 def test_a_few_quarantined_blocks_are_not_why_it_is_queued() -> None:
     kept = QuarantineRow(request_id="other", remote_request_id="o", peer="hangs", blocks=3, reads=2, since_seconds=9.0)
     live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
