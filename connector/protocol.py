@@ -177,6 +177,13 @@ class SumsFound(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     error: str | None = None
 
 
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """From the engine thread: a request of which all READs have ended well could not be finished. For people only."""
+
+    request_id: str
+    failure: Failure
+
+
 Command: TypeAlias = (
     StartPull
     | RejectPull
@@ -189,6 +196,7 @@ Command: TypeAlias = (
     | LocalPrefillsSeen
     | WarmedUp
     | SumsFound
+    | LoadFailed
 )
 
 PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer

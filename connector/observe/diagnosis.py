@@ -20,11 +20,22 @@ from typing import Literal
 import msgspec
 
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.explanation import as_advertised
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
-from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+from connector.wire.inspection import (
+    EngineFacts,
+    EngineRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    RecordRow,
+    quarantined_blocks,
+)
+from statemachine import peer
+from statemachine.failures import ConnectionRefused, PeerLeaving
 from statemachine.trace import TransitionRecord
 
 Level = Literal["problem", "warning", "note"]
@@ -103,7 +114,9 @@ def diagnose(
 
 def _unanswered(found: Survey) -> Iterator[Finding]:
     for engine in found.engines:
-        if engine.problem is not None:
+        if (has_left := _has_left(engine, found)) is not None:
+            yield has_left
+        elif engine.problem is not None:
             by = f" (named by {', '.join(engine.named_by)})" if engine.named_by else ""
             kind = engine.problem_kind or ""
             yield Finding(
@@ -132,6 +145,24 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                     what=f"{_name(engine)} rank {row.rank} serves no KV any more: {row.stopped}",
                     advice=WHAT_TO_DO["ConnectorStopped"],
                 )
+
+
+def _has_left(engine: EngineReport, found: Survey) -> Finding | None:
+    """Of an engine that nobody named, and that has told its decode engines that it would end: it did, and nobody has to
+    start it again."""
+    if engine.problem_kind != ConnectionRefused.__name__ or not engine.named_by:
+        return None
+    rows = [row for _, row in found.of(PeerRow) if as_advertised(row.address) == as_advertised(str(engine.address))]
+    if not rows or any(not _left_in_peace(row) for row in rows):
+        return None
+    names = ", ".join(sorted({row.engine_id for row in rows}))
+    what = f"{names} at {engine.address} (named by {', '.join(engine.named_by)}) has ended, as it had said"
+    return Finding(level="note", check="answers", engines=(str(engine.address),), what=what)
+
+
+def _left_in_peace(row: PeerRow) -> bool:
+    """It has ended, as it had said, and nothing is wanted of it."""
+    return row.failure == PeerLeaving.__name__ and row.state == peer.State.IDLE.value
 
 
 def _addresses(found: Survey) -> Iterator[Finding]:
@@ -540,7 +571,7 @@ def _versions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for engine in engines:
         for row in engine.of(PeerRow):
-            if row.failure is None or row.state == "ready" or row.is_retiring:
+            if row.failure is None or row.state == "ready" or row.is_retiring or _left_in_peace(row):
                 continue
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
             is_now = row.failure == "NotAllowed" or row.state in (
@@ -562,7 +593,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for engine in engines:
         rows = engine.of(QuarantineRow)
         if rows:
-            blocks, total = sum(row.blocks for row in rows), next((f.blocks for f in _facts(engine)), 0)
+            blocks, total = quarantined_blocks(rows), next((f.blocks for f in _facts(engine)), 0)
             peers = ", ".join(sorted({row.peer for row in rows}))
             what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} never ended"
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])

@@ -35,8 +35,10 @@ from connector.wire.inspection import (
     QuarantineRow,
     RecordRow,
     RequestRow,
+    quarantined_blocks,
 )
-from statemachine import hold
+from statemachine import hold, lease, remote_engine, request
+from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -48,6 +50,9 @@ HAPPENED_MAX = 40
 QUEUED_SECONDS_MIN = 0.001
 QUEUED_SHARE_MIN = 0.01
 """A shorter wait in vLLM's queue, or one that is less of the whole time, is not worth a word."""
+
+QUARANTINED_SHARE_MIN = 0.1
+"""Of an engine's KV blocks: fewer in quarantine are not why a request gets none."""
 
 
 class Said(NamedTuple, Generic[R]):
@@ -66,6 +71,12 @@ class Silent:
     engine_id: str | None
     kind: str
     problem: str
+
+    @property
+    def is_of_asker(self) -> bool:
+        """It says where who asks stands, and which keys it has. A decode engine stands elsewhere, and finds out for
+        itself whether it may speak to the engine, and knows its name."""
+        return self.kind in (NotAllowed.__name__, AddressNotResolved.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +99,15 @@ class Live:
     def facts(self, engine_id: str | None) -> EngineFacts | None:
         return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
 
-    def peer_of(self, decode_id: str | None, peer_id: str | None) -> PeerRow | None:
-        return next(
-            (each.row for each in self.peers if each.engine_id == decode_id and each.row.engine_id == peer_id), None
-        )
+    def peer_of(self, decode_id: str | None, rank: int | None, peer_id: str | None) -> PeerRow | None:
+        """The connection of this rank, for each has its own. Of two, where requests describe the engine by unlike
+        sizes, the one that requests wait for or that has failed."""
+        rows = [
+            each.row
+            for each in self.peers
+            if (each.engine_id, each.rank, each.row.engine_id) == (decode_id, rank, peer_id)
+        ]
+        return max(rows, key=lambda row: (row.requests > 0, row.failure is not None), default=None)
 
     def quarantined_from(self, decode_id: str) -> str:
         """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
@@ -338,6 +354,11 @@ WAITING: dict[str, tuple[str, str]] = {
 }
 """By state of a request that has not ended: what it waits for, and what follows."""
 
+NO_CHECKSUMS = (
+    "nothing yet; if it takes long, see whether P's engine makes steps, with which it says what it lends, and its log "
+    "for an error of its checksums"
+)
+
 LEASE_WAITING: dict[str, tuple[str, str]] = {
     "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
     "held": (
@@ -363,9 +384,12 @@ def explain(case: Case, live: Live) -> Explanation:
 
 
 def _explain(case: Case, live: Live) -> Explanation:
-    if case.requests:
-        return _explain_waiting(case, max(case.requests, key=_how_bad), live)
     worst = _worst(case.story.requests)
+    if case.requests:
+        said = max(case.requests, key=_how_bad)
+        if worst is not None and worst.is_over and not _is_loaded(worst) and said.row.failure is None:
+            return _explain_end_of_one_rank(case, worst, live)
+        return _explain_waiting(case, said, live)
     if worst is not None and worst.is_over:
         return _explain_end(case, worst, live)
     if worst is not None:
@@ -375,23 +399,37 @@ def _explain(case: Case, live: Live) -> Explanation:
     return _explain_lease(case, live)
 
 
+class _Queued(NamedTuple):
+    """What `why` says of a request that waits in vLLM's queue, as in `Explanation`."""
+
+    cause: str
+    kind: str | None
+    advice: str
+    next: str
+
+
 def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanation:
     row = said.row
     waiting, follows = WAITING.get(row.state, (f"it is {row.state}", ""))
-    peer = live.peer_of(said.engine_id, row.peer)
+    peer = live.peer_of(said.engine_id, said.rank, row.peer)
     silence = live.silence_of(row.peer, row.address)
     kind, detail, facts = None, None, _facts_of_peer(peer, silence)
     cause = f"{_capital(waiting)}, for {_seconds(row.since_seconds)}"
     advice = "nothing yet"
     if row.state == "queued":
-        cause, kind, advice = _why_queued(said, live, cause)
+        cause, kind, advice, follows = _why_queued(said, live, cause)
+        if kind is None and (kept := live.quarantined_from(said.engine_id)):
+            facts.append(f"a few KV blocks of D are quarantined, because READs from {kept} have not ended")
     elif row.state == "pending_handshake":
         cause, kind, detail, advice = _why_not_connected(row, peer, silence, cause)
+        if row.waits_for == "checksums":
+            follows = "when P has said them its READs begin"
     elif row.state in ("reading", "proving"):
         reads = f"{row.reads} READ(s) of {_blocks(row.blocks)} from {row.peer}" if row.reads else row.peer
         if row.waits_for == "turn":
-            cause = f"Its READs wait for their turn behind those of {row.queue_position} request(s)"
-        elif silence is not None:
+            behind = f"behind those of {row.queue_position} request(s)" if row.queue_position else "and are the next"
+            cause = f"Its READs wait for their turn, {behind}, for {_seconds(row.since_seconds)}"
+        elif silence is not None and not silence.is_of_asker:
             kind = silence.kind
             cause = (
                 f"{kind}: prefill engine {row.peer} at {row.address} does not answer ({silence.problem}); "
@@ -406,7 +444,11 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
         cause = f"{kind}: {_first_clause(detail)}; its READs have not ended yet"
         advice = WHAT_TO_DO.get(kind, advice)
     if row.proven_seconds is not None:
-        facts.append(f"P is known to keep the blocks for {_seconds(max(0.0, row.proven_seconds))} more")
+        left = _seconds(max(0.0, row.proven_seconds))
+        if peer is not None and peer.is_builtin:
+            facts.append(f"P is a built-in engine, which does not say: D takes its lease to end in {left}")
+        else:
+            facts.append(f"P is known to keep the blocks for {left} more")
     facts += [fact for each in case.story.requests if each.rank == said.rank for fact in _queue_facts(each)]
     return Explanation(
         request=row.request_id,
@@ -430,28 +472,69 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
     )
 
 
-def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> tuple[str, str | None, str]:
-    """A pool whose blocks are quarantined has none for it."""
-    kept = sum(each.row.blocks for each in live.quarantines if each.engine_id == said.engine_id)
-    facts = live.facts(said.engine_id)
-    if not kept:
-        return cause, None, "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
+    """Its lease may be over already; and a pool whose blocks are quarantined has none for it."""
+    row, facts = said.row, live.facts(said.engine_id)
+    if (why := _gone(said, live)) is not None:
+        kind = PeerLeaving.__name__ if why == remote_engine.LEFT else LeaseOver.__name__
+        return _Queued(
+            cause=(
+                f"{kind}: prefill engine {row.peer} does not keep its blocks any more ({why}); it waits in vLLM's "
+                f"queue, for {_seconds(row.since_seconds)}"
+            ),
+            kind=kind,
+            advice=WHAT_TO_DO[kind],
+            next=f"when vLLM schedules it, it fails, unless D has its blocks by then: {_after_failure(facts)}",
+        )
+    follows = WAITING[row.state][1]
+    peer = live.peer_of(said.engine_id, said.rank, row.peer)
+    if peer is not None and peer.failure is not None and peer.state != "ready":
+        follows = (
+            "D cannot tell P to keep the lease now: when vLLM schedules it, its READs begin if P is connected again "
+            "and has kept the blocks; otherwise it fails"
+        )
+    elif peer is not None and peer.is_builtin:
+        follows = (
+            "when vLLM schedules it, its READs begin; it fails (LeaseOver) if they have not ended when D takes the "
+            "lease of a built-in engine to be over: kv_lease_duration of D after it has heard of the request"
+        )
+    kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
+    if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
+        advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+        return _Queued(cause=cause, kind=None, advice=advice, next=follows)
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
     peers = live.quarantined_from(said.engine_id)
     cause = (
         f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} never "
-        f"ended; vLLM has not scheduled it for {_seconds(said.row.since_seconds)}"
+        f"ended; vLLM has not scheduled it for {_seconds(row.since_seconds)}"
     )
-    return cause, "Quarantined", WHAT_TO_DO["Quarantined"]
+    return _Queued(cause=cause, kind="Quarantined", advice=WHAT_TO_DO["Quarantined"], next=follows)
+
+
+def _gone(said: Said[RequestRow], live: Live) -> str | None:
+    """Why P does not keep the blocks of this request any more; None: as far as D knows it does."""
+    lease = (said.engine_id, said.rank, said.row.peer, said.row.remote_request_id, said.row.lease_number)
+    return next(
+        (
+            each.row.why or ""
+            for each in live.holds
+            if each.row.state == hold.State.GONE.value
+            and (each.engine_id, each.rank, each.row.peer, each.row.remote_request_id, each.row.lease_number) == lease
+        ),
+        None,
+    )
 
 
 def _why_not_connected(
     row: RequestRow, peer: PeerRow | None, silence: Silent | None, cause: str
 ) -> tuple[str, str | None, str | None, str]:
     where = f"prefill engine {row.peer} at {row.address}"
-    if silence is not None:
+    if silence is not None and not silence.is_of_asker:
         cause = f"{silence.kind}: {where}: {silence.problem}; waiting for it for {_seconds(row.since_seconds)}"
         return cause, silence.kind, None, WHAT_TO_DO.get(silence.kind, "see whether P runs")
+    if row.waits_for == "checksums":
+        cause = f"Waiting for the checksums of its blocks (verify) from {where}, for {_seconds(row.since_seconds)}"
+        return cause, None, None, NO_CHECKSUMS
     if peer is None:
         return cause, None, None, "nothing yet"
     if peer.state == "handshaking":
@@ -469,9 +552,9 @@ def _why_not_connected(
 
 def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     kind, detail = ended.reason, ended.detail
-    peer = live.peer_of(ended.engine_id, ended.peer)
+    peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
     facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
-    if ended.state == "done":
+    if _is_loaded(ended):
         cause = f"Done: its KV was loaded in {_seconds(ended.whole_seconds)}"
         if _is_worth_a_word(ended):
             cause += f", {_seconds(ended.queued_seconds)} of them in vLLM's queue on D"
@@ -512,6 +595,19 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
     )
 
 
+def _explain_end_of_one_rank(case: Case, ended: History, live: Live) -> Explanation:
+    """It has failed, and its client does not know yet: vLLM waits for all ranks."""
+    answer = _explain_end(case, ended, live)
+    others = ", ".join(f"rank {each.rank} is {each.row.state}" for each in case.requests)
+    return msgspec.structs.replace(
+        answer,
+        outcome="waiting",
+        waits_for="other ranks",
+        next=f"when all ranks have ended: {answer.next}",
+        facts=(f"vLLM waits for the other ranks of D too: {others}", *answer.facts),
+    )
+
+
 def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) -> str:
     kind, clause = ended.reason or ended.state, _first_clause(ended.detail)
     if kind == "PeerBackoff":
@@ -521,6 +617,8 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
     if kind == "DeadlineExceeded":
         phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
         waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
+        if phase == "pending_handshake" and _was_connected(case, ended):
+            waited = "the checksums of its blocks (verify)"
         return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
     if kind == "Quarantined":
         return f"{kind}: READs from prefill engine {ended.peer} never ended ({clause})"
@@ -531,6 +629,19 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
 
 
 _ENDS = frozenset({"failed", "expired", "done"})
+
+
+def _was_connected(case: Case, ended: History) -> bool:
+    """Whether the connection of its rank stood when it ended, as far as is recorded."""
+    ended_ns = ended.records[-1].mono_ns
+    before = [
+        each
+        for history in case.peers
+        if history.rank == ended.rank
+        for each in history.records
+        if each.mono_ns <= ended_ns
+    ]
+    return bool(before) and max(before, key=lambda each: each.mono_ns).to_state == "ready"
 
 
 def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:
@@ -636,7 +747,7 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
 
 def _explain_lease(case: Case, live: Live) -> Explanation:
     """Only P knows of it."""
-    recorded = case.story.leases[0] if case.story.leases else None
+    recorded = max(case.story.leases, key=_how_bad_on_p, default=None)
     said = case.leases[0] if case.leases else None
     state = said.row.state if said is not None else recorded.state if recorded is not None else ""
     teller = said or recorded
@@ -705,9 +816,10 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
     leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
-        "it to these engines, or under another id; or it ended before their records begin; or its client left while it "
-        "was in vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that "
-        "was read before." + (TRACE_LACKS if is_trace else "")
+        "it to these engines, or under another id; or it waits in vLLM's queue, on a prefill engine, or on D with "
+        "parameters that will be refused; or it ended before their records begin; or its client left while it was in "
+        "vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that was read "
+        "before." + (TRACE_LACKS if is_trace else "")
     )
 
 
@@ -722,10 +834,15 @@ TRACE_LACKS = (
 
 def _worst(ranks: Sequence[History]) -> History | None:
     """The rank whose end decides: one that failed, else one that has not ended, else the slowest."""
-    failed = [each for each in ranks if each.is_over and each.state != "done"]
+    failed = [each for each in ranks if each.is_over and not _is_loaded(each)]
     open_ones = [each for each in ranks if not each.is_over]
     slowest = sorted(ranks, key=lambda each: -each.whole_seconds)
     return next(iter([*failed, *open_ones, *slowest]), None)
+
+
+def _is_loaded(ended: History) -> bool:
+    """A request that was read may have failed after that: a running engine tells why with its end."""
+    return ended.state == request.State.DONE.value and ended.reason is None
 
 
 def _is_worth_a_word(history: History) -> bool:
@@ -745,6 +862,11 @@ def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
     return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf
 
 
+def _how_bad_on_p(recorded: History) -> int:
+    """Of the ranks of a lease, one on which it has expired decides, else one on which it has not ended."""
+    return 2 if recorded.state == lease.State.EXPIRED.value else 1 if not recorded.is_over else 0
+
+
 def _one_sided(case: Case, live: Live) -> list[str]:
     """D has loaded it, and P does not know."""
     held = [each for each in case.leases if each.row.state == "held"]
@@ -761,6 +883,9 @@ def _facts_of_peer(peer: PeerRow | None, silence: Silent | None) -> list[str]:
         failed = f", last failure {peer.failure}: {_first_clause(peer.detail)}" if peer.failure else ""
         backoff = f", tried again in {_seconds(peer.backoff_seconds)}" if peer.backoff_seconds is not None else ""
         facts.append(f"D's connection to {peer.engine_id} at {peer.address} is {peer.state}{backoff}{failed}")
+        if peer.leaving_seconds is not None:
+            left = _seconds(max(0.0, peer.leaving_seconds))
+            facts.append(f"{peer.engine_id} drains, and keeps what it lends for {left} more at most")
     if silence is not None:
         facts.append(f"{silence.address} was asked just now: {silence.problem}")
     return facts

@@ -302,6 +302,14 @@ class EventLog:
             text = f"blocks have come back from quarantine, {blocks} are left of which {limit_blocks} are allowed"
             self.write("quarantine over", f"{text}: KV is read again", logging.WARNING)
 
+    def kept_aside(self, blocks: int) -> None:
+        """On D's scheduler side: so many blocks are in quarantine from this step on."""
+        self.write("quarantined", f"{blocks} blocks are quarantined until their READs have ended", logging.WARNING)
+
+    def given_back(self, blocks: int) -> None:
+        """So many have come back with this step."""
+        self.write("quarantine lifted", f"{blocks} quarantined blocks are free again")
+
     def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
         """One line, unless there were too many with this cause."""
         if self._window.admits(cause):
@@ -374,6 +382,8 @@ def describe_wait(waiting: request.Request, peer_state: peer.State) -> str:
     match waiting.state:
         case request.State.PENDING_HANDSHAKE if peer_state is peer.State.HANDSHAKING:
             return "for the handshake with that engine"
+        case request.State.PENDING_HANDSHAKE if peer_state is peer.State.READY:
+            return "for the checksums of its blocks (verify), which that engine has not said yet"
         case request.State.PENDING_HANDSHAKE:
             return f"for the connection to that engine, which is {peer_state.value}"
         case request.State.READING:
@@ -466,7 +476,11 @@ def holders_in_words(ended: lease.Lease) -> str:
     """Who wanted its blocks, and how far each has come."""
     if not ended.holders:
         return "no decode engine has asked for it"
-    return "held by " + ", ".join(
+    held = "held by " + ", ".join(
         f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done)"
         for holder in ended.holders
     )
+    # Who holds it is alive, then: it is not the length of a lease that was too short.
+    if not ended.is_renewable or ended.deadline_ns < ended.latest_ns:
+        return held
+    return f"{held}, and renewed until its limit (lease_limit_seconds, or the grace period of a drain)"

@@ -121,18 +121,18 @@ class ConnectorStats(KVConnectorStats):
 
     def _add_receive(self, ended: ReceiveEnded) -> None:
         if ended.failure is None:
-            self.data[COMPLETED_RECEIVES] += 1
+            self.count_loaded(1)
         else:
-            self._add_failure(ended.failure)
+            self.count_failed(ended.failure)
         if ended.quarantined:
             self.data[QUARANTINED_RECEIVES] += 1
 
-    def count_as_failed(self, failure: Failure) -> None:
-        """A request that was counted as completed in this step has failed after all."""
-        self.data[COMPLETED_RECEIVES] -= 1
-        self._add_failure(failure)
+    def count_loaded(self, requests: int) -> None:
+        """So many requests may be used."""
+        self.data[COMPLETED_RECEIVES] += requests
 
-    def _add_failure(self, failure: Failure) -> None:
+    def count_failed(self, failure: Failure) -> None:
+        """A request may not."""
         by_kind = self.data[FAILED_RECEIVES]
         by_kind[failure.kind] = by_kind.get(failure.kind, 0) + 1
 

@@ -16,16 +16,17 @@ moments; each row is of one. What has ended when its turn comes is left out.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.flight_recorder import Step, is_about
 from connector.ports.side_channel import Listener, ReplyAddress
-from connector.protocol import LocalPrefill, LocalPrefillsSeen
+from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
 from connector.runtime.context import ActorContext
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
@@ -42,9 +43,11 @@ from connector.wire.inspection import (
     text,
 )
 from statemachine import hold, lease, peer, request
+from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.remote_engine import ClaimView, RequestView
 from statemachine.roster import PeerKey, Roster
+from statemachine.trace import TransitionRecord
 
 QUESTIONS_WAITING_MAX = 64
 QUESTIONS_OF_ONE_MAX = 4
@@ -53,6 +56,7 @@ QUESTION_UNITS, REFUSED_QUESTION_UNITS, ROW_UNITS, LOOKED_AT_PER_UNIT = 32, 3, 3
 ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
 LOCAL_PREFILLS_KEPT = 1024
+FAILED_LOADS_KEPT = 1024
 
 _AFTER = Step._fields.index("after")
 
@@ -111,6 +115,8 @@ class Inspector:
         self._questions: Mailbox[tuple[Inspect, ReplyAddress]] = Mailbox()
         self._local_prefills: deque[tuple[int, LocalPrefill]] = deque(maxlen=LOCAL_PREFILLS_KEPT)
         self._local_prefills_count = 0
+        # Requests that were read, and could not be finished: when this was told, and why. The oldest first.
+        self._failed_loads: OrderedDict[str, tuple[int, Failure]] = OrderedDict()
         # For the question in hand.
         self._looked_at = self._rendered = 0
 
@@ -119,6 +125,12 @@ class Inspector:
         now_ns = self._clock.now_ns()
         self._local_prefills_count += seen.count
         self._local_prefills.extend((now_ns, each) for each in seen.named)
+
+    def note_load_failed(self, told: LoadFailed) -> None:
+        """Its machine has ended as done, for its READs have; what came after that is told with this end."""
+        self._failed_loads[told.request_id] = self._clock.now_ns(), told.failure
+        if len(self._failed_loads) > FAILED_LOADS_KEPT:
+            self._failed_loads.popitem(last=False)
 
     def ask(self, question: Inspect, reply_to: ReplyAddress) -> None:
         """Answer in time, unless too many questions wait already."""
@@ -325,6 +337,9 @@ class Inspector:
             return None
         value = view.value
         position = positions.get(subject) if value.state is request.State.READING else None
+        waits_for = "turn" if position is not None else _WAITS_FOR[value.state]
+        if value.state is request.State.PENDING_HANDSHAKE and actor.core.state is peer.State.READY:
+            waits_for = "checksums"  # all else that is wanted before the READs is known at once
         blocks, length_bytes, _ = actor.amounts(subject)
         return inspection.RequestRow(
             request_id=text(subject),
@@ -333,7 +348,7 @@ class Inspector:
             peer=text(value.peer),
             address=text(actor.core.address),
             state=value.state.value,
-            waits_for="turn" if position is not None else _WAITS_FOR[value.state],
+            waits_for=waits_for,
             since_seconds=self._since_request(view, entered),
             age_seconds=self._passed(view.started_ns) if view.started_ns is not None else None,
             until_seconds=self._left(view.until_ns),
@@ -380,7 +395,8 @@ class Inspector:
         if claim is None or rank >= max(1, len(claim.holds)):
             return None
         value = claim.holds[rank] if claim.holds else None
-        proven_until_ns = value.proven_until_ns if value is not None else -1
+        is_proven = value is not None and value.state is not hold.State.GONE
+        proven_until_ns = value.proven_until_ns if value is not None and is_proven else -1
         return inspection.HoldRow(
             remote_request_id=text(name.request_id),
             lease_number=name.number,
@@ -457,7 +473,7 @@ class Inspector:
         )
 
     def _record_row(self, number: int, fields: tuple[Any, ...]) -> AnyRow:
-        record = self._context.recorder.render(fields, number)
+        record = self._with_what_followed(self._context.recorder.render(fields, number))
         bounded = {
             name: optional_text(getattr(record, name), DETAIL_LENGTH_MAX)
             for name in ("subject", "peer", "remote_request_id", "reason", "detail")
@@ -465,6 +481,14 @@ class Inspector:
         return inspection.RecordRow(
             record=inspection.with_texts(record, bounded), age_seconds=self._passed(record.mono_ns)
         )
+
+    def _with_what_followed(self, record: TransitionRecord) -> TransitionRecord:
+        if record.machine != request.MACHINE.name or record.to_state != request.State.DONE.value:
+            return record
+        told_ns, failure = self._failed_loads.get(record.subject, (0, None))
+        if failure is None or record.mono_ns > told_ns:
+            return record
+        return msgspec.structs.replace(record, reason=failure.kind, detail=str(failure))
 
     # --- times ------------------------------------------------------------------------------------------------------
 
@@ -498,7 +522,7 @@ class Inspector:
         return (until_ns - self._clock.now_ns()) / NS_PER_SECOND if until_ns is not None else None
 
     def _proven(self, claim: ClaimView | None) -> float | None:
-        if claim is None or not claim.holds:
+        if claim is None or not claim.holds or any(each.state is hold.State.GONE for each in claim.holds):
             return None
         proven_until_ns = min(each.proven_until_ns for each in claim.holds)
         return self._left(proven_until_ns) if proven_until_ns >= 0 else None

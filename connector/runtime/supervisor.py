@@ -35,6 +35,7 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    LoadFailed,
     LocalPrefillsSeen,
     MeetPeer,
     Outcome,
@@ -285,6 +286,8 @@ class Supervisor:
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():
                 self._inspector.note_local_prefills(command)
+            case LoadFailed():
+                self._inspector.note_load_failed(command)
             case WarmedUp():
                 self._is_warm = True
                 self._introduce()

@@ -80,7 +80,7 @@ from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
-from connector.observe.log import CrashCount, FailureLog, distribution_version, get_logger
+from connector.observe.log import CrashCount, EventLog, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
 from connector.own_address import told_host
 from connector.protocol import (
@@ -241,6 +241,7 @@ class ConnectorScheduler:
         self._unnameable = 0
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
+        self._event_log = EventLog(self._engine_id, 0, clock=clock, log_failure=self._log_failure)
         _log.info(
             "%s %s (vLLM %s) as %s; kv_load_failure_policy=%s, %s; all other options have their defaults [%s]",
             DISTRIBUTION,
@@ -897,14 +898,21 @@ class ConnectorScheduler:
         pool = self._block_pool
         if pool is None:
             return
+        if report.quarantined:
+            self._event_log.kept_aside(_distinct(report.quarantined))
         for block_ids in report.quarantined:
-            _log.warning("%d blocks are quarantined until their READs have ended", len(block_ids))
             pool.touch([pool.blocks[block_id] for block_id in block_ids])
             self._figures.quarantine(block_ids)
+        if report.lifted:
+            self._event_log.given_back(_distinct(report.lifted))
         for block_ids in report.lifted:
-            _log.info("%d quarantined blocks are free again", len(block_ids))
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
             self._figures.lift(block_ids)
+
+
+def _distinct(reported: Sequence[Sequence[int]]) -> int:
+    """Blocks: each rank reports its own part of the same."""
+    return len(set(itertools.chain.from_iterable(reported)))
 
 
 def _computed_tokens(request: Request) -> int:

@@ -17,7 +17,7 @@ its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -171,13 +171,14 @@ class RequestRow(Row, frozen=True, kw_only=True):
     """A request on D that has not ended: `queued` while it waits in vLLM's queue, and then a state of `request`.
 
     Attributes:
-        waits_for: scheduler, peer, turn (its READs wait for those of other requests), reads, proof or quiescence.
+        waits_for: scheduler, peer, checksums (with the option verify, which P has not said yet), turn (its READs wait
+            for those of other requests), reads, proof or quiescence.
         since_seconds: in its state; None: longer than the flight recorder reaches.
         age_seconds: since its blocks were allocated; of a queued one, since this engine first heard of its lease.
         until_seconds: until its state ends at the latest; None: not bounded by the connector.
         queue_position: of its READs among the requests whose turn has not come, from 0.
         reads: READs that have not ended; `bytes`: of those that have.
-        proven_seconds: how much longer P is known to keep the blocks; None: it has not said.
+        proven_seconds: how much longer P is known to keep the blocks; None: it has not said, or does not keep them.
         ending, failure, detail: of a draining request: how it will end, and why.
     """
 
@@ -260,6 +261,15 @@ class QuarantineRow(Row, frozen=True, kw_only=True):
     blocks: int
     reads: int
     since_seconds: float
+
+
+def quarantined_blocks(rows: Iterable[QuarantineRow]) -> int:
+    """Of one engine. A block is in quarantine once, however many ranks keep their part of it aside."""
+    of_request: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = (row.peer, row.request_id)
+        of_request[key] = max(row.blocks, of_request.get(key, 0))
+    return sum(of_request.values())
 
 
 class LocalPrefillRow(Row, frozen=True, kw_only=True):

@@ -43,7 +43,17 @@ from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import Command, LeaseGranted, Outcome, SendEnded, SumsFound, SumsWanted, WarmedUp, WorkerStopped
+from connector.protocol import (
+    Command,
+    LeaseGranted,
+    LoadFailed,
+    Outcome,
+    SendEnded,
+    SumsFound,
+    SumsWanted,
+    WarmedUp,
+    WorkerStopped,
+)
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -420,20 +430,26 @@ class ConnectorWorker:
         results = self.ledger.take_results()
         if self.ledger.sums_wanted and self._thread is not None:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
+        failed: Mapping[str, Failure] = {}
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
-            results.finished_recving |= self._finishing.finish(loaded)
-            if self._finishing.failed:
-                self._fail_loaded(self._finishing.failed, results)
+            finished, failed = self._finishing.finish(loaded), self._finishing.failed
+            self.ledger.end_loaded(finished, failed, results)
+            if failed:
+                self._tell_failed(failed)
         if self._pull_timer is not None:
-            self._note_pulls(self._pull_timer, results.finished_recving)
+            self._note_pulls(self._pull_timer, results.finished_recving, failed)
         self._switch_interval.shorten(self.ledger.is_open)
         return results
 
-    def _fail_loaded(self, failed: Mapping[str, Failure], results: KVConnectorTransferResults) -> None:
+    def _tell_failed(self, failed: Mapping[str, Failure]) -> None:
+        """In the log, and to who answers for requests."""
         assert self._log_failure is not None
         for request_id, failure in failed.items():
-            self.ledger.fail_loaded(request_id, failure, results)
             self._log_failure(f"request {request_id}", failure)
+            if self._thread is not None:
+                self._thread.post(LoadFailed(request_id=request_id, failure=failure))
+        if self._thread is not None:
+            self._thread.flush()
 
     def take_stats(self) -> ConnectorStats | None:
         """Figures since the last call, or None when nothing happened. Never raises: a figure is not worth a step."""
@@ -480,10 +496,10 @@ class ConnectorWorker:
         late_by = seconds // LATE_SECONDS * LATE_SECONDS
         return (messages, late_by) if late_by else _NOT_LATE
 
-    def _note_pulls(self, timer: PullTimer, finished: Iterable[str]) -> None:
+    def _note_pulls(self, timer: PullTimer, finished: Iterable[str], failed: Mapping[str, Failure]) -> None:
         try:
             for request_id in finished:
-                if (times := timer.take(request_id)) is not None:
+                if (times := timer.take(request_id, failed.get(request_id))) is not None:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)

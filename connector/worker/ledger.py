@@ -17,7 +17,7 @@ first token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -154,6 +154,11 @@ class TransferLedger:
             if isinstance(outcome, SumsWanted):
                 self.sums_wanted.append(outcome)
                 continue
+            match outcome:
+                case ReceiveEnded(failure=None):
+                    tables = self._open_receives.pop(outcome.request_id)
+                    self._loaded.append(Loaded(outcome.request_id, tables, outcome.landed, outcome.unfilled))
+                    continue  # it is counted when it is told
             self._count(self._stats.add, outcome)
             match outcome:
                 case ReceiveEnded():
@@ -175,11 +180,18 @@ class TransferLedger:
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def fail_loaded(self, request_id: str, failure: Failure, results: KVConnectorTransferResults) -> None:
-        """Of those of `take_loaded`, in the same step: it could not be finished. Nothing is in flight any more."""
-        self._count(self._stats.count_as_failed, failure)
-        results.finished_recving.add(request_id)
-        results.failed_recving.add(request_id)
+    def end_loaded(
+        self, finished: set[str], failed: Mapping[str, Failure], results: KVConnectorTransferResults
+    ) -> None:
+        """Of those of `take_loaded`, perhaps of an earlier step: these may be used, and those could not be finished.
+        Nothing is in flight any more. Only now they are counted: a figure that was sent cannot be taken back."""
+        if finished:
+            self._count(self._stats.count_loaded, len(finished))
+            results.finished_recving |= finished
+        for request_id, failure in failed.items():
+            self._count(self._stats.count_failed, failure)
+            results.finished_recving.add(request_id)
+            results.failed_recving.add(request_id)
 
     def take_sums_wanted(self) -> list[SumsWanted]:
         """What is to be summed, as `take_results` found."""
@@ -255,10 +267,7 @@ class TransferLedger:
                 return False
 
     def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
-        block_ids = self._open_receives.pop(outcome.request_id)
-        if outcome.failure is None:
-            self._loaded.append(Loaded(outcome.request_id, block_ids, outcome.landed, outcome.unfilled))
-            return
+        del self._open_receives[outcome.request_id]
         results.finished_recving.add(outcome.request_id)
         results.failed_recving.add(outcome.request_id)
         if outcome.quarantined:

@@ -15,6 +15,7 @@ from connector.observe.history import TERMINAL, histories
 from connector.observe.log import get_logger
 from connector.observe.spans import LANDING, Part, PullTimes, times_of
 from statemachine import request
+from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 
 _REQUEST = request.MACHINE.name
@@ -55,11 +56,15 @@ class PullTimer:
     def close(self) -> None:
         """Nothing is open."""
 
-    def take(self, request_id: str) -> PullTimes | None:
+    def take(self, request_id: str, failure: Failure | None = None) -> PullTimes | None:
         """Engine thread: vLLM is being told that a request has been loaded, or has failed. None: it never reached the
-        actors."""
+        actors. `failure`: why it could not be finished when it had been read."""
         times = self._ended.pop(request_id, None)
         if times is None or times.reason is not None:
             return times
         landed_ns = max(time.time_ns(), times.end_ns)
-        return msgspec.structs.replace(times, parts=(*times.parts, Part(LANDING, times.end_ns, landed_ns)))
+        times = msgspec.structs.replace(times, parts=(*times.parts, Part(LANDING, times.end_ns, landed_ns)))
+        if failure is None:
+            return times
+        state = request.State.FAILED.value
+        return msgspec.structs.replace(times, outcome=state, reason=failure.kind, detail=str(failure))

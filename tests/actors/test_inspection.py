@@ -19,7 +19,7 @@ from connector.observe.diagnosis import diagnose
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Address, Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import LocalPrefill, LocalPrefillsSeen
+from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
 from connector.runtime.inspector import QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
 from connector.wire.inspection import (
     WHATS,
@@ -35,6 +35,7 @@ from connector.wire.inspection import (
     RecordRow,
     RequestRow,
 )
+from statemachine.failures import DeviceMemoryExhausted
 from tests.actors.engines import HOST, Engine, engine, lend_by_all, parallel_engine, until
 from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_pull import run
@@ -227,6 +228,57 @@ def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch
             assert stuck.cause.startswith("Quarantined: READs from prefill engine p never ended")
             late.let_go()
             monkeypatch.undo()
+
+    run(test)
+
+
+def test_a_request_that_was_read_and_could_not_be_finished_is_not_said_to_be_loaded() -> None:
+    """Its READs have ended well, and the device had no memory: `why` ended with status 0."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", serves=True) as d:
+            for name in ("fails", "loads"):
+                d.borrow(name, lend_by_all([p], f"lent-{name}"), p.address, [1], [1])
+                await until(lambda name=name: d.received(name))
+            d.supervisor.deliver(LoadFailed(request_id="fails", failure=DeviceMemoryExhausted(error="no memory")))
+            records, live = live_of((await asked(d)).rows())
+            for text, kind in (("fails", "DeviceMemoryExhausted"), ("loads", None)):
+                assert [explain(case, live).kind for case in find(text, records, live)] == [kind]
+
+    run(test)
+
+
+async def holds_are(d: Engine, state: str) -> Survey:
+    """Of D, with what else is said then."""
+    while True:
+        found = await asked(d)
+        if [row.state for row in found.engines[0].of(HoldRow)] == [state]:
+            return found
+        await trio.sleep(0.05)
+
+
+def test_why_a_queued_request_will_fail_whose_prefill_engine_has_ended() -> None:
+    """D knows before vLLM schedules it, and what P has promised before is worth nothing any more."""
+
+    async def test() -> None:
+        async with engine("d", serves=True, options=OPTIONS) as d:
+            async with engine("p", serves=True) as p:
+                d.wait_for("waits", lend_by_all([p], "lent-waits"), p.address)
+                await holds_are(d, "held")
+            found = await holds_are(d, "gone")
+            (row,) = found.engines[0].of(RequestRow)
+            assert (row.state, row.proven_seconds) == ("queued", None)
+            assert found.engines[0].of(HoldRow)[0].proven_seconds is None
+            records, live = live_of(found.rows())
+            (waits,) = (explain(case, live) for case in find("waits", records, live))
+            assert waits.cause.startswith("PeerLeaving: prefill engine p does not keep its blocks any more")
+            while [row.state for row in found.engines[0].of(PeerRow)] != ["idle"]:
+                await trio.sleep(0.05)
+                found = await asked(d)
+            answers = [each for each in diagnose(found) if each.check in ("answers", "peers")]
+            assert [(each.level, each.what.partition(") ")[2]) for each in answers] == [
+                ("note", "has ended, as it had said")
+            ]
 
     run(test)
 

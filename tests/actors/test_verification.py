@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from connector.config import ConnectorOptions
-from connector.protocol import AbortPull, ReceiveEnded
+from connector.observe.explanation import explain, find, live_of
+from connector.observe.live import Address, Question, opened_surveyor
+from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded
+from connector.wire.inspection import RequestRow
 from statemachine.failures import BadParams, Corrupt, Incompatible, TransferError
 from statemachine.remote_engine import NotificationFailed
-from tests.actors.engines import BLOCKS, Engine, engine, parallel_engine, until
+from tests.actors.engines import BLOCKS, HOST, Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_pull import run
 
 ALL = ConnectorOptions(verify="all")
@@ -91,6 +94,36 @@ def test_blocks_that_were_not_lent_with_the_lease_are_refused() -> None:
             failure = (await pulled(d, p, "a", [1], [5])).failure
             assert isinstance(failure, BadParams)
             assert "not lent" in str(failure)
+
+    run(test)
+
+
+def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
+    """The engine that lends could not make them: the connection stands, and no READ begins."""
+
+    async def test() -> None:
+        hasty = ConnectorOptions(verify="all", request_timeout_seconds=3.0, handshake_timeout_seconds=2.0)
+        async with (
+            engine("p", serves=True, options=ALL) as p,
+            engine("d", serves=True, options=hasty) as d,
+            opened_surveyor(seconds=30.0) as surveyor,
+        ):
+            p.lend("remote-before")
+            assert (await pulled(d, p, "before", [1], [9])).failure is None
+            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), lease_seconds=30.0, blocks=1))
+            d.pull("a", p, [1], [9])
+            place = Address(HOST, d.address.port)
+            found = await surveyor.survey([place], [Question(what="requests"), Question(what="peers")])
+            (row,) = found.engines[0].of(RequestRow)
+            assert (row.state, row.waits_for) == ("pending_handshake", "checksums")
+            _, live = live_of(found.rows())
+            (answer,) = (explain(case, live) for case in find("a", [], live))
+            assert answer.cause.startswith("Waiting for the checksums of its blocks (verify) from prefill engine p")
+            await until(lambda: d.received("a"))
+            found = await surveyor.survey([place], [Question(what="records")])
+            records, live = live_of(found.rows())
+            (answer,) = (explain(case, live) for case in find("a", records, live))
+            assert "the checksums of its blocks (verify) from prefill engine p did not come" in answer.cause
 
     run(test)
 

@@ -86,6 +86,25 @@ def test_an_engine_that_does_not_answer_is_a_problem_with_its_kind() -> None:
     assert finding.advice
 
 
+@pytest.mark.parametrize(("state", "level"), [("idle", "note"), ("backoff", "problem")])
+def test_an_engine_that_has_ended_as_it_had_said_need_not_be_started_again(state: str, level: str) -> None:
+    """Unless requests still want something of it; or somebody names it."""
+    row: PeerRow = peer_row(state, failure="PeerLeaving", detail="was taken away, as it had said").row
+    decode = engine("d", row)
+    ended = EngineReport(
+        address=Address("10.0.0.1", 5600), problem="nothing listens", problem_kind="ConnectionRefused", named_by=("d",)
+    )
+    (finding,) = found(decode, ended, check="answers")
+    assert finding.level == level
+    assert ("P at 10.0.0.1:5600 (named by d) has ended, as it had said" in finding.what) == (level == "note")
+    assert [each.level for each in found(decode, ended, check="peers")] == ([] if level == "note" else ["problem"])
+    for other in (
+        found(decode, replace(ended, named_by=()), check="answers"),
+        found(decode, engine("e", peer_row("idle", failure="ConnectionRefused").row), ended, check="answers"),
+    ):
+        assert [each.level for each in other] == ["problem"]
+
+
 def test_a_worker_that_has_stopped_is_a_problem() -> None:
     healthy = engine("d")
     row = msgspec.structs.replace(healthy.ranks[0].rows[0], stopped="its NIXL thread died")
@@ -318,8 +337,10 @@ def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries()
 
 def test_quarantined_blocks() -> None:
     row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
-    (finding,) = found(engine("d", row), check="quarantine")
-    assert "38 of 100 KV blocks" in finding.what
+    one_rank = engine("d", row)
+    for each in (one_rank, replace(one_rank, ranks=one_rank.ranks * 2)):
+        (finding,) = found(each, check="quarantine")
+        assert "38 of 100 KV blocks" in finding.what
 
 
 @pytest.mark.parametrize(

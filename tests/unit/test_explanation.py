@@ -26,13 +26,14 @@ from connector.wire.inspection import (
     EngineFacts,
     EngineRow,
     HolderRow,
+    HoldRow,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
     QuarantineRow,
     RequestRow,
 )
-from statemachine import failures, lease, request
+from statemachine import failures, lease, lending, remote_engine, request
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
 from tests.unit.test_failures import EXAMPLES
@@ -44,6 +45,9 @@ FAILED: tuple[Step, ...] = (
     ("pending_handshake", "PeerFailed", "failed"),
 )
 EXPIRED: tuple[Step, ...] = ((None, "Created", "computing"), ("computing", "Granted", "held"), ("held", "X", "expired"))
+
+
+LEASE_OVER = failures.LeaseOver(peer="P", remote_request_id=P_NAME, why="expired")
 
 
 def pulled(steps: tuple[Step, ...] = PULLED, **fields: Any) -> list[TransitionRecord]:
@@ -217,6 +221,89 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 
+def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
+    """D takes its lease to be over in its time, whatever its heartbeats have kept."""
+    builtin = peer_row("ready", is_builtin=True)
+    for state in ("queued", "reading"):
+        answer = the_answer([], Live(requests=(row(state),), peers=(builtin,)))
+        assert not any("is known to keep" in fact for fact in answer.facts)
+        assert any("D takes its lease to end in 20.0 s" in fact for fact in answer.facts)
+    queued = the_answer([], Live(requests=(row("queued"),), peers=(builtin,)))
+    assert "LeaseOver" in queued.next
+    assert "keeps the lease on P alive" not in queued.next
+    ours = the_answer([], Live(requests=(row("reading"),), peers=(peer_row("ready"),)))
+    assert "P is known to keep the blocks for 20.0 s more" in ours.facts
+
+
+@pytest.mark.parametrize("state", ["queued", "reading"])
+def test_one_whose_peer_drains_says_how_long_its_blocks_are_kept_at_most(state: str) -> None:
+    """One that waits in the queue for longer fails (PeerLeaving)."""
+    drains = Live(requests=(row(state),), peers=(peer_row("ready", leaving_seconds=12.0),))
+    assert "P drains, and keeps what it lends for 12.0 s more at most" in the_answer([], drains).facts
+    stays = Live(requests=(row(state),), peers=(peer_row("ready"),))
+    assert not any("drains" in fact for fact in the_answer([], stays).facts)
+
+
+def test_a_few_quarantined_blocks_are_not_why_it_is_queued() -> None:
+    kept = QuarantineRow(request_id="other", remote_request_id="o", peer="hangs", blocks=3, reads=2, since_seconds=9.0)
+    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
+    answer = the_answer([], live)
+    assert answer.kind is None
+    assert answer.cause.startswith("It waits in the queue of vLLM's scheduler")
+    assert any("READs from hangs have not ended" in fact for fact in answer.facts)
+
+
+def hold_row(state: str, **changes: Any) -> Said[HoldRow]:
+    fields: dict[str, Any] = {
+        "remote_request_id": P_NAME,
+        "lease_number": 1,
+        "peer": "P",
+        "rank": 0,
+        "state": state,
+        "since_seconds": 1.0,
+        "proven_seconds": None,
+        "why": None,
+        "users": (D_NAME,),
+        "users_count": 1,
+    }
+    return Said("D", 0, HoldRow(**(fields | changes)))
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"), [(lending.EXPIRED, "LeaseOver"), (remote_engine.LEFT, "PeerLeaving")], ids=["expired", "left"]
+)
+def test_a_queued_one_whose_lease_is_over_says_so_before_it_is_scheduled(why: str, kind: str) -> None:
+    """And not that it is kept alive. What is over for another rank, or of another lease, is not of it."""
+    waits = row("queued", proven_seconds=None)
+    others = (hold_row("held"), hold_row("gone", lease_number=2, why=why), hold_row("gone", why=why)._replace(rank=1))
+    assert the_answer([], Live(requests=(waits,), holds=others)).kind is None
+    facts = engine_row("D", load_failure_policy="recompute")
+    live = Live(engines=(facts,), requests=(waits,), holds=(*others, hold_row("gone", rank=1, why=why)))
+    answer = the_answer([], live)
+    assert answer.cause.startswith(f"{kind}: prefill engine P does not keep its blocks any more ({why})")
+    assert (answer.kind, answer.outcome, answer.advice) == (kind, "waiting", WHAT_TO_DO[kind])
+    assert "it fails" in answer.next
+    assert "recompute" in answer.next
+
+
+def test_a_queued_one_whose_peer_is_away_is_not_said_to_be_kept_alive() -> None:
+    away = peer_row("backoff", failure="ConnectionRefused", detail="nothing listens there")
+    answer = the_answer([], Live(requests=(row("queued", proven_seconds=None),), peers=(away,)))
+    assert "cannot tell P to keep the lease" in answer.next
+    connected = the_answer([], Live(requests=(row("queued"),), peers=(peer_row("ready"),)))
+    assert connected.next == WAITING["queued"][1]
+
+
+def test_blocks_of_which_each_rank_keeps_its_part_aside_count_once() -> None:
+    kept = [
+        QuarantineRow(request_id=name, remote_request_id="o", peer="P", blocks=blocks, reads=2, since_seconds=9.0)
+        for name, blocks in (("both", 20), ("both", 20), ("one", 10))
+    ]
+    quarantines = tuple(Said("D", rank, each) for rank, each in zip((0, 1, 1), kept, strict=True))
+    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=quarantines)
+    assert the_answer([], live).cause.startswith("Quarantined: 30 of 40 KV blocks")
+
+
 def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() -> None:
     """As long as blocks are kept aside, and not those of another engine."""
     refused = ended_with(failures.QuarantineFull(blocks=38, limit=20))
@@ -243,9 +330,24 @@ def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> N
     assert answer.advice == WHAT_TO_DO["HandshakeTimeout"]
 
 
+@pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])
+@pytest.mark.parametrize("kind", ["NotAllowed", "AddressNotResolved"])
+def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: str) -> None:
+    """D is connected. What the tool was told is a fact, and not what to correct on P or D."""
+    silent = Silent(address="10.0.0.1:5600", engine_id="P", kind=kind, problem="this tool may not ask it (--keys)")
+    live = Live(requests=(row(state),), peers=(peer_row("ready"),), silent=(silent,))
+    answer = the_answer([], live)
+    assert answer.kind is None
+    assert kind not in answer.cause
+    assert answer.advice != WHAT_TO_DO[kind]
+    assert "10.0.0.1:5600 was asked just now: this tool may not ask it (--keys)" in answer.facts
+
+
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
     live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
-    assert "behind those of 7 request(s)" in the_answer([], live).cause
+    assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3.0 s"
+    first = Live(requests=(row("reading", waits_for="turn", queue_position=0),))
+    assert the_answer([], first).cause == "Its READs wait for their turn, and are the next, for 3.0 s"
 
 
 def test_one_whose_connection_is_given_up_says_why() -> None:
@@ -253,6 +355,36 @@ def test_one_whose_connection_is_given_up_says_why() -> None:
     live = Live(requests=(row("pending_handshake"),), peers=(lost,))
     answer = the_answer([], live)
     assert answer.cause.startswith("ControlLinkLost: the control connection was lost; the connection is rebuilt when 3")
+
+
+def test_one_that_waits_for_checksums_is_not_said_to_wait_for_the_connection() -> None:
+    live = Live(requests=(row("pending_handshake", waits_for="checksums"),), peers=(peer_row("ready"),))
+    answer = the_answer([], live)
+    assert answer.cause.startswith("Waiting for the checksums of its blocks (verify) from prefill engine P")
+    assert answer.waits_for == "checksums"
+    assert "its READs begin" in answer.next
+    assert "checksums" in answer.advice
+
+
+@pytest.mark.parametrize(
+    ("last", "word"), [("ready", "the checksums of its blocks (verify)"), ("handshaking", "the connection")]
+)
+def test_one_that_took_too_long_says_what_did_not_come(last: str, word: str) -> None:
+    begun: tuple[Step, ...] = ((None, "Created", "idle"), ("idle", "Wanted", "handshaking"))
+    steps = (*begun, ("handshaking", "HandshakeSucceeded", "ready")) if last == "ready" else begun
+    peer = records("peer", "D", "P", steps, at=-5.0, peer="P")
+    late = failures.DeadlineExceeded(timeout_seconds=120.0, phase="pending_handshake")
+    assert f": {word} from prefill engine P did not come in time" in the_answer([*peer, *ended_with(late)]).cause
+
+
+def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:
+    """The other rank is connected; and of two sizes of one engine, one is not waited for."""
+    waits = row("pending_handshake")._replace(rank=1)
+    handshaking = peer_row("handshaking")._replace(rank=1)
+    for further in ((), (peer_row("ready", requests=0)._replace(rank=1),)):
+        answer = the_answer([], Live(requests=(waits,), peers=(peer_row("ready"), *further, handshaking)))
+        assert answer.cause.startswith("Waiting for the handshake with prefill engine P")
+        assert any("connection to P at 10.0.0.1:5600 is handshaking" in fact for fact in answer.facts)
 
 
 def test_one_that_drains_says_what_it_failed_of() -> None:
@@ -353,6 +485,16 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert word in answer.cause
     assert (answer.outcome, answer.side) == (outcome, "P")
     assert answer.since_wall == len(steps) - 1
+
+
+def test_a_lease_that_one_rank_has_not_been_told_the_end_of_is_not_said_to_be_done() -> None:
+    """Its blocks on the other one were kept for all of the lease."""
+    for ranks in ((LENT, EXPIRED), (EXPIRED, LENT)):
+        found = [each for rank, steps in enumerate(ranks) for each in lent(steps, rank=rank)]
+        answer = the_answer(found)
+        assert (answer.kind, answer.rank) == ("LeaseExpired", ranks.index(EXPIRED))
+    open_one = [*lent(LENT, rank=0), *lent(LENT[:2], rank=1)]
+    assert the_answer(open_one).state == "held"
 
 
 def test_a_lease_that_expired_says_who_held_it() -> None:
@@ -489,6 +631,30 @@ def test_of_several_ranks_that_wait_the_one_that_failed_decides_then_the_one_tha
     assert the_answer([], Live(requests=(*live.requests, failed))).state == "draining"
 
 
+def test_where_one_rank_has_failed_that_is_the_cause_although_another_still_waits() -> None:
+    """vLLM waits for all of them."""
+    found = [msgspec.structs.replace(each, rank=1) for each in ended_with(LEASE_OVER)]
+    live = Live(engines=(engine_row("D", load_failure_policy="fail"),), requests=(row("reading"),))
+    answer = the_answer([*pulled(PULLED[:2]), *found], live)
+    assert answer.cause.startswith("LeaseOver: ")
+    assert (answer.kind, answer.outcome, answer.rank) == ("LeaseOver", "waiting", 1)
+    assert "vLLM waits for the other ranks of D too: rank 0 is reading" in answer.facts
+    assert answer.next.startswith("when all ranks have ended: ")
+    loaded = [msgspec.structs.replace(each, rank=1) for each in pulled()]
+    assert the_answer([*pulled(PULLED[:2]), *loaded], live).state == "reading"
+
+
+def test_one_that_was_read_and_could_not_be_finished_has_failed() -> None:
+    failure = failures.DeviceMemoryExhausted(error="CUDA out of memory")
+    *before, last = pulled()
+    found = [*before, msgspec.structs.replace(last, reason=failure.kind, detail=str(failure))]
+    answer = the_answer(found)
+    assert answer.cause.startswith("DeviceMemoryExhausted: its KV has arrived")
+    assert (answer.kind, answer.outcome, answer.advice) == (failure.kind, "failed", WHAT_TO_DO[failure.kind])
+    other_rank = [msgspec.structs.replace(each, rank=1) for each in pulled()]
+    assert the_answer([*found, *other_rank]).kind == failure.kind
+
+
 def test_one_that_lives_is_told_with_its_records() -> None:
     live = Live(requests=(row("reading"),), leases=(lease_row("held"),))
     answer = the_answer([*lent(LENT[:2]), *pulled(PULLED[:2])], live)
@@ -542,7 +708,8 @@ def test_an_id_that_begins_another_one_names_its_own_request() -> None:
 def test_nothing_found_says_what_was_looked_at() -> None:
     silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
     said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
-    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it"):
+    queues = ("waits in vLLM's queue, on a prefill engine", "on D with parameters that will be refused")
+    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it", *queues):
         assert word in said
     assert "--trace" not in said
 

@@ -27,7 +27,7 @@ from connector.protocol import (
 from connector.step_metadata import WorkerReport
 from connector.worker.finishing import Loaded
 from connector.worker.ledger import REASON_LENGTH_MAX, TransferLedger
-from statemachine.failures import AbortedByClient, BadParams, PackingFailed
+from statemachine.failures import AbortedByClient, BadParams, DeviceMemoryExhausted, PackingFailed
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
 
@@ -72,14 +72,14 @@ def test_a_figure_is_not_worth_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: object) -> None:
         raise RuntimeError("a bug in the figures")
 
-    for fold in ("add", "add_noted", "count_as_failed"):
+    for fold in ("add", "add_noted", "count_loaded", "count_failed"):
         monkeypatch.setattr(ConnectorStats, fold, fail)
     book.enter(pull("a", [1]))
     book.record(ended("a", [1]))
     book.record(StrayReleaseNoted())
     results = book.take_results()
     (loaded,) = book.take_loaded()
-    book.fail_loaded(loaded.request_id, PackingFailed(error="no room"), results)
+    book.end_loaded(set(), {loaded.request_id: PackingFailed(error="no room")}, results)
     assert results.failed_recving == {"a"}
     assert book.open_receives == 0
 
@@ -92,12 +92,27 @@ def test_a_loaded_request_that_could_not_be_finished_has_failed() -> None:
         book.record(ended(request_id, [1]))
     results = book.take_results()
     assert len(book.take_loaded()) == 2
-    book.fail_loaded("a", PackingFailed(error="no kernel"), results)
-    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    book.end_loaded({"b"}, {"a": PackingFailed(error="no kernel")}, results)
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
     assert book.open_receives == 0
     stats = book.take_stats()
     assert stats is not None
     assert (stats.data["completed_receives"], stats.data["failed_receives"]) == (1, {"PackingFailed": 1})
+
+
+def test_no_figure_goes_back_where_a_device_finishes_in_a_later_step() -> None:
+    """A counter of Prometheus that goes back raises in vLLM's front end, which ends all of its requests."""
+    book, _ = ledger()
+    book.enter(pull("a", [1]))
+    book.record(ended("a", [1]))
+    book.take_results()
+    assert [each.request_id for each in book.take_loaded()] == ["a"]
+    assert book.take_stats() is None
+    results = book.take_results()
+    book.end_loaded(set(), {"a": DeviceMemoryExhausted(error="CUDA out of memory")}, results)
+    stats = book.take_stats()
+    assert stats is not None
+    assert (stats.data["completed_receives"], stats.data["failed_receives"]) == (0, {"DeviceMemoryExhausted": 1})
 
 
 def test_a_request_that_is_done_is_told_once() -> None:

@@ -14,11 +14,13 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from connector.clock import BootClock
+from connector.observe.log import LINES_PER_CAUSE
 from connector.protocol import QuarantineLifted, ReceiveEnded
 from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
 from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
+from tests.unit.log_lines import listening
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
     "full attention": lambda: [full()],
@@ -193,6 +195,19 @@ def test_vllm_takes_no_single_blocks_from_an_engine_with_several_groups() -> Non
     load = Load("window")
     with pytest.raises(RuntimeError, match="multiple KV cache groups"):
         load.decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}, invalid_block_ids={3}))
+
+
+def test_a_burst_of_quarantines_is_a_few_lines() -> None:
+    """As of a prefill engine that hangs while hundreds of requests read from it: a line a step, and those bounded."""
+    decode = HybridEngine([full()], blocks=1 + 64)
+    bursts = [[[number] for number in range(first, first + 4)] * RANKS for first in range(1, 61, 4)]
+    with listening() as lines:
+        for blocks in bursts:
+            decode.step(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(quarantined=blocks)))
+        for blocks in bursts:
+            decode.step(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(lifted=blocks)))
+    for said in ("4 blocks are quarantined until their READs have ended", "4 quarantined blocks are free again"):
+        assert sum(line.startswith(said) for line in lines.texts) == LINES_PER_CAUSE
 
 
 def test_who_has_blocks_is_served_while_a_failed_load_finds_too_few() -> None:

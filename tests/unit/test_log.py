@@ -594,6 +594,20 @@ def test_a_lease_that_expires_names_its_holders(lines: Lines) -> None:
     (text,) = lines.texts
     assert "lent for 50.0 s" in text
     assert "held by decode-1 (1 of 2 ranks are done)" in text
+    assert "and renewed until" not in text
+
+
+def test_a_lease_that_was_renewed_until_its_limit_is_not_told_as_one_that_is_too_short(lines: Lines) -> None:
+    """Its decode engine lives, and its queue is longer than the limit: a longer kv_lease_duration changes nothing."""
+    lender = Lender()
+    lender.feed(lending.Granted(lease=LEASE, blocks=4))
+    for _ in range(60):
+        lender.feed(HELD)
+        lender.pass_time(15)
+    (text,) = lines.texts
+    assert "lent for 900.0 s" in text
+    assert "held by decode-1 (0 of 2 ranks are done), and renewed until its limit (lease_limit_seconds" in text
+    assert "lease_limit_seconds" in text.partition("what to do")[2]
 
 
 def test_a_lease_that_was_read_or_lent_back_says_nothing(lines: Lines) -> None:
@@ -624,6 +638,7 @@ def waiting(state: request.State, **fields: Any) -> request.Request:
     [
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.HANDSHAKING, "for the handshake"),
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.DRAINING, "which is draining"),
+        (waiting(request.State.PENDING_HANDSHAKE), peer.State.READY, "for the checksums of its blocks"),
         (waiting(request.State.READING), peer.State.READY, "for 2 READ(s)"),
         (waiting(request.State.PROVING), peer.State.READY, "asked whether it still kept the blocks"),
         (waiting(request.State.DRAINING, failure=TIMEOUT), peer.State.READY, "it has failed (DeadlineExceeded)"),

@@ -17,6 +17,7 @@ from connector.observe.log import CrashCount
 from connector.observe.spans import Part, PullTimes
 from connector.scheduler.request_spans import RequestSpans
 from connector.worker.pull_timer import PullTimer
+from statemachine.failures import DeviceMemoryExhausted
 from tests.unit.hybrid_engine import HybridEngine, full
 from tests.unit.traced_run import calm_run, faulty_run
 
@@ -208,6 +209,19 @@ def test_a_rank_keeps_nothing_of_what_was_taken() -> None:
     assert timer._open == timer._ended == {}
     timer.write(msgspec.structs.replace(own[-1], from_state="reading"))  # of one whose beginning was not seen
     assert timer._open == timer._ended == {}
+
+
+def test_one_that_was_read_and_could_not_be_finished_has_an_error() -> None:
+    timer = PullTimer()
+    done = next(each for each in calm_run() if each.machine == "request" and each.to_state == "done")
+    own = ("request", done.engine_id, done.rank, done.subject)
+    for record in calm_run():
+        if (record.machine, record.engine_id, record.rank, record.subject) == own:
+            timer.write(record)
+    times = timer.take(done.subject, DeviceMemoryExhausted(error="CUDA out of memory"))
+    assert times is not None
+    assert (times.outcome, times.reason, times.parts[-1].name) == ("failed", "DeviceMemoryExhausted", "landing")
+    assert times.attributes()["error.type"] == "DeviceMemoryExhausted"
 
 
 # --- switched on and off --------------------------------------------------------------------------------------------

@@ -122,6 +122,20 @@ PACKING = (
         changes=(_edit_finishing("_pack", "except Exception as error:", "except KeyError as error:"),),
         place=ByTest("tests/unit/test_finishing.py::test_a_block_that_cannot_be_packed_fails_its_request_alone"),
     ),
+    Mutant(
+        name="a load is counted before it can be used",
+        broken="a load that a device could not finish is a completed one in the figures of an earlier step",
+        changes=(
+            Do(
+                lambda patch: patch.edit(
+                    importlib.import_module("connector.worker.ledger").TransferLedger.take_results,
+                    "continue  # it is counted when it is told",
+                    "self._count(self._stats.add, outcome); continue",
+                )
+            ),
+        ),
+        place=ByTest("tests/unit/test_ledger.py::test_no_figure_goes_back_where_a_device_finishes_in_a_later_step"),
+    ),
 )
 
 IDENTITY = (
