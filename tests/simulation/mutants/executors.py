@@ -324,10 +324,24 @@ READS = (
         name="a READ beside the drafts of a step",
         row=7,
         broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
-        changes=(Edit(ReadFence.let_through, "self._last if reads else None", "None"),),
+        changes=(Edit(ReadFence.let_through, "(self._last, command)", "(None, command)"),),
         place=ByTest(
             "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
         ),
+    ),
+    Mutant(
+        name="an abort overtakes its READ",
+        broken="the actors hear that a request was given up before they hear that it is to be read",
+        changes=(Edit(ReadFence.let_through, "elif isinstance(command, AbortPull) and", "elif False and"),),
+        place=ByTest(
+            "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
+        ),
+    ),
+    Mutant(
+        name="leases wait behind READs",
+        broken="P is asked for a lease of which its workers have not heard, because a READ of its own has to wait",
+        changes=(Edit(ReadFence.let_through, "found.append(command)", "self._held.append((None, command))"),),
+        place=ByTest("tests/unit/test_read_fence.py::test_leases_are_told_while_a_read_waits"),
     ),
     Mutant(
         name="agents are removed under others",
