@@ -397,6 +397,20 @@ def test_a_quarantine_is_lifted_with_its_last_read() -> None:
     assert [each.request_id for each in executor.take(LiftQuarantine)] == ["r"]
 
 
+def test_a_read_that_fails_in_part_does_not_lift_a_quarantine() -> None:
+    executor = reading()
+    executor.feed(AbortAsked(request_id="r"))
+    executor.pass_until(executor.now_ns + LIMITS.quiesce_ns)
+    (report,) = executor.take(Report)
+    assert report.is_quarantined
+    lost = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
+    executor.read("r", failure=lost, is_quiescent=False)
+    executor.feed(TornDown(connection=1))
+    assert not executor.take(LiftQuarantine)
+    executor.pass_until(executor.now_ns + LIMITS.grace_ns)
+    assert [each.request_id for each in executor.take(LiftQuarantine)] == ["r"]
+
+
 def test_an_end_that_is_told_twice_counts_once() -> None:
     executor = reading(ranks=2)
     for _ in range(2):

@@ -496,6 +496,14 @@ READS = (
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
     ),
     Mutant(
+        name="an error lifts the quarantine",
+        rule="a READ that failed may go on",
+        row=70,
+        broken="blocks leave the quarantine when their READ has failed in part, and the rest of it may still write",
+        changes=(Edit(RemoteEngine._take_read_end, "if event.is_quiescent:", "if True:"),),
+        place=ByTest(CORE + "::test_a_read_that_fails_in_part_does_not_lift_a_quarantine"),
+    ),
+    Mutant(
         name="quarantine never lifted",
         rule="a READ that failed may go on",
         row=5,
