@@ -504,6 +504,26 @@ def test_a_release_is_said_to_each_rank_until_it_is_confirmed() -> None:
     assert executor.core.next_deadline() is None
 
 
+def test_a_late_answer_to_a_hold_does_not_put_off_a_release() -> None:
+    executor = reading()
+    executor.held(1_000 * MS, 30_000 * MS)
+    executor.read("r")
+    assert executor.take(SendRelease)
+    executor.held(1_000 * MS, 30_000 * MS)
+    executor.pass_until(executor.now_ns + 1_000 * MS)
+    assert executor.take(SendRelease)
+
+
+def test_a_lease_that_is_nearly_over_is_not_asked_for_without_a_pause() -> None:
+    executor = reading()
+    for _ in range(3):
+        (asked,) = executor.take(SendHold)
+        executor.held(asked.sent_ns, 1)
+        executor.pass_until(executor.now_ns + 1_000 * MS - 1)
+        assert not executor.take(SendHold)
+        executor.pass_until(executor.now_ns + 1)
+
+
 def test_a_release_that_nobody_confirms_is_given_up_when_the_lease_must_be_over() -> None:
     executor = reading()
     executor.held(1_000 * MS, 30_000 * MS)

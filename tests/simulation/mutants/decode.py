@@ -247,6 +247,18 @@ KEEPING = (
         place=Explored(within(ONE, 1), "invariant 9"),
     ),
     Mutant(
+        name="holds without a pause",
+        broken="of a lease that is nearly over, each answer is followed by the next question at once",
+        changes=(
+            Edit(
+                RemoteEngine._prove,
+                "max(now_ns + self._resend_ns, sent_ns + reach_ns // 2)",
+                "sent_ns + reach_ns // 2",
+            ),
+        ),
+        place=ByTest(CORE + "::test_a_lease_that_is_nearly_over_is_not_asked_for_without_a_pause"),
+    ),
+    Mutant(
         name="holds are asked once",
         rule="held from the announcement",
         row=62,
@@ -323,6 +335,15 @@ KEEPING = (
             ),
         ),
         place=ByTest(CORE + "::test_a_release_that_is_owed_is_said_over_the_next_connection"),
+    ),
+    Mutant(
+        name="a late answer puts off the release",
+        rule="released until confirmed",
+        broken="a lost release is said again when the lease would have been renewed",
+        changes=(
+            Edit(RemoteEngine._prove, "claim.holds[rank].state is hold.State.HELD and self._ranks", "self._ranks"),
+        ),
+        place=ByTest(CORE + "::test_a_late_answer_to_a_hold_does_not_put_off_a_release"),
     ),
     Mutant(
         name="a confirmation is not heard",
