@@ -166,6 +166,13 @@ ACTORS = (
         place=level2("block reuse", *STALLED_READS),
     ),
     Mutant(
+        name="a quarantine names no blocks",
+        row=5,
+        broken="the actor says that blocks are quarantined, and not which",
+        changes=(Edit(PeerActor._report, "pull.command.local_block_ids if effect.is_quarantined else []", "[]"),),
+        place=level2("block reuse", *STALLED_READS),
+    ),
+    Mutant(
         name="lifted quarantines are not told",
         row=5,
         broken="the engine never hears that quarantined blocks may be used again",
