@@ -6,7 +6,7 @@
 #                (which of those that tests need are missing; an error where CI=true and apt could have brought them)
 # make upstream   vLLM's own scheduler-level tests of its connector, with this one in its place; fetches vLLM's source
 #              distribution (44 MB) the first time, and says SKIPPED where it cannot, unless CI is set to true
-# make explore every state that the two cores can reach together, with faults; takes minutes
+# make explore every order of events of the two cores with a few requests, in which up to two go wrong; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on all levels, for 40 seconds
 # make soak    a day of virtual time: eight engines of each role that come and go; three to ten minutes. Goes on with

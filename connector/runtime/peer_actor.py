@@ -279,6 +279,11 @@ class PeerActor:
         return f"{self._key.engine_id} at {self.core.address} ({sizes})"
 
     def _hear_all(self) -> None:
+        if self._unheard and not self.core.takes_nobody:
+            # The connection stays, because READs over its agents do not end: there will be no successor for long.
+            self._inbox.extendleft(reversed(self._unheard))
+            self._commands_waiting += len(self._unheard)
+            self._unheard.clear()
         while self._inbox:
             self._hear(self._inbox.popleft())
 

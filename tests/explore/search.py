@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from statemachine.kernel import Event
 from tests.explore.product import Cores, Product
 from tests.explore.shelf import Taken
-from tests.explore.world import Broken, Rules, Turn, World
+from tests.explore.world import Broken, Choice, Rules, Turn, World
 
 _NOBODY = -1
 
@@ -26,6 +27,7 @@ class Explored(msgspec.Struct, frozen=True, kw_only=True):
         deepest: choices on the longest of the shortest ways to a world.
         cores: distinct states of single cores.
         taken: every transition of a machine that was taken.
+        events: every kind of event that a core has taken in.
     """
 
     product: Product
@@ -36,6 +38,7 @@ class Explored(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
     seconds: float
     taken: frozenset[Taken]
+    events: frozenset[type[Event]]
 
     def __str__(self) -> str:
         return (
@@ -104,13 +107,18 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
         depths.append(0)
     ends: list[int] = []
     edges = 0
-    # Edges that are no deviation, for the way back from the ends.
+    # Worlds in which nothing is awaited that has a bound.
+    quiet: list[int] = []
+    # Edges that are no deviation, for the way back from these; and those of them that somebody may count on.
     sources, targets = array("l"), array("l")
+    sure_sources, sure_targets = array("l"), array("l")
     while frontier:
         here, packed = frontier.popleft()
         world = packing.unpack(packed)
         if not rules.left_over(world):
             ends.append(here)
+        if not rules.awaited(world):
+            quiet.append(here)
         for choice in rules.choices(world):
             if choice.cost > world.budget:
                 continue
@@ -135,9 +143,17 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
             if choice.cost == 0:
                 sources.append(here)
                 targets.append(known)
+                if choice.is_sure:
+                    sure_sources.append(here)
+                    sure_targets.append(known)
     stuck = _first_stuck(len(parents), ends, sources, targets)
     if stuck is not None:
-        raise _stuck(rules, parents, stuck)
+        said = "no end is reachable without deviations"
+        raise _stuck(rules, parents, stuck, rules.left_over, said, lambda choice: choice.cost == 0)
+    waiting = _first_stuck(len(parents), quiet, sure_sources, sure_targets)
+    if waiting is not None:
+        said = "if what is late never comes, a wait does not end"
+        raise _stuck(rules, parents, waiting, rules.awaited, said, lambda choice: choice.is_sure)
     return Explored(
         product=product,
         states=len(parents),
@@ -147,6 +163,7 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
         cores=len(rules.shelf),
         seconds=time.perf_counter() - began,
         taken=frozenset(rules.shelf.taken),
+        events=frozenset(rules.shelf.events),
     )
 
 
@@ -159,7 +176,7 @@ def _scenario(parents: list[tuple[int, str]], here: int) -> list[str]:
 
 
 def _first_stuck(states: int, ends: list[int], sources: array[int], targets: array[int]) -> int | None:
-    """Liveness: walk back from the ends over edges that are no deviations; every world must be met."""
+    """Liveness: walk back from the ends over these edges; every world must be met."""
     before: list[list[int]] = [[] for _ in range(states)]
     for source, target in zip(sources, targets, strict=True):
         before[target].append(source)
@@ -176,22 +193,29 @@ def _first_stuck(states: int, ends: list[int], sources: array[int], targets: arr
     return stuck if stuck >= 0 else None
 
 
-def _stuck(rules: Rules, parents: list[tuple[int, str]], stuck: int) -> Violation:
-    """Walk the scenario again, to say what is left over at its end; then on without deviations, to where it rests."""
+def _stuck(
+    rules: Rules,
+    parents: list[tuple[int, str]],
+    stuck: int,
+    left_in: Callable[[World], list[str]],
+    said: str,
+    may_happen: Callable[[Choice], bool],
+) -> Violation:
+    """Walk the scenario again, and on by what may happen, to where it rests; say what is left over there."""
     scenario = _scenario(parents, stuck)
     world = _replay(rules, scenario)
     seen: set[World] = set()
     while world not in seen:
         seen.add(world)
         for choice in rules.choices(world):
-            if choice.cost == 0:
+            if may_happen(choice):
                 turn = Turn(rules, world, 0)
                 choice.execute(turn)
                 world = turn.world()
                 scenario = [*scenario, choice.said]
                 break
-    left = "; ".join(rules.left_over(world)) or "it goes round in circles"
-    return Violation(f"liveness (4, 8): no end is reachable without deviations: {left}", scenario)
+    left = "; ".join(left_in(world)) or "it goes round in circles"
+    return Violation(f"liveness (4, 8): {said}: {left}", scenario)
 
 
 def _replay(rules: Rules, scenario: list[str]) -> World:

@@ -58,6 +58,8 @@ class Shelf:
         # By order: names and whatever has been renamed before.
         self._names: dict[int, dict[Any, Any]] = {}
         self.taken: set[Taken] = set()
+        self.events: set[type[Event]] = set()
+        """Those that cores have taken in."""
         self.observer = observer_of(self._observe)
         """To be given to cores: which transitions were taken."""
 
@@ -106,6 +108,8 @@ class Shelf:
             kept = self._cores[number]
             assert kept is not None
             core, now_ns = kept[0].copy(), kept[1]
+            if event is not None:
+                self.events.add(type(event))
             try:
                 effects = [] if event is None else self._handle(core, _later(event, now_ns), now_ns)
                 effects += core.advance(now_ns)
@@ -123,6 +127,7 @@ class Shelf:
         for effect in core.handle(event, now_ns):
             if isinstance(effect, ResolveBlocks):
                 answer = BlocksResolved(request_id=effect.request_id, connection=effect.connection, reads=self._reads)
+                self.events.add(BlocksResolved)
                 done += self._handle(core, answer, now_ns)
             else:
                 done.append(effect)

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from statemachine import departure, hold, lease, lending, peer, remote_engine, request
+from statemachine.deadlines import Deadlines
 from statemachine.failures import AbortedByClient
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Handler, Machine, Pair, to
 from statemachine.lending import Lending
@@ -90,6 +91,24 @@ NOT_TAKEN: dict[str, set[tuple[str, str, str]]] = {
     },
     "it takes two deviations until P is disconnecting slowly": {("peer", "disconnecting", "Retired")},
     "the core offers a ready connection by itself": {("peer", "ready", "Wanted")},
+}
+
+
+def test_the_search_sends_every_event() -> None:
+    """A new event is sent, or it is explained here why not."""
+    sent = frozenset().union(*(searched(product).events for product in SEARCHED))
+    every = {
+        each
+        for module in (remote_engine, lending)
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Event) and each.__module__ == module.__name__
+    }
+    assert every - sent == set(NOT_SENT)
+
+
+NOT_SENT: dict[type[Event], str] = {
+    remote_engine.BlocksRejected: "every request names blocks that P has",
+    lending.Withdrawn: "P lends everything that it computes: nobody has the parameters of anything else",
 }
 
 
@@ -276,6 +295,17 @@ def wait_for_ever(patch: Patch) -> None:
     """Scenario 45: no deadline ends the wait for a READ."""
     patch.handler(request.MACHINE, (DRAINING, request.QuiesceTimeout), stay)
     patch.handler(peer.MACHINE, (peer.State.DRAINING, peer.QuiesceTimeout), stay)
+
+
+def no_deadline(patch: Patch) -> None:
+    """Scenario 45: a request waits for a handshake that never ends. That it may end after all bounds nothing."""
+    set_timer = Deadlines.set
+
+    def forget(self: Deadlines[Any], key: Any, at_ns: int) -> None:
+        if key[0] != "deadline":
+            set_timer(self, key, at_ns)
+
+    patch.attribute(Deadlines, "set", forget)
 
 
 def fail_without_report(patch: Patch) -> None:
@@ -536,6 +566,7 @@ BROKEN = [
     Broken(quarantine_without_suspicion, TWO, "invariant 7"),
     Broken(post_what_was_ordered, ONE, "invariant 7"),
     Broken(wait_for_ever, ONE, "liveness"),
+    Broken(no_deadline, ONE, "liveness"),
     Broken(fail_without_report, ONE, "liveness"),
     Broken(report_twice, ONE, "invariant 2"),
     Broken(leave_unanswered, ONE, "invariant 9"),

@@ -35,7 +35,9 @@ Checked in every step, with the numbers of the design's invariants:
        over, whoever could be served is
     10 when the connection to an engine has ended that had said that it leaves, nobody connects there before somebody
        wants something new of it
-The rest is liveness: 4 every wait ends, and 8 nothing is left in any core.
+The rest is liveness: 4 every wait ends, and 8 nothing is left in any core. Waits of which the product says how long
+they last at most end also if what is late or slow never comes: a request that has started is reported, and a lease that
+was granted is over.
 
 A built-in P says nothing, so there (3) is weaker. Foreign KV may be taken for one's own where time passed between the
 grant and the moment in which D heard of the request, because D takes the lease to begin then; where P had restarted
@@ -73,6 +75,7 @@ from statemachine.remote_engine import (
     LeavingSaid,
     LiftQuarantine,
     LinkLost,
+    MeetAsked,
     NotificationFailed,
     NotifyReleases,
     PostReads,
@@ -85,11 +88,13 @@ from statemachine.remote_engine import (
     SendHold,
     SendRelease,
     Settled,
+    SharedAgentsLost,
     Started,
     StartHandshake,
     Stop,
     TearDown,
     TornDown,
+    Unwatched,
 )
 from tests.explore.product import LEAVING_GRACE_NS, TICK_NS, Cores, Product
 from tests.explore.shelf import CoreBroken, Shelf
@@ -289,11 +294,19 @@ class World(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Something that can happen: in words, what it costs of the deviations, and how to carry it out."""
+    """Something that can happen: in words, what it costs of the deviations, and how to carry it out.
+
+    `is_belated`: it was late or slow, so nobody may count on it. (What an engine tells itself comes in the end.)
+    """
 
     said: str
     cost: int
     execute: Callable[[Turn], None]
+    is_belated: bool = False
+
+    @property
+    def is_sure(self) -> bool:
+        return self.cost == 0 and not self.is_belated
 
 
 TURN_LOST = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
@@ -441,6 +454,21 @@ class Rules:
                 found.append(f"{self.name(core)} has open leases in its core")
         return found
 
+    def awaited(self, world: World) -> list[str]:
+        """What has a bound, and has not ended: requests that have started, leases that were granted."""
+        found = [
+            f"request {request} is not reported by rank {rank}"
+            for request, asked in enumerate(world.requests)
+            for rank, part in enumerate(asked.parts)
+            if asked.stage == STARTED and part.report == UNREPORTED
+        ]
+        return found + [
+            f"lease {lease} is held by rank {rank} of P"
+            for lease, lent in enumerate(world.leases)
+            for rank, each in enumerate(lent.ranks)
+            if not (each.freed or each.grant)
+        ]
+
     def reads(self, world: World, core: int) -> Iterator[tuple[int, int, Read]]:
         """The READs of one core: request, rank of P, READ."""
         engine, rank = divmod(core, self.product.decode_ranks)
@@ -585,7 +613,7 @@ class Rules:
             if number != DEAD and world.is_late[core] and self._is_due(number):
                 found.append(Choice(f"{self.name(core)} does what was due", 0, _of(Turn.wake, core)))
         for index, message in enumerate(world.parked):
-            found.append(Choice(f"{self._said(message)} arrives late", 0, _of(Turn.arrive_late, index)))
+            found.append(Choice(f"{self._said(message)} arrives late", 0, _of(Turn.arrive_late, index), True))
         for request in range(len(world.requests)):
             found += self._request_choices(world, request)
         for core in range(self.decode_cores):
@@ -697,23 +725,29 @@ class Rules:
     def _connection_choices(self, world: World, core: int) -> list[Choice]:
         found = []
         name = self.name(core)
+        is_slow = world.handshakes[core] == SLOW
         if world.handshakes[core] and world.leaving == LEFT:
-            found.append(Choice(f"{name} is refused", 0, _of(Turn.be_refused, core)))
+            found.append(Choice(f"{name} is refused", 0, _of(Turn.be_refused, core), is_slow))
         elif world.handshakes[core]:
-            found.append(Choice(f"the handshake of {name} succeeds", 0, _of(Turn.connect, core)))
+            found.append(Choice(f"the handshake of {name} succeeds", 0, _of(Turn.connect, core), is_slow))
             found.append(Choice(f"the handshake of {name} fails", 1, _of(Turn.fail_to_connect, core)))
             if self.product.supervised:
                 found.append(Choice(f"{name} cannot exchange KV with P", 1, _of(Turn.find_incompatible, core)))
+                said = f"the handshake of {name} has succeeded when its executor crashes"
+                found.append(Choice(said, 1, _of(Turn.crash_connected, core)))
         if world.handshakes[core] == EXPECTED:
             found.append(Choice(f"the handshake of {name} is slow", 1, _of(Turn.delay_handshake, core)))
         for connection in world.connections[core]:
             number = connection.number
             if connection.tear_down == LATE:
                 said = f"{name} tears connection {number} down after all"
-                found.append(Choice(said, 0, _of(Turn.tear_down, core, number)))
+                found.append(Choice(said, 0, _of(Turn.tear_down, core, number), True))
             if connection.loss == LATE:
                 said = f"{name} sees connection {number} reset after all"
-                found.append(Choice(said, 0, _of(Turn.see_loss, core, number)))
+                found.append(Choice(said, 0, _of(Turn.see_loss, core, number), True))
+            if self.product.is_builtin and connection.torn_ns < 0:
+                said = f"somebody else gives up the agents of connection {number} of {name}"
+                found.append(Choice(said, 1, _of(Turn.lose_shared, core, number)))
             for rank in range(self.product.prefill_ranks):
                 if connection.links >> rank & 1 and not self.product.is_builtin:
                     said = f"the link of {name} to rank {rank} of P is reset"
@@ -722,6 +756,10 @@ class Rules:
             found.append(Choice(f"the executor of {name} crashes", 1, _of(Turn.crash_executor, core)))
             found.append(Choice(f"{name} gives P up", 1, _of(Turn.retire, core)))
             found.append(Choice(f"the connector of {name} stops", 1, _of(Turn.stop, core)))
+            found.append(
+                Choice(f"the connector of {name} stops and waits for no READ", 1, _of(Turn.stop_at_once, core))
+            )
+            found.append(Choice(f"{name} is to meet P", 1, _of(Turn.meet, core)))
         return found
 
     def _read_choices(self, world: World, core: int) -> list[Choice]:
@@ -730,15 +768,16 @@ class Rules:
         for request, source, read in self.reads(world, core):
             said = f"on {self.name(core)} the READ of request {request} from rank {source} of P"
             if read.status == ORDERED_LATE:
-                found.append(Choice(f"{said} is posted after all", 0, _of(Turn.post, request, rank, source)))
+                found.append(Choice(f"{said} is posted after all", 0, _of(Turn.post, request, rank, source), True))
             elif read.status == ENDED_LATE:
-                found.append(Choice(f"{said} is noticed after all", 0, _of(Turn.notice, request, rank, source)))
+                found.append(Choice(f"{said} is noticed after all", 0, _of(Turn.notice, request, rank, source), True))
             elif read.status in (FLYING, FLYING_SLOW):
                 is_alive = self.connection(world, core, read.connection).is_alive
                 # Nothing but an error comes of a READ from a process that is gone.
                 ends = ((COMPLETED, 0), (LOST, 1), (REFUSED, 1), (LOST_WRITING, 1))
                 for end, cost in ends if is_alive else ((LOST, 0), (LOST_WRITING, 1)):
-                    found.append(Choice(f"{said} {ENDS[end]}", cost, _of(Turn.end_read, request, rank, source, end)))
+                    execute = _of(Turn.end_read, request, rank, source, end)
+                    found.append(Choice(f"{said} {ENDS[end]}", cost, execute, read.status == FLYING_SLOW))
                 if read.status == FLYING:
                     found.append(Choice(f"{said} is slow", 1, _of(Turn.delay_read, request, rank, source)))
                     found.append(Choice(f"{said} never ends", 1, _of(Turn.hang, request, rank, source)))
@@ -753,7 +792,7 @@ class Rules:
             for rank, each in enumerate(lent.ranks):
                 if each.grant:
                     said = f"rank {rank} of P hears of the grant of lease {lease}"
-                    found.append(Choice(said, 0, _of(Turn.grant, lease, rank)))
+                    found.append(Choice(said, 0, _of(Turn.grant, lease, rank), each.grant == SLOW))
                     if each.grant == EXPECTED:
                         found.append(Choice(f"{said} late", 1, _of(Turn.delay_grant, lease, rank)))
         if self.product.leaves and world.leaving == STAYS and world.life == 1:
@@ -1269,19 +1308,19 @@ class Turn:
     # --- connections ------------------------------------------------------------------------------------------------
 
     def connect(self, core: int) -> None:
+        self.feed(core, self._connected(core))
+
+    def _connected(self, core: int) -> Event:
         self.handshakes = _put(self.handshakes, core, DONE)
         number = self.connects[core] + 1
         self.connects = _put(self.connects, core, number)
         connection = Connection(number, is_alive=True, links=(1 << self._product.prefill_ranks) - 1)
         self.connections = _put(self.connections, core, tuple(sorted((*self.connections[core], connection))))
-        self.feed(
-            core,
-            Connected(
-                connection=number,
-                ranks=self._product.prefill_ranks,
-                is_builtin=self._product.is_builtin,
-                life=str(self.life),
-            ),
+        return Connected(
+            connection=number,
+            ranks=self._product.prefill_ranks,
+            is_builtin=self._product.is_builtin,
+            life=str(self.life),
         )
 
     def fail_to_connect(self, core: int) -> None:
@@ -1337,11 +1376,29 @@ class Turn:
         self.handshakes = _put(self.handshakes, core, DONE)
         self.feed(core, Crashed(failure=CRASH))
 
+    def crash_connected(self, core: int) -> None:
+        """What was on its way to the executor when it crashed is heard when it runs again."""
+        connected = self._connected(core)
+        self.feed(core, Crashed(failure=CRASH))
+        self.feed(core, connected)
+
+    def lose_shared(self, core: int, number: int) -> None:
+        self._set_connection(core, number, is_suspect=True)
+        self.feed(core, SharedAgentsLost(connection=number, failure=TURN_LOST))
+
+    def meet(self, core: int) -> None:
+        self.bereaved = _put(self.bereaved, core, False)
+        self.feed(core, MeetAsked(address="host"))
+
     def retire(self, core: int) -> None:
         self.feed(core, Retire())
 
     def stop(self, core: int) -> None:
         self.feed(core, Stop(failure=STOPPED))
+
+    def stop_at_once(self, core: int) -> None:
+        self.feed(core, Stop(failure=STOPPED))
+        self.feed(core, Unwatched())
 
     # --- engines ----------------------------------------------------------------------------------------------------
 

@@ -575,8 +575,12 @@ class DecodeEngine(Engine):
         if receive is None:
             return
         receive.awaited_from.discard(tp_rank)
-        if outcome.quarantined and tp_rank not in receive.lifted_early:
-            receive.written_by.add(tp_rank)
+        if outcome.quarantined:
+            if outcome.local_block_ids != receive.blocks:  # vLLM keeps those aside that are named
+                named = f"{outcome.local_block_ids} of {receive.blocks}"
+                self.around.oracles.complain("block reuse", f"{outcome.request_id}: {named} are named in quarantine")
+            if tp_rank not in receive.lifted_early:
+                receive.written_by.add(tp_rank)
         if outcome.failure is None:
             self._zero(tp_rank, outcome)
         elif receive.failure is None:

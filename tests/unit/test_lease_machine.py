@@ -103,6 +103,8 @@ def test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest() ->
     lease, effects = run(HELD, hold("d", 3, rank=2), release(0, 1), release(1, 2))
     assert (lease.state, effects) == (State.HELD, [])
     assert run(lease, release(2, 1))[1] == [DONE]
+    lease, effects = run(HELD, hold("d", 1), hold("d", 2, rank=1), release(0, 1))
+    assert (lease.state, effects) == (State.HELD, [])
 
 
 def test_readers_that_overtake_the_grant_are_remembered() -> None:

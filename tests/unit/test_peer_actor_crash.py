@@ -1,4 +1,4 @@
-"""A crash of the executor of a remote engine: what it was told before its task runs again is neither lost nor heard."""
+"""The executor of a remote engine: what it is told when it has crashed, or is about to end, is not lost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ from collections import deque
 from types import SimpleNamespace
 
 from connector.runtime.peer_actor import PeerActor
+from statemachine import remote_engine
+from statemachine.failures import PeerRetired, TransferError
 from statemachine.kernel import Effect, Event
-from statemachine.remote_engine import Crashed, LinkLost, ReadEnded
+from statemachine.peer import State
+from statemachine.remote_engine import (
+    Connected,
+    Crashed,
+    LinkLost,
+    MeetAsked,
+    NotificationFailed,
+    ReadEnded,
+    RemoteEngine,
+    Report,
+    Retire,
+)
 from statemachine.roster import PeerKey
+from tests.rig.pulls import pull
 
 
 class Core:
@@ -39,6 +53,7 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
             clock=SimpleNamespace(now_ns=lambda: 0), recorder=SimpleNamespace(catch_up=lambda: None)
         ),
         _inbox=deque(),
+        _unheard=[],
         _to_be_said=deque(),
         _unverified={},
         _executors={},
@@ -61,3 +76,61 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
     assert core.heard[2:] == [ended]
     actor._hear_all()
     assert core.heard[3:] == [lost]
+
+
+def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
+    """A connection is taken back within moments, and whoever comes meanwhile is for the successor. But if another core
+    stands on its agents whose READs hang, it stays, and so does this actor: then they are told at once."""
+    now_ns, done = 0, list[Effect]()
+    limits = remote_engine.EngineLimits(
+        lease_ns=30,
+        margin_ns=1,
+        request_ns=120,
+        quiesce_ns=10,
+        grace_ns=1,
+        backoff_first_ns=1,
+        backoff_max_ns=1,
+        incompatible_ns=1,
+        retries=1,
+    )
+    actor, core = object.__new__(PeerActor), RemoteEngine("prefill", "host", limits)
+    effects = (remote_engine.StartHandshake, remote_engine.TearDown, Report)
+    vars(actor).update(
+        core=core,
+        _key=PeerKey("prefill", (1, 1, 1)),
+        _context=SimpleNamespace(
+            clock=SimpleNamespace(now_ns=lambda: now_ns),
+            recorder=SimpleNamespace(catch_up=lambda: None),
+            event_log=None,
+        ),
+        _inbox=deque(),
+        _unheard=[],
+        _commands_waiting=0,
+        _pulls={},
+        _queued={},
+        _to_be_said=deque(),
+        _unverified={},
+        _executors=dict.fromkeys(effects, done.append),
+        _attention=SimpleNamespace(set=lambda: None),
+        _in_hand=None,
+        _crash=None,
+        _wakes_at_ns=None,
+        _is_running=True,
+        _is_at_work=False,
+    )
+    lost = TransferError(peer="prefill", operation="send_notification", error="lost", transport_lost=True)
+    actor.tell(MeetAsked(address="host"))
+    actor.tell(Connected(connection=1, ranks=1, is_builtin=True, life="a"))
+    actor.tell(NotificationFailed(connection=1, failure=lost))
+    actor.tell(Retire())
+    assert core.state is State.DISCONNECTING
+    actor.put(pull("r", [1]))
+    assert not any(isinstance(each, Report) for each in done), "it is for the successor"
+    now_ns = limits.quiesce_ns
+    actor._work(advance=True)
+    assert actor._crash is None
+    assert not core.is_finished
+    (reported,) = [each for each in done if isinstance(each, Report)]
+    assert reported.request_id == "r"
+    assert isinstance(reported.failure, PeerRetired)
+    assert not actor.take_unheard()

@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.protocol import AbortPull, Command, LeaseGranted, StartPull
+from connector.protocol import AbortPull, Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
 from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.read_fence import ReadFence, end_of_steps_on, writes_late
@@ -53,6 +53,24 @@ def test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it() -> None
     device.ends[1].is_over = True
     assert fence.let_through() == [later]
     assert fence.let_through() == []
+
+
+def test_leases_are_told_while_a_read_waits() -> None:
+    """P has lent what D asks for by now, and D keeps its queue's leases, whenever the next step comes."""
+    device = Device()
+    fence = ReadFence(device.end_of_steps)
+    fence.note_step()
+    first = pull("a", [1])
+    others: list[Command] = [
+        TrackLease(request_id="b", lease=LeaseName("p-b", 1), peer=first.peer, age_seconds=0.0),
+        LeaseComputing(lease=LeaseName("r", 1)),
+        LeaseGranted(lease=LeaseName("s", 2), lease_seconds=1.0, blocks=1),
+        AbortPull(request_id="c"),
+    ]
+    assert fence.let_through([first, *others]) == others
+    assert fence.let_through(others[1:2]) == others[1:2]
+    device.ends[0].is_over = True
+    assert fence.let_through() == [first]
 
 
 def test_what_asks_for_no_read_goes_at_once() -> None:

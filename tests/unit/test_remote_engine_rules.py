@@ -397,6 +397,20 @@ def test_a_quarantine_is_lifted_with_its_last_read() -> None:
     assert [each.request_id for each in executor.take(LiftQuarantine)] == ["r"]
 
 
+def test_a_read_that_fails_in_part_does_not_lift_a_quarantine() -> None:
+    executor = reading()
+    executor.feed(AbortAsked(request_id="r"))
+    executor.pass_until(executor.now_ns + LIMITS.quiesce_ns)
+    (report,) = executor.take(Report)
+    assert report.is_quarantined
+    lost = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
+    executor.read("r", failure=lost, is_quiescent=False)
+    executor.feed(TornDown(connection=1))
+    assert not executor.take(LiftQuarantine)
+    executor.pass_until(executor.now_ns + LIMITS.grace_ns)
+    assert [each.request_id for each in executor.take(LiftQuarantine)] == ["r"]
+
+
 def test_an_end_that_is_told_twice_counts_once() -> None:
     executor = reading(ranks=2)
     for _ in range(2):
@@ -488,6 +502,26 @@ def test_a_release_is_said_to_each_rank_until_it_is_confirmed() -> None:
     executor.pass_until(executor.now_ns + LIMITS.lease_ns)
     assert not executor.take(SendRelease)
     assert executor.core.next_deadline() is None
+
+
+def test_a_late_answer_to_a_hold_does_not_put_off_a_release() -> None:
+    executor = reading()
+    executor.held(1_000 * MS, 30_000 * MS)
+    executor.read("r")
+    assert executor.take(SendRelease)
+    executor.held(1_000 * MS, 30_000 * MS)
+    executor.pass_until(executor.now_ns + 1_000 * MS)
+    assert executor.take(SendRelease)
+
+
+def test_a_lease_that_is_nearly_over_is_not_asked_for_without_a_pause() -> None:
+    executor = reading()
+    for _ in range(3):
+        (asked,) = executor.take(SendHold)
+        executor.held(asked.sent_ns, 1)
+        executor.pass_until(executor.now_ns + 1_000 * MS - 1)
+        assert not executor.take(SendHold)
+        executor.pass_until(executor.now_ns + 1)
 
 
 def test_a_release_that_nobody_confirms_is_given_up_when_the_lease_must_be_over() -> None:

@@ -247,6 +247,18 @@ KEEPING = (
         place=Explored(within(ONE, 1), "invariant 9"),
     ),
     Mutant(
+        name="holds without a pause",
+        broken="of a lease that is nearly over, each answer is followed by the next question at once",
+        changes=(
+            Edit(
+                RemoteEngine._prove,
+                "max(now_ns + self._resend_ns, sent_ns + reach_ns // 2)",
+                "sent_ns + reach_ns // 2",
+            ),
+        ),
+        place=ByTest(CORE + "::test_a_lease_that_is_nearly_over_is_not_asked_for_without_a_pause"),
+    ),
+    Mutant(
         name="holds are asked once",
         rule="held from the announcement",
         row=62,
@@ -323,6 +335,15 @@ KEEPING = (
             ),
         ),
         place=ByTest(CORE + "::test_a_release_that_is_owed_is_said_over_the_next_connection"),
+    ),
+    Mutant(
+        name="a late answer puts off the release",
+        rule="released until confirmed",
+        broken="a lost release is said again when the lease would have been renewed",
+        changes=(
+            Edit(RemoteEngine._prove, "claim.holds[rank].state is hold.State.HELD and self._ranks", "self._ranks"),
+        ),
+        place=ByTest(CORE + "::test_a_late_answer_to_a_hold_does_not_put_off_a_release"),
     ),
     Mutant(
         name="a confirmation is not heard",
@@ -494,6 +515,14 @@ READS = (
         broken="blocks leave the quarantine when one of several READs has ended",
         changes=(Edit(RemoteEngine._quiesce_quarantined, "if not writing:", "if True:"),),
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
+    ),
+    Mutant(
+        name="an error lifts the quarantine",
+        rule="a READ that failed may go on",
+        row=70,
+        broken="blocks leave the quarantine when their READ has failed in part, and the rest of it may still write",
+        changes=(Edit(RemoteEngine._take_read_end, "if event.is_quiescent:", "if True:"),),
+        place=ByTest(CORE + "::test_a_read_that_fails_in_part_does_not_lift_a_quarantine"),
     ),
     Mutant(
         name="quarantine never lifted",

@@ -166,6 +166,13 @@ ACTORS = (
         place=level2("block reuse", *STALLED_READS),
     ),
     Mutant(
+        name="a quarantine names no blocks",
+        row=5,
+        broken="the actor says that blocks are quarantined, and not which",
+        changes=(Edit(PeerActor._report, "pull.command.local_block_ids if effect.is_quarantined else []", "[]"),),
+        place=level2("block reuse", *STALLED_READS),
+    ),
+    Mutant(
         name="lifted quarantines are not told",
         row=5,
         broken="the engine never hears that quarantined blocks may be used again",
@@ -324,9 +331,32 @@ READS = (
         name="a READ beside the drafts of a step",
         row=7,
         broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
-        changes=(Edit(ReadFence.let_through, "self._last if reads else None", "None"),),
+        changes=(Edit(ReadFence.let_through, "(self._last, command)", "(None, command)"),),
         place=ByTest(
             "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
+        ),
+    ),
+    Mutant(
+        name="an abort overtakes its READ",
+        broken="the actors hear that a request was given up before they hear that it is to be read",
+        changes=(Edit(ReadFence.let_through, "elif isinstance(command, AbortPull) and", "elif False and"),),
+        place=ByTest(
+            "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
+        ),
+    ),
+    Mutant(
+        name="leases wait behind READs",
+        broken="P is asked for a lease of which its workers have not heard, because a READ of its own has to wait",
+        changes=(Edit(ReadFence.let_through, "found.append(command)", "self._held.append((None, command))"),),
+        place=ByTest("tests/unit/test_read_fence.py::test_leases_are_told_while_a_read_waits"),
+    ),
+    Mutant(
+        name="who came too late waits for ever",
+        row=45,
+        broken="a request for an engine that is given up waits for its successor, however long the connection stays",
+        changes=(Edit(PeerActor._hear_all, "if self._unheard and not self.core.takes_nobody:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_peer_actor_crash.py::test_who_came_too_late_does_not_wait_for_a_connection_that_stays"
         ),
     ),
     Mutant(

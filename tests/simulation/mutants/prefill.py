@@ -50,6 +50,13 @@ READERS = (
         place=ByTest(LEASE + "::test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest"),
     ),
     Mutant(
+        name="the first number of ranks counts",
+        rule="resolved to the largest",
+        broken="a rank that said that it reads alone ends the lease of the siblings that have come since",
+        changes=(Edit(lease._with_holder, "max(ranks, holder.ranks)", "holder.ranks"),),
+        place=ByTest(LEASE + "::test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest"),
+    ),
+    Mutant(
         name="who holds again does not count",
         rule="a rank may hold again",
         row=69,
