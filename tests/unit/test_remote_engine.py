@@ -7,6 +7,7 @@ released, connections that are given up in order, and that everything ends.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -1407,6 +1408,25 @@ def test_what_a_release_costs_does_not_grow_with_those_that_were_forgotten() -> 
 
     first = after(100)
     assert after(4 * remote_engine.CONSUMED_MAX) < 3 * first
+
+
+def test_what_is_remembered_of_released_leases_costs_the_collector_of_garbage_nothing() -> None:
+    """It looks at all of its objects in one go, while the engine stands still."""
+    drive = connected()
+    numbers = itertools.count(1)
+
+    def tracked_after(leases: int) -> int:
+        for _ in range(leases):
+            lease = LeaseName(f"p-{next(numbers)}", next(numbers))
+            drive.announce("a", lease)
+            drive.settle("a", lease)
+            drive.confirm(lease)
+        drive.log.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    first = tracked_after(100)
+    assert tracked_after(2000) - first < 200
 
 
 def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
