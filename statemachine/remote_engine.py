@@ -82,6 +82,8 @@ HEARTBEATS_PER_LEASE = 6
 ATTEMPTS_PER_LEASE = 6
 """Handshakes with an engine that is away, to say releases."""
 RESENDS_PER_LEASE = 20
+SAID_EARLY_DIVISOR = 2
+"""What is due within half of the pause before something is said again goes with what is due now."""
 
 ASSUMED_OVER = (
     "the lease of a built-in engine, taken to have begun when this engine first heard of the request, is over"
@@ -1250,12 +1252,13 @@ class RemoteEngine:
                 self._drop_if_over(claim)
 
     def _send_due(self, now_ns: int) -> None:
-        """Say what is due to each rank, many leases in one message."""
-        connection = self._current
-        if connection is None:
+        """Say what is due to each rank, many leases in one message: with what is due now goes what is due soon. Leases
+        that came at different moments are renewed together from then on."""
+        connection, first_ns = self._current, self._dues.next_ns()
+        if connection is None or first_ns is None or first_ns > now_ns:
             return
         alike: dict[tuple[int, hold.State], list[LeaseName]] = {}
-        while (due := self._dues.take_due(now_ns)) is not None:
+        while (due := self._dues.take_due(now_ns + self._resend_ns // SAID_EARLY_DIVISOR)) is not None:
             lease, rank = due
             alike.setdefault((rank, self._claims[lease].holds[rank].state), []).append(lease)
         for (rank, state), leases in alike.items():

@@ -423,6 +423,13 @@ KEEPING = (
         place=ByTest(CORE + "::test_many_leases_travel_in_few_messages_of_bounded_size"),
     ),
     Mutant(
+        name="each lease in its own time",
+        rule="many leases in one message",
+        broken="leases that came at different moments are renewed at different moments for ever",
+        changes=(Edit(RemoteEngine._send_due, " + self._resend_ns // SAID_EARLY_DIVISOR", ""),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_leases_that_came_one_after_another_are_renewed_together"),
+    ),
+    Mutant(
         name="messages without bound",
         rule="many leases in one message",
         broken="a message names more leases than its receiver takes",
