@@ -897,12 +897,16 @@ class ConnectorScheduler:
         pool = self._block_pool
         if pool is None:
             return
+        # A line for all, which may be hundreds of requests of an engine that hangs, each on every rank.
+        if report.quarantined:
+            blocks = len(set().union(*report.quarantined))
+            _log.warning("%d blocks are quarantined until their READs have ended", blocks)
+        if report.lifted:
+            _log.info("%d quarantined blocks are free again", len(set().union(*report.lifted)))
         for block_ids in report.quarantined:
-            _log.warning("%d blocks are quarantined until their READs have ended", len(block_ids))
             pool.touch([pool.blocks[block_id] for block_id in block_ids])
             self._figures.quarantine(block_ids)
         for block_ids in report.lifted:
-            _log.info("%d quarantined blocks are free again", len(block_ids))
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
             self._figures.lift(block_ids)
 

@@ -19,6 +19,7 @@ from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
 from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
+from tests.unit.log_lines import listening
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
     "full attention": lambda: [full()],
@@ -216,3 +217,15 @@ def test_who_has_blocks_is_served_while_a_failed_load_finds_too_few() -> None:
         decode.step()
     assert list(decode.finished) == ["b", "a"], "the second in the blocks of the first"
     assert decode.computed["a"] == len(prompts["a"])
+
+
+def test_what_a_step_brings_into_quarantine_is_one_line() -> None:
+    """An engine that hangs may cost hundreds of requests at once, each on every rank."""
+    decode = HybridEngine([full()])
+    with listening() as lines:
+        for report in (WorkerReport(quarantined=[[1, 2], [3], [3]]), WorkerReport(lifted=[[3], [3], [1, 2]])):
+            decode.step(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert [text for text in lines.texts if "quarantined" in text] == [
+        "3 blocks are quarantined until their READs have ended",
+        "3 quarantined blocks are free again",
+    ]
