@@ -9,8 +9,9 @@ time. What is left to decide is how much work anybody can cause, and how much me
 
 * Work is counted in units; whoever serves a message says what it cost. Everybody draws on a common allowance first.
   When that is used up, each connection has one of its own, which others cannot use up. A connection that has neither is
-  not heard: its messages are dropped, unread, which costs little. One that goes on all the same is cut off. What is
-  left of a connection that has ended draws on the common allowance alone: who comes and goes has no other.
+  not heard: its messages are dropped, unread, which costs little. One that goes on all the same is cut off. What was
+  dropped long ago is forgiven: an engine's connection may last for months, and through many a flood. What is left of a
+  connection that has ended draws on the common allowance alone: who comes and goes has no other.
 * A newcomer's own allowance is enough for a handshake. It grows while the connection lasts, so a peer that has been
   there for a while is heard in a flood, however many newcomers there are.
 * There is a limit to the connections. For one too many, another is cut off: the oldest that has never said anything
@@ -58,7 +59,7 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     unheard_bytes_max: the same of a connection over which no message has come yet.
     common_units: the common allowance when it is full; `common_units_per_second` is what comes back.
     newcomer_units: a connection's own allowance at first; it grows by `own_units_per_second` up to `own_units`.
-    dropped_max: messages that are dropped before their connection is cut off.
+    dropped_max, dropped_per_second: messages that are dropped before their connection is cut off, as an allowance.
     connects, connects_per_second: connections of one address, as an allowance.
     shut_out_ns: how long an address is shut out the first time; twice as long each time, up to `shut_out_ns_max`, until
         nothing was held against it for that long.
@@ -75,6 +76,7 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     own_units: int = 4_000
     own_units_per_second: int = 200
     dropped_max: int = 256
+    dropped_per_second: int = 1
     connects: int = 4_096
     connects_per_second: int = 256
     shut_out_ns: int = NS_PER_SECOND // 2
@@ -122,12 +124,13 @@ class Allowance:
 
 
 class _Connection:
-    __slots__ = ("address", "dropped", "is_heard", "own", "received_bytes", "unfinished_bytes", "was_heard")
+    __slots__ = ("address", "drops", "is_heard", "own", "received_bytes", "unfinished_bytes", "was_heard")
 
-    def __init__(self, address: str, own: Allowance) -> None:
+    def __init__(self, address: str, own: Allowance, drops: Allowance) -> None:
         self.address = address
         self.own = own
-        self.dropped = 0
+        # How often it may go on although it is not heard.
+        self.drops = drops
         # Since it was measured last, a whole message has come.
         self.is_heard = False
         # Ever.
@@ -180,7 +183,8 @@ class Admission:
         known.connects.spend(1)
         cut_off = [self._cut_off_one(TOO_MANY)] if len(self._connections) >= limits.connections_max else []
         own = Allowance(limits.newcomer_units, limits.own_units, limits.own_units_per_second, now_ns)
-        self._connections[connection] = _Connection(address, own)
+        drops = Allowance(limits.dropped_max, limits.dropped_max, limits.dropped_per_second, now_ns)
+        self._connections[connection] = _Connection(address, own, drops)
         self._strange[connection] = None
         known.open[connection] = None
         return cut_off
@@ -243,8 +247,10 @@ class Admission:
         known.is_heard = known.was_heard = True
         if self._common.is_left(now_ns) or known.own.is_left(now_ns):
             return Verdict.SERVE
-        known.dropped += 1
-        return Verdict.DROP if known.dropped <= self._limits.dropped_max else Verdict.CUT_OFF
+        if not known.drops.is_left(now_ns):
+            return Verdict.CUT_OFF
+        known.drops.spend(1)
+        return Verdict.DROP
 
     def flooded(self, connection: int, now_ns: int) -> list[CutOff]:
         """After `Verdict.CUT_OFF`."""

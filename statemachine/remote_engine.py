@@ -41,7 +41,6 @@ them (the peer is ready, or lost). Renewals of many leases travel in one message
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -67,6 +66,7 @@ from statemachine.failures import (
 )
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
+from statemachine.remembered import Remembered
 from statemachine.trace import Noted, Observer, StepSeen
 
 NS_PER_SECOND = 1_000_000_000
@@ -82,6 +82,8 @@ HEARTBEATS_PER_LEASE = 6
 ATTEMPTS_PER_LEASE = 6
 """Handshakes with an engine that is away, to say releases."""
 RESENDS_PER_LEASE = 20
+SAID_EARLY_DIVISOR = 2
+"""What is due within half of the pause before something is said again goes with what is due now."""
 
 ASSUMED_OVER = (
     "the lease of a built-in engine, taken to have begun when this engine first heard of the request, is over"
@@ -575,8 +577,8 @@ class RemoteEngine:
         self._claims: dict[LeaseName, _Claim] = {}
         # Those of them that have users, and were not given up because the engine has left.
         self._wanted: set[LeaseName] = set()
-        # Leases that were released here, oldest first, at most CONSUMED_MAX. None of them gets a user again.
-        self._consumed: OrderedDict[LeaseName, None] = OrderedDict()
+        # Leases that were released here. None of them gets a user again.
+        self._consumed = Remembered(CONSUMED_MAX)
         # The one that is ready, draining or disconnecting; None in every other state of the peer.
         self._current: _Connection | None = None
         # Of the latest connection; None before the first.
@@ -764,7 +766,7 @@ class RemoteEngine:
     def _is_consumed(self, lease: LeaseName) -> bool:
         """Whether its release was said, or is owed: P may free the blocks at any time."""
         claim = self._claims.get(lease)
-        return lease in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)
+        return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)
 
     def _await_peer(self, request_id: str, now_ns: int) -> None:
         """Offer the connection if there is one; otherwise it comes, or its failure does."""
@@ -1165,9 +1167,7 @@ class RemoteEngine:
         self._timers.set(("over", lease), max(claim.proven_until_ns, now_ns + self._limits.lease_ns))
 
     def _let_go(self, claim: _Claim) -> None:
-        self._consumed[claim.lease] = None
-        if len(self._consumed) > CONSUMED_MAX:
-            self._consumed.popitem(last=False)
+        self._consumed.add(_text(claim.lease))
         for rank, each in enumerate(claim.holds):
             if not hold.MACHINE.is_terminal(each):
                 self._step_hold(claim, rank, hold.LetGo())
@@ -1252,12 +1252,13 @@ class RemoteEngine:
                 self._drop_if_over(claim)
 
     def _send_due(self, now_ns: int) -> None:
-        """Say what is due to each rank, many leases in one message."""
-        connection = self._current
-        if connection is None:
+        """Say what is due to each rank, many leases in one message: with what is due now goes what is due soon. Leases
+        that came at different moments are renewed together from then on."""
+        connection, first_ns = self._current, self._dues.next_ns()
+        if connection is None or first_ns is None or first_ns > now_ns:
             return
         alike: dict[tuple[int, hold.State], list[LeaseName]] = {}
-        while (due := self._dues.take_due(now_ns)) is not None:
+        while (due := self._dues.take_due(now_ns + self._resend_ns // SAID_EARLY_DIVISOR)) is not None:
             lease, rank = due
             alike.setdefault((rank, self._claims[lease].holds[rank].state), []).append(lease)
         for (rank, state), leases in alike.items():
@@ -1464,7 +1465,7 @@ class RemoteEngine:
             self._peer,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             frozenset(self._freeze_claim(each, now_ns) for each in self._claims.values()),
-            frozenset(self._consumed),
+            self._consumed.freeze(),
             frozenset(each.freeze() for each in self._connections.values()),
             self._current.number if self._current is not None else None,
             self._life,
@@ -1492,6 +1493,11 @@ class RemoteEngine:
         # When it was heard of matters until a built-in engine is met, and only for the length of a lease.
         age_ns = min(now_ns - claim.heard_ns, self._limits.lease_ns)
         return (claim.lease, frozenset(claim.users), holds, age_ns if not claim.holds else 0)
+
+
+def _text(lease: LeaseName) -> str:
+    """Of no other lease."""
+    return f"{lease.number} {lease.request_id}"
 
 
 MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)

@@ -132,7 +132,8 @@ class _Window:
         self._roll()
         if cause not in self._lines_of and len(self._lines_of) >= CAUSES_COUNTED_MAX:
             cause = "other causes"
-        lines = self._lines_of.get(cause, 0)
+        # Also one that comes when no line is left is counted apart, and is one of so many.
+        lines = self._lines_of.setdefault(cause, 0)
         if self._lines < LINES_PER_WINDOW and lines < LINES_PER_CAUSE:
             self._lines += 1
             self._lines_of[cause] = lines + 1

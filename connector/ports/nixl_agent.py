@@ -12,6 +12,10 @@ it does with events. The two threads share nothing else. Nobody parks for a READ
 between a request and its KV may be a wait for the interpreter, while the engine keeps that busy
 (docs/performance.md).
 
+A call that does not return (a driver or a device hangs) keeps the thread, and everything waits for it: nobody can say
+whether READs still write. To whoever waits it looks as if all peers hung at once. So a task of the trio run looks at
+the thread now and then, and says in the log that it is this one.
+
 Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
 one NIXL call takes), so a result is never lost and needs no disposal.
 
@@ -33,6 +37,7 @@ from typing import Any
 
 import trio
 
+from connector.observe.hang_notice import HangNotice
 from connector.observe.log import log_crash
 from connector.ports.nixl import (
     AgentName,
@@ -62,6 +67,16 @@ from connector.thread_mailbox import ThreadMailbox
 OPEN_SECONDS_MAX = 60.0
 """Creating an agent and registering little memory takes 0.5 s on a quiet machine; a NIC or GPU needs longer. An engine
 has `registration_timeout_seconds` of `connector.config`."""
+
+LOOKED_AT_SECONDS = 1.0
+"""How often the thread is looked at. It hangs if it was found in the same turn again and again: after a pause of the
+whole process it has not come round either, when it is looked at for the first time."""
+
+_HANGS = (
+    "NIXL has not returned from a call for %.0f s: a driver or a device of this machine hangs. Until it does no READ "
+    "begins or is seen to end, whichever engine it is from, and requests fail as if all of those hung "
+    "(DeadlineExceeded, Quarantined)"
+)
 
 TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
@@ -263,6 +278,17 @@ class RealNixlPort:
         if self._token is None:
             self._token = trio.lowlevel.current_trio_token()
             self._wake_trio()
+            trio.lowlevel.spawn_system_task(self._watch)
+
+    async def _watch(self) -> None:
+        """Until the thread has ended. A task of the run itself: whoever has the port need not know of it."""
+        notice = HangNotice(self._thread.name, "calls of NIXL", _HANGS)
+        turns, looks = self._thread.turns, 0
+        while not self._thread.ended:
+            await trio.sleep(LOOKED_AT_SECONDS)
+            looks = looks + 1 if self._thread.turns == turns else 0
+            turns = self._thread.turns
+            notice.note(looks * LOOKED_AT_SECONDS)
 
     # From here on, the way back: `_deliver`, `_backlog` and `_wake_trio` run on the agent's thread, the rest in trio.
 

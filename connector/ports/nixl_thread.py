@@ -650,8 +650,11 @@ class AgentThread:
         self._ended = threading.Event()
         self._close_at: float | None = None
         self._expecting = False
+        self.turns = 0
+        """How often its loop has come round, which it does several times a second unless a call does not return."""
         self.core: AgentCore | None = None
         self.abandoned: tuple[ReadHandle, ...] = ()
+        self.name = name
         self._thread = threading.Thread(target=self._main, args=(make_core,), name=name, daemon=True)
 
     def open(self, timeout_seconds: float, on_wait: Callable[[float], None]) -> AgentCore:
@@ -758,6 +761,7 @@ class AgentThread:
         notifications_at = 0.0
         pause_seconds = 0.0
         while True:
+            self.turns += 1
             if self._execute_next(core, pause_seconds):
                 active_at = time.monotonic()
                 if active_at - looked_at < LOOK_SECONDS and not self._commands.is_empty:

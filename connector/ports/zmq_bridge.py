@@ -445,7 +445,8 @@ class ZmqLink:
 
     def measure(self) -> None:
         """Lose the connection if too much has come over it since the last whole message."""
-        self._look_at_connection()
+        if self._lost is None and not self._closed and self._monitor.has_news:
+            self._look_at_connection()
         if self._lost is not None or self._closed:
             return
         received = self._monitor.received_bytes()
@@ -928,6 +929,11 @@ class Monitor:
         if not self._both.closed:
             with contextlib.suppress(trio.ClosedResourceError):
                 await trio.lowlevel.wait_readable(self._both.fileno())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there may be something to look at. To ask costs less than to look."""
+        return bool(self._both.poll(0))
 
     def received_bytes(self) -> int:
         """Over the connection that `catch_up` has told of. Takes no event in: who waits for one would miss it."""

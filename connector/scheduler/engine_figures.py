@@ -73,9 +73,13 @@ class EngineFigures:
         self._has_news = True
 
     def lift(self, block_ids: Iterable[int]) -> None:
-        """A rank gives them back."""
-        self._quarantined.subtract(block_ids)
-        self._quarantined = +self._quarantined
+        """A rank gives them back. What others keep is not looked at: when an engine that hung has ended, hundreds of
+        requests come back in one step."""
+        quarantined = self._quarantined
+        for block_id in block_ids:
+            quarantined[block_id] -= 1
+            if quarantined[block_id] <= 0:
+                del quarantined[block_id]
         self._has_news = True
 
     def note_wait(self, seconds: float, *, is_loaded: bool) -> None:

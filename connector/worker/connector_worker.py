@@ -26,6 +26,7 @@ from connector.key_files import channel_access
 from connector.layout.geometry import RankLayout
 from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
+from connector.observe.hang_notice import HangNotice
 from connector.observe.log import (
     CrashCount,
     EventLog,
@@ -70,7 +71,6 @@ from connector.worker.control_socket import control_port, listening_host, open_c
 from connector.worker.cpu_attention import packed_blocks
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
-from connector.worker.hang_notice import HangNotice
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.ledger import TransferLedger
@@ -92,6 +92,12 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
 
 ACTORS_THREAD = "kv-transfer-actors"
+
+_ACTORS_HANG = (
+    "the KV transfer actors were called %.0f s ago and have not come: a call of theirs does not return, or something "
+    "keeps the interpreter. No KV is transferred until they go on, leases are not renewed, and what waits for KV does "
+    "not end, because READs may still write"
+)
 
 LATE_SECONDS = 0.25
 """Actors that have not woken up for so long are late. Their lateness is shown in multiples of it."""
@@ -141,7 +147,7 @@ class ConnectorWorker:
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
-        self._hang_notice = HangNotice(ACTORS_THREAD)
+        self._hang_notice = HangNotice(ACTORS_THREAD, "the KV transfer actors", _ACTORS_HANG)
 
     # --- once ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ import trio
 import trio.testing
 
 from connector.clock import BootClock
-from connector.ports import nixl_thread
+from connector.observe import hang_notice
+from connector.ports import nixl_agent, nixl_thread
 from connector.ports.nixl import (
     AgentName,
     MemoryRange,
@@ -53,6 +54,7 @@ from tests.conformance.nixl_suite import (
     reader_and_source,
     whole,
 )
+from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
 STEPWISE_TRANSPORTS = "tcp,self"
@@ -657,6 +659,39 @@ class TestRealNixlPort(NixlPortSuite):
             recorder = Recorder(flooded)
             await recorder.until(lambda: len(recorder.notifications()) == 30)
             assert [message for _, message in recorder.notifications()] == [b"%d" % n for n in range(30)]
+
+        self.run(scenario)
+
+    def test_a_call_that_does_not_return_is_said_once_and_so_is_that_it_has(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(nixl_agent, "LOOKED_AT_SECONDS", 0.02)
+        gate = threading.Event()
+
+        async def said(lines: Lines, count: int) -> list[str]:
+            with trio.fail_after(30):
+                while len(texts := [text for text in lines.texts if "NIXL" in text]) < count:
+                    await trio.sleep(0.01)
+            return texts
+
+        async def scenario(world: NixlWorld) -> None:
+            reader = await new_reader(world)
+            port = reader.port
+            assert isinstance(port, RealNixlPort)
+            with listening() as lines:
+                await trio.sleep(0.2)
+                assert not await said(lines, 0)
+                monkeypatch.setattr(hang_notice, "HANGS_SECONDS", 0.2)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(port._call, "stuck", lambda _: _wait(gate))
+                    (hangs,) = await said(lines, 1)
+                    assert "has not returned from a call" in hangs
+                    assert f"`py-spy dump --pid {os.getpid()}`" in hangs
+                    assert f"nixl-{port.agent_name}"[:64] in hangs
+                    await trio.sleep(0.3)
+                    assert await said(lines, 1) == [hangs]
+                    gate.set()
+                assert "go on, after" in (await said(lines, 2))[1]
 
         self.run(scenario)
 

@@ -512,6 +512,41 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_link_is_looked_at_only_when_there_is_news_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is one for each rank of each engine that is connected, and most of them are quiet. The end of one that
+        nobody receives from is noticed all the same."""
+        looks, look = 0, zmq_bridge.Monitor.catch_up
+
+        def counted(monitor: zmq_bridge.Monitor) -> None:
+            nonlocal looks
+            looks += 1
+            look(monitor)
+
+        monkeypatch.setattr(zmq_bridge.Monitor, "catch_up", counted)
+
+        async def scenario(channel: SideChannel) -> None:
+            nonlocal looks
+            listener = channel.listen(HOST, 0)
+            link = await channel.open_link(HOST, listener.port)
+            assert isinstance(link, ZmqLink)
+            assert link.send([b"hello"])
+            listener.reply((await listener.receive()).reply_address, [b"welcome"])
+            assert await link.receive() == (b"welcome",)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(link.receive)
+                await trio.sleep(0.1)
+                looks = 0
+                for _ in range(10):
+                    link.measure()
+                assert looks == 0
+                nursery.cancel_scope.cancel()
+            listener.close()
+            while link._lost is None:
+                await trio.sleep(0.01)
+                link.measure()
+
+        self.run(scenario)
+
     def test_messages_that_are_taken_may_be_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 32 << 20)
         monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)

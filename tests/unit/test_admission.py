@@ -111,6 +111,18 @@ def test_the_dropped_are_counted() -> None:
     assert verdicts == [Verdict.DROP] * LIMITS.dropped_max + [Verdict.CUT_OFF]
 
 
+def test_what_was_dropped_long_ago_is_forgiven() -> None:
+    """A connection lasts for months: an engine that is not heard in a moment of each flood is none that goes on."""
+    door = Door()
+    engine = door.open("engine")
+    for _ in range(10):
+        door.pass_seconds(3600)
+        door.flood(door.open("flooder"))
+        while door.says(engine, units=5) is Verdict.SERVE:
+            pass
+    assert {each.address for each in door.cut_off} == {"flooder"}
+
+
 def test_a_newcomer_is_heard_in_a_flood() -> None:
     """As often as a handshake needs."""
     door = Door()

@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from connector.nixl_connector import NixlActorConnector
+from connector.observe import hang_notice
 from connector.protocol import Command, Landed, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
-from connector.worker import hang_notice
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import LATE_SECONDS
 from connector.worker.finishing import Finishing, run_at_once

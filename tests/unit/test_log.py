@@ -282,12 +282,14 @@ def test_a_burst_leaves_room_for_what_fails_otherwise(lines: Lines) -> None:
     assert [text.split(":")[0] for text in lines.texts] == ["DeadlineExceeded", "ConnectionRefused"]
 
 
-def test_many_causes_are_bounded_together(lines: Lines) -> None:
+@pytest.mark.parametrize("is_in_turns", [True, False], ids=["in turns", "one after another"])
+def test_many_causes_are_bounded_together(lines: Lines, is_in_turns: bool) -> None:
+    """Whether each of them has a line or two, or the first ones have taken all that there are."""
     clock = Seconds()
     failure_log = FailureLog("decode-1", 0, now=clock)
-    for number in range(1000):
-        for engine in range(50):
-            failure_log(f"cmpl-{number}", refused(engine))
+    for number in range(50_000):
+        engine = number % 50 if is_in_turns else number // 1000
+        failure_log(f"cmpl-{number}", refused(engine))
     first = len(lines.texts)
     assert LINES_PER_WINDOW < first <= LINES_PER_WINDOW + CAUSES_COUNTED_MAX + 1
     clock.now += WINDOW_SECONDS

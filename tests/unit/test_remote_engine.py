@@ -7,8 +7,10 @@ released, connections that are given up in order, and that everything ends.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -1407,6 +1409,45 @@ def test_what_a_release_costs_does_not_grow_with_those_that_were_forgotten() -> 
 
     first = after(100)
     assert after(4 * remote_engine.CONSUMED_MAX) < 3 * first
+
+
+def test_leases_that_came_one_after_another_are_renewed_together() -> None:
+    """Thousands of requests may wait in D's queue, and a message costs both sides more than the leases in it."""
+    drive = connected()
+    leases = [LeaseName("p", number) for number in range(1, 101)]
+    for lease in leases:
+        drive.announce(f"r{lease.number}", lease)
+        drive.held(30 * S, lease)
+        drive.wait(S // 27)
+    messages, named = 0, Counter[LeaseName]()
+    end_ns = drive.now_ns + 60 * S
+    while (at_ns := drive.core.next_deadline()) is not None and at_ns < end_ns:
+        for said in only(drive.wait(at_ns - drive.now_ns), SendHold):
+            messages += 1
+            named.update(said.leases)
+            drive.held(30 * S, *said.leases)
+    assert set(named) == set(leases)
+    assert {4, 5} >= set(named.values())
+    assert messages * 8 < named.total()
+
+
+def test_what_is_remembered_of_released_leases_costs_the_collector_of_garbage_nothing() -> None:
+    """It looks at all of its objects in one go, while the engine stands still."""
+    drive = connected()
+    numbers = itertools.count(1)
+
+    def tracked_after(leases: int) -> int:
+        for _ in range(leases):
+            lease = LeaseName(f"p-{next(numbers)}", next(numbers))
+            drive.announce("a", lease)
+            drive.settle("a", lease)
+            drive.confirm(lease)
+        drive.log.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    first = tracked_after(100)
+    assert tracked_after(2000) - first < 200
 
 
 def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

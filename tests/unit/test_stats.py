@@ -46,6 +46,7 @@ from connector.protocol import (
 )
 from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
+from tests.rig.work import Counted
 
 MIB = 2**20
 LABELS = ["model_name", "engine"]
@@ -466,6 +467,19 @@ def test_whatever_happens_is_told_with_the_next_step(happens: Callable[[EngineFi
     assert figures.take(0, 0) is None
     happens(figures)
     assert figures.take(0, 0) is not None
+
+
+def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:
+    """Of an engine that hung and has ended, hundreds of requests come back at once, on the scheduler's thread."""
+    figures, lines = engine_figures(), []
+    requests = [range(first, first + 10) for first in range(0, 2000, 10)]
+    for blocks in requests:
+        figures.quarantine(blocks)
+    for blocks in requests:
+        with Counted() as work:
+            figures.lift(blocks)
+        lines.append(work.lines)
+    assert max(lines) == min(lines)
 
 
 def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:

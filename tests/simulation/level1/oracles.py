@@ -219,8 +219,9 @@ class Oracles:
         self.complain("isolation", f"{pull.request_id} from {prompt.engine.name}, which no fault touches: {what}")
 
     def meets_another_life(self, pull: Pull, failure: Failure | None) -> bool:
-        """Whether nothing was served to its engine yet by a built-in engine that came back, however long ago that was:
-        when they meet, nobody can tell which process lent what was heard of before."""
+        """Whether nothing was read by its engine yet from a built-in engine that came back, however long ago that was:
+        when they meet, nobody can tell which process lent what was heard of before. A request that found all it needed
+        in its own cache has met nobody."""
         prompt = pull.prompt
         if not isinstance(failure, LeaseOver) or failure.why != RESTARTED or prompt.engine.lives == 1:
             return False
@@ -229,6 +230,7 @@ class Oracles:
             and each.decode == pull.decode
             and each.ended_ns < pull.heard_ns
             and (each.is_ended and each.failure is None)
+            and each.completed
             for each in self.pulls
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statemachine import hold, peer, remote_engine, request
 from statemachine.deadlines import Deadlines
+from statemachine.remembered import Remembered
 from statemachine.remote_engine import RemoteEngine
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Seeds
 from tests.simulation.mutants.places import BUILTIN, CORE, ERRS_EARLY, ONE, SHARED, SIBLINGS, TWO_OF_P, within
@@ -379,7 +380,7 @@ KEEPING = (
         rule="a released lease is consumed",
         row=2,
         broken="parameters whose blocks were read and released are accepted once more",
-        changes=(Edit(RemoteEngine._let_go, "self._consumed[claim.lease] = None", "pass"),),
+        changes=(Edit(RemoteEngine._let_go, "self._consumed.add(_text(claim.lease))", "pass"),),
         place=ByTest(CORE + "::test_who_names_a_lease_that_was_released_here_is_refused"),
     ),
     Mutant(
@@ -390,8 +391,8 @@ KEEPING = (
         changes=(
             Edit(
                 RemoteEngine._is_consumed,
-                "return lease in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)",
-                "return False",
+                "_text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)",
+                "False",
             ),
         ),
         place=ByTest(CORE + "::test_who_names_a_lease_that_was_released_here_is_refused"),
@@ -401,7 +402,7 @@ KEEPING = (
         rule="a released lease is consumed",
         row=50,
         broken="what was released is remembered for ever",
-        changes=(Edit(RemoteEngine._let_go, "if len(self._consumed) > CONSUMED_MAX:", "if False:"),),
+        changes=(Edit(Remembered.add, "if len(self._names) > self._names_max:", "if False:"),),
         place=ByTest(CORE + "::test_consumed_leases_are_remembered_up_to_a_bound"),
     ),
     Mutant(
@@ -441,6 +442,13 @@ KEEPING = (
             Edit(RemoteEngine._send_due, "first + LEASES_PER_MESSAGE_MAX", "first + 1"),
         ),
         place=ByTest(CORE + "::test_many_leases_travel_in_few_messages_of_bounded_size"),
+    ),
+    Mutant(
+        name="each lease in its own time",
+        rule="many leases in one message",
+        broken="leases that came at different moments are renewed at different moments for ever",
+        changes=(Edit(RemoteEngine._send_due, " + self._resend_ns // SAID_EARLY_DIVISOR", ""),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_leases_that_came_one_after_another_are_renewed_together"),
     ),
     Mutant(
         name="messages without bound",

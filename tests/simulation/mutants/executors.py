@@ -9,6 +9,7 @@ from typing import Any
 import trio
 
 from connector.observe.trace_writer import TraceWriter
+from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_thread import AgentCore
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
@@ -783,6 +784,15 @@ PORTS = (
         place=ByTest(
             "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
             "test_memory_is_kept_with_an_agent_that_cannot_be_destroyed"
+        ),
+    ),
+    Mutant(
+        name="a hanging call of NIXL is nobody's",
+        broken="a call of NIXL that does not return is not said: all prefill engines seem to hang",
+        changes=(Edit(RealNixlPort._watch, "looks + 1 if", "0 if"),),
+        place=ByTest(
+            "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
+            "test_a_call_that_does_not_return_is_said_once_and_so_is_that_it_has"
         ),
     ),
     Mutant(

@@ -161,6 +161,7 @@ RULES: dict[str, Rule] = {
     "who has no allowance is not heard": Rule(admission, "A connection that has neither is not heard"),
     "an allowance of one's own": Rule(admission, "each connection has one of its own, which others cannot use up."),
     "who goes on is cut off": Rule(admission, "One that goes on all the same is cut off."),
+    "what was dropped long ago": Rule(admission, "What was dropped long ago is forgiven"),
     "what has ended": Rule(
         admission,
         "What is left of a connection that has ended draws on the common allowance alone: who comes and goes has no "

@@ -41,8 +41,15 @@ MUTANTS = (
         name="floods are dropped for ever",
         rule="who goes on is cut off",
         broken="a connection that is not heard goes on sending, and each of its messages is taken",
-        changes=(Edit(Admission.arrived, "if known.dropped <= self._limits.dropped_max", "if True"),),
+        changes=(Edit(Admission.arrived, "if not known.drops.is_left(now_ns):", "if False:"),),
         place=ByTest(f"{CORE}::test_the_dropped_are_counted"),
+    ),
+    Mutant(
+        name="nothing dropped is forgiven",
+        rule="what was dropped long ago",
+        broken="an engine's connection is ended for a few messages that were dropped in each of many floods",
+        changes=(Edit(Admission.opened, "limits.dropped_per_second", "0"),),
+        place=ByTest(f"{CORE}::test_what_was_dropped_long_ago_is_forgiven"),
     ),
     Mutant(
         name="what has ended is served",
