@@ -15,6 +15,11 @@ looked at any more, not even those that have all they need, and with nothing run
 So the first time that such a request asks, it is told to come again: vLLM then puts it at the head of the ordinary
 queue, which is served after those that hold blocks (`_failed`).
 
+Until it has blocks again, vLLM reserves as many as it needs: loads are begun only with what is left. Where the queue is
+one of priorities, others stand before it, and if one of these is a load that does not fit beside what is reserved,
+nobody behind it is looked at any more. So while such a request waits (`_to_compute`), a load that has got no blocks
+lets everybody pass in the step after it (`_lets_pass`).
+
 kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
 fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
 gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
@@ -214,6 +219,11 @@ class ConnectorScheduler:
         self._loading: dict[str, int] = {}
         # Loads that failed and have not asked again since; see the module's docstring.
         self._failed: set[str] = set()
+        # Those of them that have asked, and have no blocks yet.
+        self._to_compute: set[str] = set()
+        # In this step: loads that may begin and have no blocks yet; and whether all of them let others pass.
+        self._offered: set[str] = set()
+        self._lets_pass = False
         # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
         self._taken: OrderedDict[tuple[str, LeaseName], None] = OrderedDict()
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
@@ -296,18 +306,27 @@ class ConnectorScheduler:
 
         None: ask again in the next step, after those that hold blocks.
         """
-        if request.request_id in self._failed:
-            self._failed.remove(request.request_id)
+        request_id = request.request_id
+        if request_id in self._failed:
+            self._failed.remove(request_id)
+            self._to_compute.add(request_id)
             return None, False
-        pull = self._waiting.get(request.request_id)
+        pull = self._waiting.get(request_id)
         if pull is None:
             return 0, False
         count = pull.tokens - num_computed_tokens
-        return (count, True) if count >= max(1, pull.at_least) else (0, False)
+        if count < max(1, pull.at_least):
+            return 0, False
+        if self._lets_pass:
+            return None, False
+        self._offered.add(request_id)
+        return count, True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: start the pull, or tell the engine that lends them that none is needed."""
         request_id = request.request_id
+        self._to_compute.discard(request_id)
+        self._offered.discard(request_id)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._note_taken(pull.remote)
@@ -334,6 +353,7 @@ class ConnectorScheduler:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
         request_id = request.request_id
         self._failed.discard(request_id)
+        self._to_compute.discard(request_id)
         self._heard_ns.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
@@ -376,6 +396,8 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
+        self._lets_pass = bool(self._to_compute and self._offered)
+        self._offered.clear()
         if self._computing:
             self._far_ends.follow(output)
         if self._spans is not None:
