@@ -134,7 +134,7 @@ from statemachine.lease import LeaseName
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -249,6 +249,7 @@ class ConnectorScheduler:
         self._not_lent = 0
         # Those whose ids no engine takes.
         self._unnameable = 0
+        self._cache_manager: KVCacheManager | None = None
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
         _log.info(
@@ -315,12 +316,24 @@ class ConnectorScheduler:
         if pull is None:
             return 0, False
         count = pull.tokens - num_computed_tokens
-        if count < max(1, pull.at_least):
+        if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
             return 0, False
         if self._lets_pass:
             return None, False
         self._offered.add(request_id)
         return count, True
+
+    def _tokens_to_compute(self, request: Request, pull: WaitingPull, count: int) -> int:
+        """Of a prompt of which `count` tokens can be loaded, how many vLLM computes if none is.
+
+        Where states are cached, these may be more: the last cached state may lie long before the end of the attention
+        that is cached, which is what vLLM tells a connector. Or fewer: it tells of whole blocks alone.
+        """
+        manager = self._cache_manager
+        if not (self._has_states and pull.at_least) or manager is None:
+            return count
+        cached: int = manager.get_computed_blocks(request)[1]
+        return pull.tokens - cached
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: start the pull, or tell the engine that lends them that none is needed."""
@@ -493,9 +506,10 @@ class ConnectorScheduler:
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
             _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
 
-    def bind_block_pool(self, block_pool: BlockPool) -> None:
-        self._block_pool = block_pool
-        self._far_ends.bind(block_pool)
+    def bind_cache_manager(self, manager: KVCacheManager) -> None:
+        self._cache_manager = manager
+        self._block_pool = manager.block_pool
+        self._far_ends.bind(manager.block_pool)
 
     def shutdown(self) -> None:
         self._draining.forget_sigterm()
