@@ -17,8 +17,8 @@ queue, which is served after those that hold blocks (`_failed`).
 
 Until it has blocks again, vLLM reserves as many as it needs: loads are begun only with what is left. Where the queue is
 one of priorities, others stand before it, and if one of these is a load that does not fit beside what is reserved,
-nobody behind it is looked at any more. So while such a request waits (`_to_compute`), a load that has got no blocks
-lets everybody pass in the step after it (`_lets_pass`).
+nobody behind it is looked at any more. So while such requests wait (`_to_compute`), a load that has got no blocks lets
+them pass in the step after it, and nobody else (`_lets_pass`).
 
 kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
 fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
@@ -221,7 +221,7 @@ class ConnectorScheduler:
         self._failed: set[str] = set()
         # Those of them that have asked, and have no blocks yet.
         self._to_compute: set[str] = set()
-        # In this step: loads that may begin and have no blocks yet; and whether all of them let others pass.
+        # In this step: loads that may begin and have no blocks yet; and whether all others let those above pass.
         self._offered: set[str] = set()
         self._lets_pass = False
         # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
@@ -305,12 +305,14 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached.
 
-        None: ask again in the next step, after those that hold blocks.
+        None: ask again in the next step, after those that hold blocks or may pass.
         """
         request_id = request.request_id
         if request_id in self._failed:
             self._failed.remove(request_id)
             self._to_compute.add(request_id)
+            return None, False
+        if self._lets_pass and request_id not in self._to_compute:
             return None, False
         pull = self._waiting.get(request_id)
         if pull is None:
@@ -318,8 +320,6 @@ class ConnectorScheduler:
         count = pull.tokens - num_computed_tokens
         if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
             return 0, False
-        if self._lets_pass:
-            return None, False
         self._offered.add(request_id)
         return count, True
 

@@ -239,3 +239,19 @@ def test_failed_loads_are_computed_although_loads_of_higher_priority_find_too_fe
     assert decode.finished.keys() == failing.keys() | urgent.keys()
     assert {decode.computed[name] for name in failing} == {80}
     assert {decode.computed[name] for name in urgent} == {1}, "their KV was loaded"
+
+
+def test_nobody_but_failed_loads_passes_one_that_finds_too_few_blocks() -> None:
+    """Others would have the blocks that it waits for."""
+    prefill = HybridEngine([full()])
+    decode = HybridEngine([full()], blocks=1 + 10, recomputes=True, policy="priority")
+    failing, urgent, other = TOKENS[:80], tokens_of(96, seed=1), tokens_of(80, seed=2)
+    prefill.prefill("failing", failing)
+    prefill.prefill("urgent", urgent)
+    decode.load("failing", failing, prefill.params["failing"], priority=2)
+    decode.step(KVConnectorOutput(finished_recving={"failing"}, failed_recving={"failing"}))
+    decode.submit("urgent", urgent, prefill.params["urgent"])
+    decode.submit("other", other, None, priority=1)
+    for _ in range(10):
+        decode.step(KVConnectorOutput(finished_recving={"urgent"} & decode.loading))
+    assert list(decode.finished) == ["failing", "urgent", "other"]
