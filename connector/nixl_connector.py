@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -131,8 +130,9 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler role -----------------------------------------------------------------------------------------
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler_side.bind_block_pool(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_side.bind_cache_manager(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids

@@ -223,7 +223,10 @@ def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mappi
         raise LayoutMismatch("remote ranks (stage, tensor parallel rank)", here, there, advice)
     for remote in remotes:
         if local.engine_id == remote.engine_id:
-            advice = "give each engine an engine id of its own"
+            advice = (
+                "if that is this engine, the router has to send a prompt to another one for its second call; else give "
+                "each an engine id of its own"
+            )
             raise LayoutMismatch("engine_id", local.engine_id, remote.engine_id, advice)
         for field in ("engine_id", "tp_size", "dcp_size"):
             if getattr(remote, field) != getattr(remotes[0], field):

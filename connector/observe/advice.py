@@ -37,7 +37,7 @@ WHAT_TO_DO: dict[str, str] = {
         "on it if that comes too late"
     ),
     "TooManyPeers": "raise the option peer_limit on D",
-    "Incompatible": "start one of the two engines again with the other's value; the line has both",
+    "Incompatible": "start one of the two engines again with the other's value, unless the line says what else to do",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
     "ParamsForged": (
         "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "

@@ -15,6 +15,11 @@ looked at any more, not even those that have all they need, and with nothing run
 So the first time that such a request asks, it is told to come again: vLLM then puts it at the head of the ordinary
 queue, which is served after those that hold blocks (`_failed`).
 
+Until it has blocks again, vLLM reserves as many as it needs: loads are begun only with what is left. Where the queue is
+one of priorities, others stand before it, and if one of these is a load that does not fit beside what is reserved,
+nobody behind it is looked at any more. So while such requests wait (`_to_compute`), a load that has got no blocks lets
+them pass in the step after it, and nobody else (`_lets_pass`).
+
 kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
 fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
 gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
@@ -129,7 +134,7 @@ from statemachine.lease import LeaseName
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -214,6 +219,11 @@ class ConnectorScheduler:
         self._loading: dict[str, int] = {}
         # Loads that failed and have not asked again since; see the module's docstring.
         self._failed: set[str] = set()
+        # Those of them that have asked, and have no blocks yet.
+        self._to_compute: set[str] = set()
+        # In this step: loads that may begin and have no blocks yet; and whether all others let those above pass.
+        self._offered: set[str] = set()
+        self._lets_pass = False
         # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
         self._taken: OrderedDict[tuple[str, LeaseName], None] = OrderedDict()
         # Prefill side. The first number is random, so that a later life of this engine repeats none: its peers may
@@ -239,6 +249,7 @@ class ConnectorScheduler:
         self._not_lent = 0
         # Those whose ids no engine takes.
         self._unnameable = 0
+        self._cache_manager: KVCacheManager | None = None
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
         self._event_log = EventLog(self._engine_id, 0, clock=clock, log_failure=self._log_failure)
@@ -295,20 +306,41 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached.
 
-        None: ask again in the next step, after those that hold blocks.
+        None: ask again in the next step, after those that hold blocks or may pass.
         """
-        if request.request_id in self._failed:
-            self._failed.remove(request.request_id)
+        request_id = request.request_id
+        if request_id in self._failed:
+            self._failed.remove(request_id)
+            self._to_compute.add(request_id)
             return None, False
-        pull = self._waiting.get(request.request_id)
+        if self._lets_pass and request_id not in self._to_compute:
+            return None, False
+        pull = self._waiting.get(request_id)
         if pull is None:
             return 0, False
         count = pull.tokens - num_computed_tokens
-        return (count, True) if count >= max(1, pull.at_least) else (0, False)
+        if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
+            return 0, False
+        self._offered.add(request_id)
+        return count, True
+
+    def _tokens_to_compute(self, request: Request, pull: WaitingPull, count: int) -> int:
+        """Of a prompt of which `count` tokens can be loaded, how many vLLM computes if none is.
+
+        Where states are cached, these may be more: the last cached state may lie long before the end of the attention
+        that is cached, which is what vLLM tells a connector. Or fewer: it tells of whole blocks alone.
+        """
+        manager = self._cache_manager
+        if not (self._has_states and pull.at_least) or manager is None:
+            return count
+        cached: int = manager.get_computed_blocks(request)[1]
+        return pull.tokens - cached
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: start the pull, or tell the engine that lends them that none is needed."""
         request_id = request.request_id
+        self._to_compute.discard(request_id)
+        self._offered.discard(request_id)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._note_taken(pull.remote)
@@ -335,6 +367,7 @@ class ConnectorScheduler:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
         request_id = request.request_id
         self._failed.discard(request_id)
+        self._to_compute.discard(request_id)
         self._heard_ns.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
@@ -377,6 +410,8 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
+        self._lets_pass = bool(self._to_compute and self._offered)
+        self._offered.clear()
         if self._computing:
             self._far_ends.follow(output)
         if self._spans is not None:
@@ -472,9 +507,10 @@ class ConnectorScheduler:
             local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
             _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
 
-    def bind_block_pool(self, block_pool: BlockPool) -> None:
-        self._block_pool = block_pool
-        self._far_ends.bind(block_pool)
+    def bind_cache_manager(self, manager: KVCacheManager) -> None:
+        self._cache_manager = manager
+        self._block_pool = manager.block_pool
+        self._far_ends.bind(manager.block_pool)
 
     def shutdown(self) -> None:
         self._draining.forget_sigterm()

@@ -3,9 +3,9 @@
     pip install httpx starlette uvicorn
     python router.py --prefill http://p1:8100 http://p2:8100 --decode http://d1:8200 --port 8000
 
-Each prompt goes to a prefill engine with `max_tokens` 1, and then, with the `kv_transfer_params` of its answer as they
-are, to a decode engine, whose answer is passed on as it comes. Engines take turns. Where no prefill engine answers, or
-one answers without parameters (it lends nothing any more), the decode engine computes the prompt itself.
+Each prompt goes to a prefill engine for one token of one sample, and then, with the `kv_transfer_params` of its answer
+as they are, to a decode engine, whose answer is passed on as it comes. Engines take turns. Where no prefill engine
+answers, or one answers without parameters (it lends nothing any more), the decode engine computes the prompt itself.
 
 With `--conversations`, for engines with `bidirectional_kv_xfer`: what a decode engine said of the blocks that it keeps
 goes to the prefill engine with the next prompt that has the same `X-Conversation-Id` header.
@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 REQUEST_TRANSFER = {"do_remote_decode": True, "do_remote_prefill": False}
-NOT_FOR_ONE_TOKEN = ("stream_options", "max_completion_tokens")
+NOT_FOR_ONE_TOKEN = ("stream_options", "max_completion_tokens", "min_tokens")
 CONVERSATIONS_MAX = 100_000
 PREFILL_SECONDS_MAX = 120.0
 
@@ -73,7 +73,7 @@ class Router:
     ) -> dict[str, Any] | None:
         """The parameters with which a decode engine finds the prompt's KV; None: it has to compute it."""
         one_token = {key: value for key, value in body.items() if key not in NOT_FOR_ONE_TOKEN}
-        one_token |= {"max_tokens": 1, "stream": False, "kv_transfer_params": params or REQUEST_TRANSFER}
+        one_token |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": params or REQUEST_TRANSFER}
         for _ in range(self._prefills):
             engine = next(self._prefill)
             try:

@@ -106,6 +106,7 @@ class HybridEngine:
         overlaps: a step may be scheduled before the one before it has ended (async scheduling).
         role: vLLM's `kv_role`.
         replays_states: ReplaySSM: states are brought up to date every so many tokens.
+        policy: in which order vLLM's queue is served.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class HybridEngine:
         overlaps: bool = False,
         role: str = "kv_both",
         replays_states: bool = False,
+        policy: str = "fcfs",
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.max_num_batched_tokens = batch_tokens
         config.scheduler_config.async_scheduling = overlaps
         config.scheduler_config.scheduler_reserve_full_isl = admits_what_fits
+        config.scheduler_config.policy = policy
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caches_prefixes
@@ -170,8 +173,10 @@ class HybridEngine:
         max_tokens: int = 1,
         prompt_logprobs: int | None = None,
         abort_immediately: bool = False,
+        priority: int = 0,
     ) -> Request:
-        """A request arrives. `params` as the client sends them; `abort_immediately` if vLLM has refused the request."""
+        """A request arrives. `params` as the client sends them; `abort_immediately` if vLLM has refused the request;
+        the lower `priority` is served first."""
         request = Request(
             request_id=name,
             prompt_token_ids=list(tokens),
@@ -184,6 +189,7 @@ class HybridEngine:
             pooling_params=None,
             block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
             abort_immediately=abort_immediately,
+            priority=priority,
         )
         self.scheduler.add_request(request)
         return request
@@ -267,15 +273,23 @@ class HybridEngine:
         self.step()  # The grant goes to the worker with the next step.
         return parse_remote_prefill(self.params[name])
 
-    def load(self, name: str, tokens: Sequence[int], params: dict[str, Any], *, max_tokens: int = 1) -> StartPull:
+    def load(
+        self, name: str, tokens: Sequence[int], params: dict[str, Any], *, max_tokens: int = 1, priority: int = 0
+    ) -> StartPull:
         """Submit a request whose KV lies elsewhere; the pull that it starts."""
-        self.submit(name, tokens, params, max_tokens=max_tokens)
+        self.submit(name, tokens, params, max_tokens=max_tokens, priority=priority)
         self.step()
         return self.pull_of(name)
 
     def loaded(self, name: str) -> None:
         """The worker reports success."""
         self.step(KVConnectorOutput(finished_recving={name}))
+
+    @property
+    def loading(self) -> set[str]:
+        """Requests that the worker is told to load, and of which vLLM has heard nothing yet."""
+        names: set[str] = set(self.scheduler.connector._scheduler._loading)
+        return names
 
     def pull_of(self, name: str) -> StartPull:
         (pull,) = [each for each in self.commands if isinstance(each, StartPull) and each.request_id == name]

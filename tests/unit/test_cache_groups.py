@@ -363,6 +363,21 @@ def test_a_prefix_hit_deeper_than_the_last_cached_state() -> None:
     assert len(states.local_block_ids) == 1
 
 
+@pytest.mark.parametrize(("threshold", "is_read"), [(149, True), (150, False)])
+def test_few_tokens_are_those_that_vllm_would_compute(threshold: int, is_read: bool) -> None:
+    """Without the load nothing that is cached is of use: there is no state to go on from."""
+    specs = [full(), state("align")]
+    prefill, decode = HybridEngine(specs), HybridEngine(specs, options={"decode_recompute_threshold": threshold})
+    tokens = tokens_of(150)
+    decode.run("warm", [*tokens[:70], *tokens_of(60, seed=1)], None)
+    prefill.prefill("a", tokens)
+    decode.submit("a", tokens, prefill.params["a"])
+    for _ in range(5):
+        decode.step()
+    assert decode.pull_of("a").awaited is is_read
+    assert decode.computed["a"] == (0 if is_read else len(tokens))
+
+
 @pytest.mark.parametrize(
     ("specs", "expected"),
     [

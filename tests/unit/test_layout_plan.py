@@ -419,6 +419,13 @@ _STATE = mamba("layers.0", channels=8, groups=0, heads=8, channel_bytes=1, group
 _LATENT = latent("layers.0", bytes_per_token=8)
 
 
+def test_who_has_to_do_something_about_an_engine_that_is_to_read_from_itself() -> None:
+    """It is the router: starting the engine again with the other's value would change nothing."""
+    with pytest.raises(LayoutMismatch) as caught:
+        plan_engine(rank("d"), [rank("d")])
+    assert "router" in caught.value.advice
+
+
 @pytest.mark.parametrize(
     ("local", "remotes", "field"),
     [

@@ -19,7 +19,7 @@ from connector.protocol import QuarantineLifted, ReceiveEnded
 from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient
-from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, window
+from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, tokens_of, window
 from tests.unit.log_lines import listening
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
@@ -231,3 +231,42 @@ def test_who_has_blocks_is_served_while_a_failed_load_finds_too_few() -> None:
         decode.step()
     assert list(decode.finished) == ["b", "a"], "the second in the blocks of the first"
     assert decode.computed["a"] == len(prompts["a"])
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_failed_loads_are_computed_although_loads_of_higher_priority_find_too_few_blocks(failures: int) -> None:
+    """vLLM stands still otherwise, and for good, with all blocks free: it reserves those of the failed loads, the load
+    before them in the queue does not fit beside that, and nobody behind it is looked at."""
+    prefill = HybridEngine([full()])
+    decode = HybridEngine([full()], blocks=1 + 10, recomputes=True, policy="priority")
+    failing = {f"failing {number}": TOKENS[number : 80 + number] for number in range(failures)}
+    urgent = {f"urgent {number}": tokens_of(96, seed=1 + number) for number in range(2)}
+    for name, tokens in failing.items():
+        prefill.prefill(name, tokens)
+        decode.load(name, tokens, prefill.params[name], priority=1)
+    decode.step(KVConnectorOutput(finished_recving=set(failing), failed_recving=set(failing)))
+    for name, tokens in urgent.items():
+        prefill.prefill(name, tokens)
+        decode.submit(name, tokens, prefill.params[name])
+    for _ in range(20):
+        loaded = set(urgent) & decode.loading
+        decode.step(KVConnectorOutput(finished_recving=loaded))
+    assert decode.finished.keys() == failing.keys() | urgent.keys()
+    assert {decode.computed[name] for name in failing} == {80}
+    assert {decode.computed[name] for name in urgent} == {1}, "their KV was loaded"
+
+
+def test_nobody_but_failed_loads_passes_one_that_finds_too_few_blocks() -> None:
+    """Others would have the blocks that it waits for."""
+    prefill = HybridEngine([full()])
+    decode = HybridEngine([full()], blocks=1 + 10, recomputes=True, policy="priority")
+    failing, urgent, other = TOKENS[:80], tokens_of(96, seed=1), tokens_of(80, seed=2)
+    prefill.prefill("failing", failing)
+    prefill.prefill("urgent", urgent)
+    decode.load("failing", failing, prefill.params["failing"], priority=2)
+    decode.step(KVConnectorOutput(finished_recving={"failing"}, failed_recving={"failing"}))
+    decode.submit("urgent", urgent, prefill.params["urgent"])
+    decode.submit("other", other, None, priority=1)
+    for _ in range(10):
+        decode.step(KVConnectorOutput(finished_recving={"urgent"} & decode.loading))
+    assert list(decode.finished) == ["failing", "urgent", "other"]

@@ -1,4 +1,5 @@
-"""Mutants of the executors: peer actor, reads, handshake, lease keeper, supervisor, restarts; and of the ports."""
+"""Mutants of the executors: peer actor, reads, handshake, lease keeper, supervisor, restarts; of the ports; and of what
+the scheduler's side makes vLLM do."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
+from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.read_fence import ReadFence
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
@@ -818,4 +820,37 @@ PORTS = (
     ),
 )
 
-MUTANTS = (*ACTORS, *READS, *HANDSHAKE, *KEEPER, *SUPERVISOR, *PORTS)
+LOAD_FAILURES = "tests/unit/test_load_failures.py"
+
+SCHEDULER = (
+    Mutant(
+        name="a failed load before those that have blocks",
+        row=60,
+        broken="a load that failed and finds too few blocks stands before those that have all they need",
+        changes=(
+            Edit(
+                ConnectorScheduler.get_num_new_matched_tokens,
+                "self._to_compute.add(request_id)\n        return None, False",
+                "self._to_compute.add(request_id)",
+            ),
+        ),
+        place=ByTest(LOAD_FAILURES + "::test_who_has_blocks_is_served_while_a_failed_load_finds_too_few"),
+    ),
+    Mutant(
+        name="a load lets nobody pass",
+        row=60,
+        broken="a load of higher priority that finds too few blocks stands before those that they are kept for",
+        changes=(
+            Edit(
+                ConnectorScheduler.build_step_metadata,
+                "self._lets_pass = bool(self._to_compute and self._offered)",
+                "pass",
+            ),
+        ),
+        place=ByTest(
+            LOAD_FAILURES + "::test_failed_loads_are_computed_although_loads_of_higher_priority_find_too_few_blocks"
+        ),
+    ),
+)
+
+MUTANTS = (*ACTORS, *READS, *HANDSHAKE, *KEEPER, *SUPERVISOR, *PORTS, *SCHEDULER)

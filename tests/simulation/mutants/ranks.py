@@ -170,6 +170,12 @@ MUTANTS = (
         place=with_vllm("bytes", first=WINDOWS),
     ),
     Mutant(
+        name="cached attention is enough",
+        broken="D computes a prompt whose attention is cached nearly whole, and of which no state is",
+        changes=(Edit(ConnectorScheduler._tokens_to_compute, "return pull.tokens - cached", "return count"),),
+        place=ByTest("tests/unit/test_cache_groups.py::test_few_tokens_are_those_that_vllm_would_compute"),
+    ),
+    Mutant(
         name="loaded blocks are zeroed",
         row=7,
         broken="vLLM is not told that blocks are loaded, so it zeroes them when the device comes to it",

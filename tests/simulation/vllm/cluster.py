@@ -104,6 +104,7 @@ class VllmCluster(Cluster):
         self._forgeries = generator(plan.seed, "forgeries")
         self._mistakes = generator(plan.seed, "prompts of others")
         self._stops = generator(plan.seed, "stop tokens")
+        self._priorities = generator(plan.seed, "priorities")
         self._departures = generator(plan.seed, "departures while an answer is read back")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
@@ -230,8 +231,13 @@ class VllmCluster(Cluster):
         if self._has_states and len(prompt) > 1:
             left = prompt[-1:]
             answered = sequence(prompt[:-1], 1)
-            return Ask(request_id=request_id, sequence=answered, left_to_decode=left, max_tokens=max_tokens, **other)
-        return Ask(request_id=request_id, sequence=sequence(prompt, max_tokens), max_tokens=max_tokens, **other)
+            other |= {"sequence": answered, "left_to_decode": left}
+        else:
+            other["sequence"] = sequence(prompt, max_tokens)
+        return Ask(request_id=request_id, max_tokens=max_tokens, priority=self._draw_priority(), **other)
+
+    def _draw_priority(self) -> int:
+        return self._priorities.randint(0, 3) if self._knobs.has_priorities else 0
 
     async def _repeat(self, number: int, prompt: tuple[int, ...], params: dict[str, Any], decode: VllmEngine) -> None:
         """A router uses the parameters again, on the same engine or on another one."""
@@ -275,6 +281,7 @@ class VllmCluster(Cluster):
             max_tokens=max_tokens,
             stops_after=self._draw_stop(answered.answer),
             params=params,
+            priority=self._draw_priority(),
             abort_in=self._chance.choice(ABORTS_IN_DECODE) if leaves else None,
             may_fail=may_fail,
         )

@@ -65,6 +65,7 @@ class Knobs:
         prefill_caches_states, decode_caches_states: where the model has states, which of them are kept. With prefix
             caching, that at the end of each block of tokens that a step ends with, each in a block of its own
             (`mamba_cache_mode` align); without, the last one of a request (none). vLLM has no other modes.
+        has_priorities: vLLM's queues are served by priority, and requests have different ones.
     """
 
     recomputes: bool
@@ -82,6 +83,7 @@ class Knobs:
     signs: bool
     prefill_caches_states: bool
     decode_caches_states: bool
+    has_priorities: bool
 
 
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
@@ -97,7 +99,8 @@ def _params_keys_file() -> str:
 
 
 def draw_knobs(seed: int) -> Knobs:
-    """Policies alternate; so do the ways to schedule, at half the pace."""
+    """Policies alternate; so do the ways to schedule, at half the pace. One seed in 16 has priorities: of those whose
+    engines compute what failed to load, and whose steps overlap."""
     chance = generator(seed, "scheduler")
     of_states = generator(seed, "states")
     return Knobs(
@@ -116,6 +119,7 @@ def draw_knobs(seed: int) -> Knobs:
         signs=generator(seed, "signatures").random() < 0.5 and draw_shape(seed).numbers_leases,
         prefill_caches_states=of_states.random() < 0.5,
         decode_caches_states=of_states.random() < 0.5,
+        has_priorities=seed % 16 == 14,
     )
 
 
@@ -138,6 +142,7 @@ def engine_configuration(
     config.scheduler_config.max_num_batched_tokens = knobs.batch_tokens
     config.scheduler_config.max_num_seqs = knobs.batch_requests
     config.scheduler_config.async_scheduling = knobs.overlaps
+    config.scheduler_config.policy = "priority" if knobs.has_priorities else "fcfs"
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = blocks
     if has_states:

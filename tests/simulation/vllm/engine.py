@@ -601,6 +601,7 @@ class VllmEngine:
         counts = {
             "requests that wait for blocks": len(side._waiting),
             "requests that load": len(side._loading),
+            "failed loads that wait": len(side._failed | side._to_compute),
             "prefills in the scheduler": len(side._computing),
             "far ends of windows": len(side.far_ends_held),
             "requests": len(self.scheduler.requests),
@@ -630,6 +631,7 @@ def _request(ask: Ask, hash_block_tokens: int) -> Request:
         pooling_params=None,
         arrival_time=trio.current_time(),
         block_hasher=block_hasher(hash_block_tokens, MAX_MODEL_TOKENS),
+        priority=ask.priority,
     )
 
 

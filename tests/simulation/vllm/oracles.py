@@ -42,6 +42,7 @@ class Ask:
         stops_after: so many tokens of the answer, the last of which the client has named as one to stop at; None: the
             answer ends by its length.
         params: kv_transfer_params.
+        priority: the lower, the earlier it is served.
         abort_in: status of the request, as vLLM names it or LOADED, in which the client leaves; None: it stays.
         may_fail: the load may fail although no fault touches it, because the parameters are damaged or were used.
         finish: how it ended, as vLLM names it, or ABORTED or ENGINE_DIED; None while it is open.
@@ -54,6 +55,7 @@ class Ask:
     left_to_decode: tuple[int, ...] = ()
     stops_after: int | None = None
     params: dict[str, Any] | None
+    priority: int = 0
     abort_in: str | None = None
     may_fail: bool = False
     tokens: list[int] = field(default_factory=list)
