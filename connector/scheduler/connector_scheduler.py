@@ -83,7 +83,7 @@ from connector.key_files import listener_access, own_workers_access, params_key_
 from connector.observe import catalogue
 from connector.observe.log import CrashCount, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
-from connector.own_address import told_host
+from connector.own_address import is_all_interfaces, told_host
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -255,6 +255,12 @@ class ConnectorScheduler:
             self._engine_id,
         )
         warn_of_insecurity(options, f"{self._host}:{self._port}")
+        if is_all_interfaces(self._told_host):
+            _log.warning(
+                "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
+                "to tell others: no other machine reaches this engine; set VLLM_HOST_IP, or that variable, to it",
+                self._host,
+            )
         self._figures = EngineFigures()
         self._crashes = CrashCount()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
