@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from vllm.utils.network_utils import get_ip
 
-_ALL_INTERFACES = ("0.0.0.0", "::", "[::]")
+_ALL_INTERFACES = ("0.0.0.0", "::", "[::]", "*")
 
 
 def told_host(host: str) -> str:
-    """For a host to listen at: the same, or an address of this machine in place of all its interfaces."""
-    return get_ip() if host in _ALL_INTERFACES else host
+    """For a host to listen at: the same, or an address of this machine in place of all its interfaces. Where vLLM finds
+    none, because the machine has no route, it is that of all again."""
+    return get_ip() if is_all_interfaces(host) else host
+
+
+def is_all_interfaces(host: str) -> bool:
+    return host in _ALL_INTERFACES

@@ -33,6 +33,8 @@ Rules that are nobody's machine:
 * Cores that know one engine by different sizes stand on the same agents. What makes a connection of one of them suspect
   makes those of the others suspect, and is over for none of them before the agents are removed for all.
 * What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew.
+* Nothing is assumed of a lease that has a number. Built-in engines give none out, so where one answers as the engine
+  that has lent it, that one has ended: it was put back to the built-in connector under its id.
 
 The cost of an event does not grow with the number of requests or leases in hand, but for events that concern all of
 them (the peer is ready, or lost). Renewals of many leases travel in one message.
@@ -90,6 +92,7 @@ ASSUMED_OVER = (
 )
 
 RESTARTED = "the engine is another process than the one that lent them"
+REPLACED = "the engine runs the built-in connector now, and one with this connector has lent them"
 RESIZED = "the engine has come back with another number of ranks"
 LEFT = "the engine has ended, as it had said"
 RETIRED = "the engine was given up here: another one has its place, it was idle, or the connector stops"
@@ -1123,6 +1126,9 @@ class RemoteEngine:
             self._begin_holds(claim, connection.ranks)
             if not claim.users:
                 self._let_go(claim)
+        if connection.is_builtin and claim.lease.number:
+            self._lose_everywhere(claim, REPLACED, now_ns)
+            return
         if connection.is_builtin:
             until_ns = claim.heard_ns + self._limits.lease_ns - self._limits.margin_ns
             for rank in range(connection.ranks):

@@ -42,6 +42,7 @@ WHY_GONE = {
     lending.AMBIGUOUS: "ambiguous",
     lending.LEFT: "left",
     remote_engine.RESTARTED: "restarted",
+    remote_engine.REPLACED: "replaced",
     remote_engine.RESIZED: "resized",
     remote_engine.LEFT: "engine_left",
     remote_engine.ASSUMED_OVER: "assumed_over",

@@ -51,7 +51,8 @@ and its answer names them. The next prompt of the conversation comes to P with t
 cached of what both are known to begin with (`prefix_digest`), as D would, and computes the rest. All that this saves is
 time, so whatever is wrong with such parameters, or cannot be read (a state of more tokens than the prompt has), P
 computes itself. Only from engines that answer for their leases: of a built-in D nobody knows whether it still has the
-blocks.
+blocks. Parameters without a number are of such a one, or came through a router that drops the keys that it does not
+know: nothing is read, and the blocks are released as if it had been.
 
 A lease of D ends in its time, whoever holds it. Otherwise two engines can wait for each other: P's queue holds D's
 blocks, P has none free for its queue because they are lent to D, and D's queue, which holds those, waits for D's. For
@@ -87,7 +88,7 @@ from connector.key_files import listener_access, own_workers_access, params_key_
 from connector.observe import catalogue
 from connector.observe.log import CrashCount, EventLog, FailureLog, distribution_version, get_logger
 from connector.observe.stats import EngineStats
-from connector.own_address import told_host
+from connector.own_address import is_all_interfaces, told_host
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -249,6 +250,8 @@ class ConnectorScheduler:
         self._not_lent = 0
         # Those whose ids no engine takes.
         self._unnameable = 0
+        # Prompts whose parameters name the blocks of an answer, and no lease.
+        self._numberless = 0
         self._cache_manager: KVCacheManager | None = None
         self._block_pool: BlockPool | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
@@ -264,6 +267,12 @@ class ConnectorScheduler:
             self._engine_id,
         )
         warn_of_insecurity(options, f"{self._host}:{self._port}")
+        if is_all_interfaces(self._told_host):
+            _log.warning(
+                "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
+                "to tell others: no other machine reaches this engine; set VLLM_HOST_IP, or that variable, to it",
+                self._host,
+            )
         self._figures = EngineFigures()
         self._crashes = CrashCount()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
@@ -629,15 +638,32 @@ class ConnectorScheduler:
             subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
             self._log_failure(subject, error.failure)
             return None
-        if remote.lease_number is None or len(remote.block_ids) != len(self._groups):
+        if len(remote.block_ids) != len(self._groups):
             _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
             return None
+        if remote.lease_number is None:
+            self._note_numberless(request.request_id)
         tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
         return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns)
+
+    def _note_numberless(self, request_id: str) -> None:
+        """P: parameters of an answer that say neither what is lent nor under which number: nothing is read."""
+        self._numberless += 1
+        if self._numberless & (self._numberless - 1) == 0:  # a router may drop them from every prompt
+            _log.warning(
+                "prompt %s is computed whole, and the blocks of the answer that it goes on from are given back unread: "
+                "their kv_transfer_params have no lease_number; what to do: have the router forward all keys, and not "
+                "only those that it knows, as llm-d's sidecar does; where D has the built-in connector, leave "
+                "bidirectional_kv_xfer off (number %d)",
+                request_id,
+                self._numberless,
+            )
 
     def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
         """Of those that a D has, as many as this prompt is known to begin with (`prefix_digest`). Of a prompt that is
         loaded whole vLLM computes the last token again, which a state does not allow."""
+        if remote.lease_number is None:
+            return 0
         theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
         said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
         equal = [tokens for tokens, digest in self._prefix_digests(request, said) if said[tokens] == digest]

@@ -15,6 +15,9 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   shape does not matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that
   only one side has are the layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ.
 
+Values are told as vLLM has them, and two names of the same are taken for one where they are compared, and nowhere else:
+so a version that learns of another pair of names refuses no engine of the version before, which cannot know of it.
+
 A value that differs is an `Incompatible` that names the field and both values (`wire.handshake`).
 """
 
@@ -46,6 +49,8 @@ IN_ARRAYS = "the metadata of all tokens behind the data of all"
 OF_ROCM = "as ROCm orders an indexer"
 """Begins the order of what chooses the tokens of sparse attention, on ROCm."""
 
+DTYPE = "KV cache dtype"
+
 FP8 = "kind of FP8"
 
 FNUZ, E4B15 = "FNUZ", "E4B15"
@@ -61,12 +66,28 @@ REVISION = "revision"
 WEIGHTS = "weights"
 DRAFT = "speculative."
 """Begins the names of what is said of the draft model: `speculative.weights`."""
+CACHE_DTYPE = "cache_dtype"
+DRAFT_CACHE_DTYPE = "kv_cache_dtype"
+QUANTIZATION = "quantization"
 CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
 LONG_ROPE = "long_rope"
 """Which of its two lists of rotary factors an engine takes whose model has LongRoPE: `long` or `short`."""
 TEMPERATURE_TUNING = "attn_temperature_tuning"
 """Whether an engine with Llama 4 scales queries by their position: `on` or `off`. Named as in the configuration."""
+
+_SAME_NUMBERS = {"fp8": "fp8_e4m3"}
+"""Two names of a cache type: one that people write, and that of a checkpoint from ModelOpt with `auto`."""
+
+_SAME_FILES = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+"""Names under which vLLM reads the same quantized weights. Which one it takes depends on the platform, and changes the
+kernels alone."""
+
+_NAMES_OF_THE_SAME = {
+    CACHE_DTYPE: _SAME_NUMBERS,
+    DRAFT + DRAFT_CACHE_DTYPE: _SAME_NUMBERS,
+    QUANTIZATION: _SAME_FILES,
+}
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
@@ -124,7 +145,7 @@ def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
     return [
         Difference(field=name, local=value, remote=theirs[name], advice=_advice(name))
         for name, value in ours.items()
-        if name not in skipped and theirs.get(name, value) != value
+        if name not in skipped and not _is_same(_NAMES_OF_THE_SAME.get(name, {}), value, theirs.get(name, value))
     ]
 
 
@@ -144,11 +165,11 @@ def differing_layers(
         if other is None or other == layer:
             continue
         for field, local, remote in (
-            ("KV cache dtype", layer.dtype, other.dtype),
+            (DTYPE, layer.dtype, other.dtype),
             (FP8, layer.fp8 or OCP, other.fp8 or OCP),
             (ORDER, layer.order, other.order),
         ):
-            if local == remote:
+            if _is_same(_SAME_NUMBERS if field == DTYPE else {}, local, remote):
                 continue
             named = (order for order in _NAMED_ORDERS if local.startswith(order) or remote.startswith(order))
             advice = next(named, field)
@@ -159,6 +180,11 @@ def differing_layers(
                 yield msgspec.structs.replace(found, advice=not_packed)
         for field in ("k_scale", "v_scale"):
             yield from _differing_scales(field, name, layer, other)
+
+
+def _is_same(names: Mapping[str, str], local: str, remote: str) -> bool:
+    """`names`: two names of the same, the second of which stands for both."""
+    return names.get(local, local) == names.get(remote, remote)
 
 
 def _both_state(ours: Mapping[str, str], theirs: Mapping[str, str], name: str) -> bool:
@@ -189,7 +215,7 @@ def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
 
 
 _LAYER_ADVICE = {
-    "KV cache dtype": "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
+    DTYPE: "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
     FP8: (
         "the GPUs of both engines store FP8 in unlike ways, and the same byte is another number: use GPUs that store it"
         " alike, or, if the model allows it, a --kv-cache-dtype without FP8"

@@ -23,8 +23,10 @@ from connector.layout.shapes import LayerShape, shard
 from connector.observe.log import get_logger
 from connector.wire.bounded import shorten
 from connector.wire.identity import (
+    CACHE_DTYPE,
     CONFIG,
     DRAFT,
+    DRAFT_CACHE_DTYPE,
     E4B15,
     FACTORS_MAX,
     FNUZ,
@@ -33,6 +35,7 @@ from connector.wire.identity import (
     LONG_ROPE,
     MODEL,
     OF_ROCM,
+    QUANTIZATION,
     REVISION,
     TEMPERATURE_TUNING,
     VALUE_LENGTH_MAX,
@@ -80,15 +83,8 @@ _NOT_OF_KV = frozenset(
 """Entries of a configuration that change no KV, or are compared otherwise: generation defaults, labels, versions. vLLM
 writes `max_model_len` into that of MiniMax-M2, to size a rotary cache by it."""
 
-_SAME_NUMBERS = {"fp8": "fp8_e4m3"}
-"""Two names of a cache type: one that people write, and that of a checkpoint from ModelOpt with `auto`."""
-
 _TURBOQUANT_FP8 = "turboquant_k8v4"
 """The type of TurboQuant whose keys are FP8."""
-
-_SAME_FILES = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
-"""Names under which vLLM reads the same quantized weights. Which one it takes depends on the platform, and changes the
-kernels alone."""
 
 _SHORT_UP_TO = "original_max_position_embeddings"
 
@@ -125,9 +121,9 @@ def _factors(vllm_config: VllmConfig, attention_backend: str) -> dict[str, str]:
     del hashed["speculative_config"]
     model = vllm_config.model_config
     factors = {name: _text(value) for name, value in hashed.items()}
-    factors["cache_dtype"] = _cache_dtype(vllm_config.cache_config.cache_dtype, model)
+    factors[CACHE_DTYPE] = _cache_dtype(vllm_config.cache_config.cache_dtype, model)
     factors |= _of_model("", model, vllm_config.load_config)
-    factors["quantization"] = _quantization(model)
+    factors[QUANTIZATION] = _text(model.quantization or NONE)
     factors |= _of_draft(vllm_config)
     factors |= _of_long_rope(model)
     factors |= _of_temperature_tuning(model)
@@ -155,7 +151,7 @@ def _of_draft(vllm_config: VllmConfig) -> dict[str, str]:
     cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
     return {
         f"{DRAFT}method": _text(speculative.method),
-        f"{DRAFT}kv_cache_dtype": _cache_dtype(cache_dtype, draft),
+        f"{DRAFT}{DRAFT_CACHE_DTYPE}": _cache_dtype(cache_dtype, draft),
         f"{DRAFT}auxiliary_layer_ids": _text(auxiliary_layers or NONE),
         f"{DRAFT}code_revision": _text(draft.code_revision or NONE),
         **_of_model(DRAFT, draft, speculative.draft_load_config or vllm_config.load_config),
@@ -197,13 +193,7 @@ def _of_configuration(model: ModelConfig) -> dict[str, str]:
 
 def _cache_dtype(chosen: str, model: ModelConfig) -> str:
     """`auto` is the model's own, and the same as that written out."""
-    written_out = str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
-    return _SAME_NUMBERS.get(written_out, written_out)
-
-
-def _quantization(model: ModelConfig) -> str:
-    chosen = str(model.quantization or NONE)
-    return _text(_SAME_FILES.get(chosen, chosen))
+    return str(chosen) if chosen != "auto" else str(model.dtype).removeprefix("torch.")
 
 
 def _text(value: object) -> str:
@@ -268,7 +258,7 @@ def _layer_dtype(layer: Any, spec: KVCacheSpec) -> str:
     """What the numbers in the cache are. Quantized ones have a name, and lie in tensors of plain bytes."""
     chosen = str(getattr(layer, "kv_cache_dtype", "auto"))
     if _is_quantized(chosen):
-        return _SAME_NUMBERS.get(chosen, chosen)
+        return chosen
     dtypes = spec.dtypes if hasattr(spec, "dtypes") else (getattr(spec, "dtype", chosen),)
     return _text(", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
 

@@ -144,9 +144,13 @@ class HeardPort(RealNixlPort):
         super().set_event_callback(hear)
 
 
+NUMBER = 1
+"""Of every lease here. Engines that answer as the built-in connector number none."""
+
+
 def lease_of(request_id: str) -> LeaseName:
     """What P calls the lease of a request (its id on P)."""
-    return LeaseName(request_id, 1)
+    return LeaseName(request_id, NUMBER)
 
 
 def lend_by_all(ranks: list[Engine], request_id: str) -> LeaseName:
@@ -308,6 +312,7 @@ def answer_as_builtin(patch: pytest.MonkeyPatch) -> None:
         return msgspec.msgpack.encode(found)
 
     patch.setattr(Engine, "payload", without_facts)
+    patch.setattr("tests.actors.engines.NUMBER", 0)
 
 
 @asynccontextmanager

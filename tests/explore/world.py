@@ -333,7 +333,8 @@ class Rules:
         self.shelf = Shelf(reads=product.prefill_ranks)
         self._cores = cores
         self.request_ids = [f"r{number}" for number in range(len(product.requests))]
-        self.leases = [LeaseName(f"L{number}", 1) for number in range(product.leases)]
+        # A built-in engine numbers none.
+        self.leases = [LeaseName(f"L{number}", 0 if product.is_builtin else 1) for number in range(product.leases)]
         self.lease_numbers = {name: number for number, name in enumerate(self.leases)}
         self.request_numbers = {name: number for number, name in enumerate(self.request_ids)}
         self.decode_cores = product.decode_engines * product.decode_ranks

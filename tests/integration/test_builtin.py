@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.house import BLOCK_TOKENS, LAYERS, SHAPE, House, check_loaded, check_pair
+from tests.integration.house import BLOCK_TOKENS, LAYERS, SHAPE, House, check_loaded, check_not_loaded, check_pair
 from tests.rig import BUILTIN, EngineRig, RequestSpec, engine_pair, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -62,6 +62,19 @@ def test_an_aborted_request_frees_the_blocks_of_a_builtin_prefill_engine(house: 
     assert house.decode.wait("mixed-abort").finish == "abort"
     house.decode.resume_steps()
     builtin[0].wait_until_whole(_FREED_SECONDS)
+
+
+def test_what_was_lent_before_p_was_put_back_to_the_builtin_connector_is_not_read(house: House, builtin: Pair) -> None:
+    """Under its engine id and at its address. D has what it takes to read, from blocks that hold something else."""
+    tokens = prompt("put-back", 3 * BLOCK_TOKENS)
+    there = ("remote_engine_id", "remote_host", "remote_port", "remote_block_ids")
+    after = builtin[0].prefill("another", prompt("another", 3 * BLOCK_TOKENS))
+    params = house.prefill.prefill("put-back", tokens) | {key: after[key] for key in there}
+    check_not_loaded(house.decode, house.decode.decode("put-back", tokens, params), tokens)
+    house.traces.wait_for_state("request", "put-back", "expired")
+    assert house.traces.reason("request", "put-back") == "LeaseOver"
+    for prefill in (house.prefill, builtin[0]):
+        prefill.wait_until_whole(10 * _BUILTIN_LEASE_SECONDS)
 
 
 # ---- controls

@@ -36,6 +36,7 @@ from statemachine import draining
 from statemachine.draining import Draining, State
 from statemachine.failures import Failure
 from tests.unit.hybrid_engine import HybridEngine, full
+from tests.unit.log_lines import listening
 
 TOKENS = list(range(40))
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -90,7 +91,8 @@ def test_the_answer_of_a_prefill_names_the_lease_and_no_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"), [("0.0.0.0", "192.0.2.7"), ("::", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")]
+    ("variable", "told"),
+    [("0.0.0.0", "192.0.2.7"), ("::", "192.0.2.7"), ("*", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")],
 )
 def test_the_answer_of_a_prefill_names_an_address_to_connect_to(
     monkeypatch: pytest.MonkeyPatch, variable: str, told: str
@@ -100,6 +102,18 @@ def test_the_answer_of_a_prefill_names_an_address_to_connect_to(
     engine = HybridEngine([full()])
     engine.prefill("a", TOKENS)
     assert engine.params["a"]["remote_host"] == told
+
+
+@pytest.mark.parametrize(("found", "is_said"), [("192.0.2.7", False), ("0.0.0.0", True)])
+def test_an_engine_that_has_no_address_to_tell_says_so(
+    monkeypatch: pytest.MonkeyPatch, found: str, is_said: bool
+) -> None:
+    """vLLM finds its machine's address by the route to the outside. Others that are told 0.0.0.0 reach themselves."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0")
+    monkeypatch.setattr("connector.own_address.get_ip", lambda: found)
+    with listening() as lines:
+        HybridEngine([full()])
+    assert any("set VLLM_HOST_IP" in text for text in lines.texts) is is_said
 
 
 # --- pulls ------------------------------------------------------------------------------------------------------------

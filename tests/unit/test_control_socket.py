@@ -80,7 +80,7 @@ def test_it_listens_where_peers_are_told(monkeypatch: pytest.MonkeyPatch, host: 
     assert answer.held[0].remaining_ns == 9
 
 
-@pytest.mark.parametrize("variable", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("variable", ["0.0.0.0", "::", "*"])
 def test_who_listens_at_all_interfaces_says_one_of_them(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """Another machine that tried to connect to all interfaces would reach itself."""
     monkeypatch.setattr(own_address, "get_ip", lambda: "127.0.0.7")

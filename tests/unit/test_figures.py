@@ -190,6 +190,7 @@ def test_what_p_says_of_a_lease_that_is_gone_is_a_label_only_if_it_is_known() ->
         ("expired", "expired"),
         ("<b>any text</b>" * 100, "other"),
         (remote_engine.RESTARTED, "restarted"),
+        (remote_engine.REPLACED, "replaced"),
     ]:
         d = Decode()
         d.start()

@@ -92,6 +92,31 @@ def test_what_only_one_side_states_is_not_compared() -> None:
     assert handshake(IDENTITY, with_factors(of_a_later_version="1")) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("cache_dtype", "fp8", "fp8_e4m3"),
+        ("speculative.kv_cache_dtype", "fp8", "fp8_e4m3"),
+        ("quantization", "awq", "awq_marlin"),
+        ("quantization", "auto_gptq", "gptq_marlin"),
+    ],
+)
+def test_two_names_of_the_same_fit_whoever_says_which(name: str, one: str, other: str) -> None:
+    """Also where the other engine is of a version that knows only one of them, and so says what vLLM says."""
+    for ours, theirs in ((one, other), (other, one)):
+        assert handshake(with_factors(**{name: theirs}), with_factors(**{name: ours})) is None
+    failure = handshake(with_factors(**{name: "another"}), with_factors(**{name: other}))
+    assert failure is not None
+    assert (failure.field, failure.local, failure.remote) == (name, other, "another")
+    # What is a name of the same for one factor is none for another.
+    assert handshake(with_factors(dtype=other), with_factors(dtype=one)) is not None
+
+
+def test_two_names_of_a_layers_numbers_fit_whoever_says_which() -> None:
+    assert handshake(with_layer(dtype="fp8_e4m3")) is None
+    assert handshake(IDENTITY, with_layer(dtype="fp8_e4m3")) is None
+
+
 def test_others_that_differ_are_named_too() -> None:
     theirs = with_factors(weights="another", **dict.fromkeys(("vllm_version", "dtype"), "another"))
     failure = handshake(theirs)

@@ -26,6 +26,7 @@ from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
+from statemachine.lease import LeaseName
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     REMOTE_DECODE,
@@ -37,6 +38,7 @@ from tests.unit.hybrid_engine import (
     state,
     window,
 )
+from tests.unit.log_lines import listening
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
@@ -251,11 +253,6 @@ def test_images_are_numbered_where_nothing_caches_them(cache_gb: float, caches_p
     assert not numbers_media(config)
 
 
-def _without_number(params: dict[str, Any]) -> None:
-    """As of a built-in D: nobody knows whether it still has the blocks."""
-    del params["lease_number"]
-
-
 def _without_address(params: dict[str, Any]) -> None:
     del params["remote_port"]
 
@@ -268,7 +265,7 @@ def _other_groups(params: dict[str, Any]) -> None:
     params["remote_block_ids"] *= 2
 
 
-@pytest.mark.parametrize("change", [_without_number, _without_address, _malformed, _other_groups])
+@pytest.mark.parametrize("change", [_without_address, _malformed, _other_groups])
 def test_what_cannot_be_read_is_computed(change: Any) -> None:
     prefill, decode = engine("p"), engine("d")
     params = first_turn(decode, prefill)
@@ -278,6 +275,45 @@ def test_what_cannot_be_read_is_computed(change: Any) -> None:
     assert fresh.computed["second"] == len(NEXT_PROMPT)
     assert fresh.params["second"]["remote_num_tokens"] == len(NEXT_PROMPT)
     assert not [each for each in fresh.commands if isinstance(each, StartPull | TrackLease)]
+
+
+FORWARDED = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "transfer_mode",
+)
+"""What a router forwards that names the built-in connector's keys one by one, as llm-d's sidecar does."""
+
+
+def test_what_names_no_lease_is_computed_and_its_blocks_are_given_back() -> None:
+    """As of a built-in D, of which nobody knows whether it still has the blocks, or behind a router that drops keys of
+    ours. Before, D kept them for all of `decoder_kv_blocks_ttl`, and nobody said so."""
+    params = first_turn(engine("d"), engine("p"))
+    known = REMOTE_DECODE | {key: params[key] for key in FORWARDED}
+    prefill = engine("p")
+    with listening() as lines:
+        for number in range(1, 4):
+            prefill.run(f"again-{number}", NEXT_PROMPT[:-number], known)
+    assert prefill.computed["again-1"] == len(NEXT_PROMPT) - 1
+    said = [text for text in lines.texts if "lease_number" in text]
+    assert [re.findall(r"^prompt (\S+) .*forward all keys.*\(number (\d)\)$", text) for text in said] == [
+        [("again-1", "1")],
+        [("again-2", "2")],
+    ]
+    tracked, started = (
+        [each for each in prefill.commands if isinstance(each, kind)] for kind in (TrackLease, StartPull)
+    )
+    lease = LeaseName(params["remote_request_id"], 0)
+    assert [(each.request_id, each.lease) for each in tracked] == [(f"again-{n}", lease) for n in (1, 2, 3)]
+    assert [(each.lease, each.groups, each.awaited) for each in started] == [(lease, (), False)] * 3
 
 
 def test_malformed_parameters_are_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ from statemachine.remote_engine import (
     ASSUMED_OVER,
     ATTEMPTS_PER_LEASE,
     DRIFT_DIVISOR,
+    REPLACED,
     RESIZED,
     RESTARTED,
     RETIRED,
@@ -100,6 +101,8 @@ LIMITS = EngineLimits(
     retries=1,
 )
 A, B, C = LeaseName("p-a", 1), LeaseName("p-b", 2), LeaseName("p-c", 3)
+OF_BUILTIN = LeaseName("p-a", 0)
+"""A built-in engine numbers no lease."""
 ADDRESS = "host:1"
 
 LOST = TransferError(peer="p", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
@@ -212,21 +215,22 @@ def release(*leases: LeaseName, rank: int = 0, number: int = 1) -> SendRelease:
 def connected(**options: Any) -> Driver:
     """P is connected; nobody wants anything."""
     drive = Driver()
-    drive.announce("first", B)
+    first = OF_BUILTIN._replace(request_id="p-b") if options.get("is_builtin") else B
+    drive.announce("first", first)
     drive.connect(**options)
-    drive.settle("first", B)
+    drive.settle("first", first)
     for rank in range(options.get("ranks", 1)):
-        drive.confirm(B, rank=rank)
+        drive.confirm(first, rank=rank)
     assert (drive.state, drive.core.next_deadline()) == (peer.State.READY, None)
     drive.log.clear()
     return drive
 
 
 def reading(*request_ids: str, reads: int = 1, **options: Any) -> Driver:
-    """P is connected and these requests read, each under the lease A."""
+    """P is connected and these requests read, each under the lease A, or the one without a number."""
     drive = connected(**options)
     for request_id in request_ids or ("a",):
-        drive.start(request_id)
+        drive.start(request_id, OF_BUILTIN if options.get("is_builtin") else A)
         assert PostReads(request_id=request_id, connection=1) in drive.resolve(request_id, reads)
     drive.log.clear()
     return drive
@@ -454,14 +458,14 @@ def test_a_release_that_is_never_confirmed_is_given_up_when_the_lease_must_be_ov
 
 def test_what_ended_before_p_was_connected_is_released_at_connect_and_refused_after() -> None:
     """Also when P is a built-in engine, which could be asked nothing: it frees the blocks when it is told."""
-    for is_builtin in (False, True):
+    for is_builtin, lease in ((False, A), (True, OF_BUILTIN)):
         drive = Driver()
-        drive.announce("a")
-        drive.settle("a")
-        said = NotifyReleases(connection=1, rank=0, leases=(A,)) if is_builtin else release()
+        drive.announce("a", lease)
+        drive.settle("a", lease)
+        said = NotifyReleases(connection=1, rank=0, leases=(lease,)) if is_builtin else release()
         assert drive.connect(is_builtin=is_builtin) == [said]
         drive.confirm()
-        (report,) = drive.start("b")
+        (report,) = drive.start("b", lease)
         assert isinstance(report, Report)
         assert isinstance(report.failure, BlocksConsumed)
 
@@ -490,25 +494,25 @@ def test_a_claim_that_p_never_hears_of_is_forgotten_when_the_lease_must_be_over(
 
 
 def heartbeat(number: int = 1) -> SendHeartbeat:
-    return SendHeartbeat(connection=number, rank=0, leases=(A,))
+    return SendHeartbeat(connection=number, rank=0, leases=(OF_BUILTIN,))
 
 
 def test_a_builtin_p_gets_heartbeats_and_notifications_and_answers_nothing() -> None:
     drive = Driver()
-    drive.start("a")
+    drive.start("a", OF_BUILTIN)
     assert drive.connect(is_builtin=True) == [heartbeat(), ResolveBlocks(request_id="a", connection=1)]
     drive.resolve("a")
     assert drive.wait(30 * S) == [heartbeat()] * 3
-    assert drive.end("a") == [done("a"), NotifyReleases(connection=1, rank=0, leases=(A,))]
+    assert drive.end("a") == [done("a"), NotifyReleases(connection=1, rank=0, leases=(OF_BUILTIN,))]
     assert drive.core.next_deadline() is None
 
 
 @pytest.mark.parametrize("age_ns", [0, 20 * S])
 def test_the_lease_of_a_builtin_p_is_taken_to_begin_when_the_request_was_first_heard_of(age_ns: int) -> None:
     drive = Driver()
-    drive.announce("a", age_ns=age_ns)
+    drive.announce("a", OF_BUILTIN, age_ns)
     drive.wait(10 * S)
-    drive.start("a", age_ns=age_ns + 10 * S)
+    drive.start("a", OF_BUILTIN, age_ns + 10 * S)
     drive.connect(is_builtin=True)
     drive.resolve("a")
     over_ns = NOW - age_ns + 60 * S - S
@@ -534,6 +538,33 @@ def test_the_same_life_of_a_builtin_p_is_read_from_again_and_its_lease_did_not_g
     drive.resolve("a", number=2)
     drive.wait(49 * S)
     assert only(drive.end("a", number=2), Report) == [failed("a", over(ASSUMED_OVER))]
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_lease_that_has_a_number_is_not_assumed_of_a_builtin_p(is_connected: bool, is_announced: bool) -> None:
+    """P was put back to the built-in connector, under its id and at its address. The parameters are from before, and
+    the blocks somebody else's by now."""
+    drive = connected(is_builtin=True) if is_connected else Driver()
+    if is_announced:
+        drive.announce("a")
+    drive.start("a")
+    if not is_connected:
+        drive.connect(is_builtin=True)
+    assert only(drive.log, Report) == [failed("a", over(REPLACED))]
+    for kind in (ResolveBlocks, SendHeartbeat, NotifyReleases):
+        assert only(drive.log, kind) == []
+    assert drive.core.next_deadline() is None
+    drive.start("b", OF_BUILTIN)
+    assert ResolveBlocks(request_id="b", connection=1) in drive.log
+
+
+def test_a_lease_that_has_a_number_is_released_to_no_builtin_p() -> None:
+    drive = Driver()
+    drive.announce("a")
+    drive.settle("a")
+    assert drive.connect(is_builtin=True) == []
+    assert drive.core.next_deadline() is None
 
 
 # --- a suspect connection ---------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ LIMITS = EngineLimits(
     retries=1,
 )
 A, B = LeaseName("a", 1), LeaseName("b", 2)
+OF_BUILTIN = LeaseName("a", 0)
+"""A built-in engine numbers no lease."""
 
 E = TypeVar("E", bound=Effect)
 
@@ -137,10 +139,10 @@ class Executor:
 
 
 def reading(**how: Any) -> Executor:
-    """One request that reads under lease A; P was asked at the moment 1 s."""
+    """One request that reads under lease A, or the one without a number; P was asked at the moment 1 s."""
     executor = Executor(**how)
     executor.now_ns = 1_000 * MS
-    executor.start("r")
+    executor.start("r", OF_BUILTIN if executor.is_builtin else A)
     executor.connect()
     return executor
 
@@ -293,12 +295,12 @@ def test_a_lease_that_is_gone_before_its_request_starts_is_not_read() -> None:
 def test_the_lease_of_a_builtin_engine_is_taken_to_begin_when_its_request_was_heard_of(age_ns: int) -> None:
     executor = Executor(is_builtin=True)
     executor.now_ns = 10_000 * MS
-    executor.announce("r", age_ns=age_ns)
-    executor.start("r")
+    executor.announce("r", OF_BUILTIN, age_ns)
+    executor.start("r", OF_BUILTIN)
     executor.now_ns += 1_000 * MS
     executor.connect()
     executor.pass_until(10_000 * MS - age_ns + LIMITS.lease_ns - LIMITS.margin_ns - 1)
-    executor.start("other")
+    executor.start("other", OF_BUILTIN)
     assert not executor.take(Report)
     executor.pass_until(executor.now_ns + 1)
     executor.read("r")
@@ -572,7 +574,7 @@ def test_a_builtin_engine_hears_heartbeats_and_one_notification() -> None:
     executor.pass_until(executor.now_ns + LIMITS.lease_ns // 6)
     assert len(executor.take(SendHeartbeat)) == 2
     executor.read("r")
-    assert [each.leases for each in executor.take(NotifyReleases)] == [(A,)]
+    assert [each.leases for each in executor.take(NotifyReleases)] == [(OF_BUILTIN,)]
     executor.pass_until(executor.now_ns + LIMITS.lease_ns)
     assert not executor.take(NotifyReleases)
     assert not executor.take(SendHeartbeat)

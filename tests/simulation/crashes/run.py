@@ -379,8 +379,7 @@ class Scene(abc.ABC):
     def _lend(self, prefill: str, request_id: str, blocks: Sequence[int]) -> LeaseName | None:
         """P has computed the prompt of a request; None: it lends nothing any more."""
         engine = self.prefills[prefill]
-        lease = LeaseName(f"{prefill}-{request_id}", len(self._leases) + 1)
-        self._leases[request_id] = lease
+        lease = self._name_lease(request_id, prefill)
         if engine.is_killed:
             return lease
         if not engine.lends:
@@ -397,9 +396,13 @@ class Scene(abc.ABC):
         self._lent[lease.request_id] = (prefill, set())
         return lease
 
+    def _name_lease(self, request_id: str, prefill: str) -> LeaseName:
+        number = 0 if self.prefills[prefill].shape.is_builtin else len(self._leases) + 1
+        lease = self._leases[request_id] = LeaseName(f"{prefill}-{request_id}", number)
+        return lease
+
     def _announce(self, request_id: str, prefill: str, address: PeerAddress | None = None) -> None:
-        lease = self._leases.get(request_id) or LeaseName(f"{prefill}-{request_id}", len(self._leases) + 1)
-        self._leases[request_id] = lease
+        lease = self._leases.get(request_id) or self._name_lease(request_id, prefill)
         peer = address or self.prefills[prefill].address
         self.decode.commands.append(TrackLease(request_id=request_id, peer=peer, lease=lease, age_seconds=0.0))
 

@@ -193,6 +193,14 @@ PROOF = (
         place=ByTest(CORE + "::test_a_builtin_engine_that_restarted_keeps_nothing"),
     ),
     Mutant(
+        name="a built-in P is taken to lend what another one has lent",
+        rule="assumed from when we heard",
+        row=48,
+        broken="a lease that has a number is assumed of a built-in engine, which numbers none",
+        changes=(Edit(RemoteEngine._meet, "if connection.is_builtin and claim.lease.number:", "if False:"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_a_lease_that_has_a_number_is_not_assumed_of_a_builtin_p"),
+    ),
+    Mutant(
         name="an assumed lease begins late",
         rule="assumed from when we heard",
         row=1,

@@ -215,9 +215,15 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit"),
     ),
     Mutant(
+        name="two names of the same are told apart",
+        broken="a cache type or a quantization that has two names fits only under the same one",
+        changes=(Edit(identity._is_same, "names.get(local, local) == names.get(remote, remote)", "local == remote"),),
+        place=ByTest(_IDENTITY + "test_two_names_of_the_same_fit_whoever_says_which"),
+    ),
+    Mutant(
         name="any quantization will do",
         broken="how the weights are quantized is not told",
-        changes=(_edit_worker("kv_identity", "_factors", "_quantization(model)", "NONE"),),
+        changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
         place=ByTest(_OF_AN_ENGINE + "test_quantization_is_named"),
     ),
     Mutant(
@@ -271,7 +277,7 @@ IDENTITY = (
     Mutant(
         name="any type of numbers will do",
         broken="the type of the numbers in each layer's cache is not compared",
-        changes=(Edit(identity.differing_layers, '("KV cache dtype", layer.dtype, other.dtype),', ""),),
+        changes=(Edit(identity.differing_layers, "(DTYPE, layer.dtype, other.dtype),", ""),),
         place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
     ),
     Mutant(
