@@ -419,8 +419,10 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
-        self._lets_pass = bool(self._to_compute and self._offered)
-        self._offered.clear()
+        self._lets_pass = False
+        if self._offered:
+            self._lets_pass = len(self._to_compute) > 0
+            self._offered.clear()
         if self._computing:
             self._far_ends.follow(output)
         if self._spans is not None:

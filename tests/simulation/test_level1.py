@@ -342,7 +342,7 @@ HANGING_RESTART = [
 UNHEARD = [fault(Kind.READ_LATE, "d0>p0", 0.2, 4.0), fault(Kind.MESSAGE_LOSS, "d0>p0", 0.8, 8.0)]
 """READs end at any time, and leases are not renewed."""
 DEAF = fault(Kind.MESSAGE_LOSS, "d0>p0", 0.0, 3.0)
-DEAF_TO_ANSWERS = fault(Kind.MESSAGE_LOSS, "p0>d0", 0.5, 3.0, 0.7)
+HARDLY_ANSWERED = fault(Kind.MESSAGE_LOSS, "p0>d0", 0.5, 6.0, 0.9)
 RESETS = fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0)
 RETRIES = [fault(Kind.ROUTER_RETRY, f"d{number}", 0.0, 4.0, 0.5) for number in range(3)]
 REORDERED = fault(Kind.MESSAGE_REORDER, "d0>p0", 0.0, 4.0)
@@ -368,7 +368,7 @@ QUEUES = fault(Kind.LONG_QUEUE, "d0", 0.2, 3.5)
         (quarantine_nothing, [LATE], "block reuse"),
         (fail_without_report, [DEAF], "bound"),
         (wait_for_reads_for_ever, [LATE], "bound"),
-        (wait_for_proof_for_ever, [DEAF_TO_ANSWERS, SLOW], "bound"),
+        (wait_for_proof_for_ever, [HARDLY_ANSWERED, SLOW], "bound"),
         (keep_proofs_across_connections, HANGING_RESTART, "proof"),
         (free_at_the_first_release, [], "held"),
         (free_when_one_engine_is_done, TWO_HOLDERS, "held"),
