@@ -46,7 +46,7 @@ LOAD_FACTOR = 0.6
 QUEUED_MAX = 32
 """Prompts that routers let wait for one engine; one that comes then is refused. An engine with few blocks may have lent
 most of them to nobody, for as long as a lease lasts, and more would still wait when the run is over."""
-ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED")
+ABORTS_IN_DECODE = ("WAITING", "WAITING_FOR_REMOTE_KVS", LOADED, "RUNNING", "PREEMPTED", "PREEMPTED")
 ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
 ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
