@@ -391,7 +391,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]]
     (report_before_the_device_is_done, [], 24, "bytes"),
     (say_held_of_what_was_released, [], 1, "proof"),
     (go_on_lending_when_a_worker_has_stopped, [STOPPED], 12, "scheduler"),
-    (forget_what_the_second_rank_quarantined, [STALL], 2, "block reuse"),
+    (forget_what_the_second_rank_quarantined, [STALL], 2, "blocks"),
 ]
 """What is broken, under which faults and seed, and the oracle that notices. The seeds are quick ones."""
 
