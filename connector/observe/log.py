@@ -99,6 +99,12 @@ class SafeLogger(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 
 
+def is_said(count: int) -> bool:
+    """Whether there is a line for the `count`-th of what others may cause as often as they like: for each power of two,
+    so that nobody fills the log."""
+    return count & (count - 1) == 0
+
+
 def get_logger() -> SafeLogger:
     """The connector's logger; its methods never raise.
 
@@ -184,7 +190,7 @@ class StrangerLog:
         self._counts[stranger] = count, now
         if len(self._counts) > STRANGERS_COUNTED_MAX:
             self._counts.popitem(last=False)
-        if count & (count - 1) == 0 and self._window.admits(stranger):
+        if is_said(count) and self._window.admits(stranger):
             get_logger().warning("%s: %s (%s, number %d)", self._where, shorten(sentence, 500), stranger, count)
 
 
@@ -431,7 +437,7 @@ class CrashCount:
 
     def note(self, what: str, error: BaseException) -> None:
         self._crashes += 1
-        if self._crashes & (self._crashes - 1) == 0:
+        if is_said(self._crashes):
             self._write(f"{what} (number {self._crashes})", error)
 
 

@@ -29,6 +29,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
+from connector.observe.log import is_said
 from connector.ports.nixl import NotificationReceived
 from connector.ports.side_channel import Listener
 from connector.protocol import (
@@ -235,10 +236,8 @@ class LeaseKeeper:
 
     def _drop_notification(self) -> None:
         self.notifications_dropped += 1
-        dropped = self.notifications_dropped
-        # A line for each power of two: whoever floods us must not fill the log as well.
-        if dropped & (dropped - 1) == 0:
-            self._log_failure("notification", NotificationsDropped(dropped=dropped))
+        if is_said(self.notifications_dropped):
+            self._log_failure("notification", NotificationsDropped(dropped=self.notifications_dropped))
 
     # --- out --------------------------------------------------------------------------------------------------------
 

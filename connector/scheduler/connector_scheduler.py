@@ -86,7 +86,7 @@ from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
-from connector.observe.log import CrashCount, EventLog, FailureLog, distribution_version, get_logger
+from connector.observe.log import CrashCount, EventLog, FailureLog, distribution_version, get_logger, is_said
 from connector.observe.stats import EngineStats
 from connector.own_address import is_all_interfaces, told_host
 from connector.protocol import (
@@ -651,7 +651,7 @@ class ConnectorScheduler:
     def _note_numberless(self, request_id: str) -> None:
         """P: parameters of an answer that say neither what is lent nor under which number: nothing is read."""
         self._numberless += 1
-        if self._numberless & (self._numberless - 1) == 0:  # a router may drop them from every prompt
+        if is_said(self._numberless):
             _log.warning(
                 "prompt %s is computed whole, and the blocks of the answer that it goes on from are given back unread: "
                 "their kv_transfer_params have no lease_number; what to do: have the router forward all keys, and not "
@@ -872,7 +872,7 @@ class ConnectorScheduler:
         elif not is_request_id(request_id):
             self._figures.note_not_lent(catalogue.REQUEST_ID_REASON)
             self._unnameable += 1
-            if self._unnameable & (self._unnameable - 1) == 0:  # a client may send many
+            if is_said(self._unnameable):
                 _log.warning(
                     "prefill %s is answered without kv_transfer_params, so that D computes the prompt: its id has more "
                     "than %d characters or control characters; what to do: have clients send ids of printable ASCII "

@@ -151,10 +151,10 @@ class TransferLedger:
             outcome = self._outcomes.popleft()
             if self._is_repeated(outcome):
                 continue
-            if isinstance(outcome, SumsWanted):
-                self.sums_wanted.append(outcome)
-                continue
             match outcome:
+                case SumsWanted():
+                    self.sums_wanted.append(outcome)
+                    continue
                 case ReceiveEnded(failure=None):
                     tables = self._open_receives.pop(outcome.request_id)
                     self._loaded.append(Loaded(outcome.request_id, tables, outcome.landed, outcome.unfilled))
