@@ -843,7 +843,7 @@ SCHEDULER = (
         changes=(
             Edit(
                 ConnectorScheduler.build_step_metadata,
-                "self._lets_pass = bool(self._to_compute and self._offered)",
+                "self._lets_pass = len(self._to_compute) > 0",
                 "pass",
             ),
         ),
