@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from vllm.config import VllmConfig
 
 from connector.protocol import AbortPull, Command, StartPull
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class StepEnd(Protocol):

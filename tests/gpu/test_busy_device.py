@@ -18,7 +18,9 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
+from connector.worker.read_fence import ReadFence, end_of_steps_on
 from tests.gpu.patience import patient
+from tests.rig.pulls import pull
 
 pytestmark = pytest.mark.timeout(patient(120))
 
@@ -127,3 +129,25 @@ def test_what_a_step_has_yet_to_write_is_written_when_it_is_checked(cache: torch
         assert not end.query(), "the pass was over too soon for this test to say anything"
         found = sums.of([blocks], after_steps=True)
     assert found.tolist() == sums.of([blocks]).tolist() != before.tolist()
+
+
+def test_no_read_begins_before_the_steps_are_over_that_were_given_before_it(gpu: torch.device) -> None:
+    """With the device's own events; which of them are asked is the business of tests/unit/test_read_fence.py."""
+    end_of_steps = end_of_steps_on(gpu)
+    assert end_of_steps is not None
+    fence, first, later = ReadFence(end_of_steps), pull("a", [1]), pull("b", [2])
+    fence.note_step()
+    torch.cuda.synchronize(gpu)
+    assert fence.let_through([first]) == [first]
+    with forward_pass(gpu) as end:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            fence.note_step()
+            held = fence.let_through([first])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not end.query(), "the pass was over too soon for this test to say anything"
+        assert held == []
+        torch.cuda.synchronize(gpu)
+        assert fence.let_through() == [first]
+        assert fence.let_through([later]) == [later]

@@ -10,6 +10,7 @@ import base64
 import math
 import statistics
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -111,8 +112,8 @@ def nixl_alone(memory: DeviceMemory, source: Source, local_ids: np.ndarray, remo
         agent.deregister_memory(registered)
 
 
-async def through_the_port(memory: DeviceMemory, source: Source) -> float:
-    """Seconds of a READ."""
+async def through_the_port(memory: DeviceMemory, source: Source, page_bytes: int = PAGE_BYTES) -> float:
+    """Seconds of a READ, of as many pages whatever their size."""
     kind, count = memory.memory_kind, PAGES[memory.device.type]
     (ours,) = memory.ranges
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
@@ -121,7 +122,7 @@ async def through_the_port(memory: DeviceMemory, source: Source) -> float:
         port.set_event_callback(send.send_nowait)
 
         def run(address: int, device_id: int) -> MemoryRun:
-            return MemoryRun(address, PAGE_BYTES, PAGE_BYTES, count, device_id, kind)
+            return MemoryRun(address, page_bytes, page_bytes, count, device_id, kind)
 
         peer = await port.add_remote_agent(source.metadata)
         local = await port.prepare_local([run(ours.address, ours.device_id)])
@@ -140,6 +141,31 @@ async def through_the_port(memory: DeviceMemory, source: Source) -> float:
     finally:
         with trio.CancelScope(shield=True):
             await port.aclose(10)
+
+
+class Computing:
+    """A thread that computes without a pause, as the engine thread does between its steps."""
+
+    def __init__(self) -> None:
+        self.stood_still_seconds = 0.0
+        """The longest time: near that of a READ, its calls keep the interpreter."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._compute)
+
+    def _compute(self) -> None:
+        last = time.perf_counter()
+        while not self._stop.is_set():
+            now = time.perf_counter()
+            self.stood_still_seconds = max(self.stood_still_seconds, now - last)
+            last = now
+
+    def __enter__(self) -> Computing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def copied(memory: DeviceMemory, source_device: torch.device) -> float:
@@ -175,6 +201,23 @@ def test_a_read_is_about_as_fast_as_nixl_alone(
         assert seconds["in one piece, copied"] >= IN_ONE_PIECE_AT_LEAST * seconds["in one piece, NIXL alone"], (
             "UCX does not read over cuda_ipc: see docs/first-gpu-run.md, check 2"
         )
+
+
+def test_the_calls_of_a_read_let_the_interpreter_go(
+    memory: DeviceMemory, source: Source, source_device: torch.device
+) -> None:
+    """Pages lie apart, and each costs a call of the driver; all are made in one call of NIXL."""
+    for page_bytes in (4096, PAGE_BYTES):
+        alone = trio.run(through_the_port, memory, source, page_bytes)
+        with Computing() as computing:
+            beside = trio.run(through_the_port, memory, source, page_bytes)
+        print(  # noqa: T201
+            f"{source_device} to {memory.device}, {PAGES[memory.device.type]} pages of {page_bytes} bytes: a READ takes"
+            f" {1e3 * alone:.1f} ms, beside a thread that computes {1e3 * beside:.1f} ms; that one stood still for"
+            f" {1e3 * computing.stood_still_seconds:.1f} ms at most"
+        )
+    seconds = sys.getswitchinterval()
+    assert computing.stood_still_seconds < max(alone / 2, 4 * seconds)
 
 
 def can_access(device: torch.device, other: torch.device) -> bool:
