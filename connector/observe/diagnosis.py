@@ -22,7 +22,7 @@ import msgspec
 from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.explanation import as_advertised
 from connector.observe.live import Address, EngineReport, RankReport, Survey
-from connector.observe.ucx_devices import NETWORK, Opened
+from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
@@ -489,6 +489,15 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
             _ADD_DEVICE_MEMORY
             if _lacks_device_memory(facts)
             else "see whether this NIXL is built for the device, and whether the process sees it",
+        )
+    elif facts.memory_kind == "VRAM" and not opened.reads_over_cuda_ipc:
+        yield _about(
+            engine,
+            "transports",
+            "warning",
+            "UCX finds no NVLink and does not read over cuda_ipc: KV of engines on the same machine goes over the"
+            " network, over TCP if there is no other",
+            f"{READS_WITHOUT_NVLINK}=y in the environment of both engines",
         )
     network = opened.of_kind(NETWORK)
     if opened.transports and not network:

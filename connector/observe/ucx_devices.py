@@ -21,12 +21,14 @@ from typing import NamedTuple
 from connector.observe.live import EngineReport
 from connector.wire.inspection import EngineRow
 
-VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES")
+READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES", READS_WITHOUT_NVLINK)
 """Of an engine's environment. No others: an engine that lies could name a file to write, or a library to load."""
 SECONDS = 30.0
 NETWORK = "network"
 
 _TITLE, _LEGEND = "Available Transports and Devices", "Legend:"
+_NO_READS = "cuda-ipc get zcopy disabled"
 _DEVICE = re.compile(r"([+-]) (\S+)")
 _COMPLAINT = re.compile(r"UCX +(?:WARN|ERROR) +(.+)")
 _PROGRAM = """
@@ -52,6 +54,8 @@ class Opened(NamedTuple):
     transports: tuple[Transport, ...] = ()
     complaints: tuple[str, ...] = ()
     problem: str = ""
+    reads_over_cuda_ipc: bool = True
+    """False where it has found no NVLink; then it writes over cuda_ipc only, unless `READS_WITHOUT_NVLINK` is set."""
 
     def of_kind(self, kind: str) -> tuple[Transport, ...]:
         return tuple(each for each in self.transports if each.kind == kind)
@@ -97,6 +101,7 @@ def open_as(environment: Mapping[str, str], seconds: float = SECONDS) -> Opened:
         transports=tuple(_used(said)),
         complaints=complaints,
         problem=lines[-1] if child.returncode and lines else "",
+        reads_over_cuda_ipc=_NO_READS not in said,
     )
 
 

@@ -18,7 +18,7 @@ from connector.observe.history import TERMINAL, History, Story, histories, match
 from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import PrefillDecode
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, OVER_TCP, EngineOptions, EngineSet
 from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
@@ -249,7 +249,7 @@ class OnePrefillTwoDecode:
                 directory,
                 "decode-recompute",
                 kv_load_failure_policy="recompute",
-                **decode | {"environment": common["environment"] | {"UCX_TLS": "tcp,self"}},
+                **decode | {"environment": common["environment"] | {"UCX_TLS": OVER_TCP}},
             ),
         )
         self.fail = PrefillDecode(self.prefill, self.failing)

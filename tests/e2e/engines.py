@@ -61,6 +61,15 @@ PORT_RANGE = range(20_000, 32_000)
 BLOCK_SIZE_TOKENS = 32
 """Smallest block that vLLM's CPU attention takes."""
 
+ON_CUDA = os.environ.get("ENGINES_ON", "cpu") == "cuda"
+"""Whether engines compute on CUDA devices (docs/first-gpu-run.md); those with one rank share the first one."""
+PRECISELY = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+"""float32 on a device: products of all their bits, or answers would differ with how prompts are cut into steps."""
+OVER_TCP = "tcp,self,cuda_copy" if ON_CUDA else "tcp,self"
+"""For UCX_TLS: READs that need the other side's help, however near it is."""
+SHARE_OF_DEVICE = 0.05
+"""That has to be free when an engine starts. What its KV cache takes is said apart."""
+
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 StartProgress = Callable[[Sequence["Engine"], float], None]
@@ -95,6 +104,7 @@ def free_port() -> int:
     raise RuntimeError(f"no free port found between {PORT_RANGE.start} and {PORT_RANGE.stop}")
 
 
+HOST_OFFLOADING = {"spec_name": "HostOffloadingSpec", "spec_module_path": "tests.e2e.host_offloading"}
 OFFLOADING_BYTES = 1 << 29
 """Of host memory, for `beside_offloading`."""
 
@@ -116,6 +126,10 @@ class EngineOptions:
     data_parallel_size: int = 1
     """Each with ranks of its own; the handshakes of the n-th are served n ports above `side_channel_port`."""
     block_size: int = BLOCK_SIZE_TOKENS
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    eager: bool = True
+    staged_on_host: bool = False
+    """On a device: KV is transferred from a buffer on the host into another one."""
     connector: Literal["actor", "plugin", "builtin"] | None = "actor"
     """This project's connector by its module path, or by the name that its plug-in registers, or vLLM's own; None: an
     engine that transfers nothing."""
@@ -165,9 +179,11 @@ class EngineOptions:
 
     def server_arguments(self) -> list[str]:
         """Of the API server's command line."""
-        command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", "float32"]
+        command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", self.dtype]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
-        if self.pipeline_parallel_size == 1:
+        if not self.eager:
+            pass
+        elif self.pipeline_parallel_size == 1:
             command += ["--enforce-eager"]
         else:
             # Later stages make their input buffers in the warm-up, which vLLM leaves out on a CPU with --enforce-eager.
@@ -177,6 +193,9 @@ class EngineOptions:
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         command += ["--data-parallel-size", str(self.data_parallel_size)]
         command += ["--generation-config", "vllm"]
+        if ON_CUDA:
+            command += ["--gpu-memory-utilization", str(SHARE_OF_DEVICE)]
+            command += ["--kv-cache-memory-bytes", str(self.kv_cache_gib << 30)]
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(self._transfer_config())]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
@@ -191,7 +210,7 @@ class EngineOptions:
         own: dict[str, Any] = {
             "kv_connector": "NixlActorConnector" if self.connector == "plugin" else "NixlConnector",
             "kv_role": self.kv_role,
-            "kv_buffer_device": "cpu",
+            "kv_buffer_device": "cuda" if ON_CUDA and not self.staged_on_host else "cpu",
             "kv_load_failure_policy": self.kv_load_failure_policy,
             "kv_connector_extra_config": dict(self.extra_config),
         }
@@ -202,11 +221,8 @@ class EngineOptions:
             offloading = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": self.kv_role,
-                "kv_connector_extra_config": {
-                    "spec_name": "HostOffloadingSpec",
-                    "spec_module_path": "tests.e2e.host_offloading",
-                    "cpu_bytes_to_use": OFFLOADING_BYTES,
-                },
+                "kv_connector_extra_config": {"cpu_bytes_to_use": OFFLOADING_BYTES}
+                | ({} if ON_CUDA else HOST_OFFLOADING),
             }
             children = [own, offloading] if self.beside_offloading == "before" else [offloading, own]
             whole = {
@@ -219,7 +235,7 @@ class EngineOptions:
 
     def process_environment(self) -> dict[str, str]:
         """The environment of the server and of the processes that it starts."""
-        environment = dict(os.environ) | calm_environment()
+        environment = dict(os.environ) | (PRECISELY if ON_CUDA else calm_environment())
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),

@@ -18,7 +18,7 @@ import httpx
 
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, HANDSHAKE_TIMEOUT_SECONDS, Traces, prompt, small_options
-from tests.e2e.engines import LOOPBACK, Engine, EngineSet
+from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 RUNNING_MAX = 4
@@ -54,7 +54,7 @@ class UnequalPair:
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
         common: dict[str, Any] = {
-            "environment": {"UCX_TLS": "tcp,self"},
+            "environment": {"UCX_TLS": OVER_TCP},
             "arguments": ("--max-num-seqs", str(RUNNING_MAX)),
         }
         our_config = {

@@ -77,7 +77,7 @@ class _Parent:
     """The process that engines are forked from."""
 
     def __init__(self) -> None:
-        environment = os.environ | calm_environment() | ONE_THREAD
+        environment = os.environ | ({} if os.environ.get("ENGINES_ON") == "cuda" else calm_environment()) | ONE_THREAD
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.serve"],
             cwd=ROOT,
@@ -129,8 +129,10 @@ def import_what_all_need() -> None:
     """NIXL is not among it: UCX reads its environment when it is loaded."""
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
+    from vllm.platforms import current_platform
+
+    importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
 
 
 def become_server(order: Mapping[str, Any], environment: Mapping[str, str]) -> None:

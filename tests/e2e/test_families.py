@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, CONTEXT_TOKENS, HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, Engine, EngineOptions, EngineSet
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, ON_CUDA, Engine, EngineOptions, EngineSet
 from tests.e2e.tiny_model import SLIDING_WINDOW_TOKENS, tiny_deepseek, tiny_gemma, tiny_granite, tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
@@ -45,7 +46,8 @@ class Family:
     model: Callable[[], Path]
     prefix_caching: bool
     """MLA on a CPU has none, and vLLM's CPU kernels for state-space models do not write the states it needs."""
-    attention_backend: str | None = None
+    attention_backend_on_cpu: str | None = None
+    dtype_on_cuda: Literal["float32", "bfloat16"] = "float32"
     chunk_tokens: int | None = None
     left_to_decode: int = 0
     """Tokens at the end of a prompt that D computes itself."""
@@ -58,7 +60,9 @@ class Family:
 FAMILIES = {
     "llama": Family(tiny_llama, prefix_caching=True),
     "gemma": Family(tiny_gemma, prefix_caching=True, chunk_tokens=2 * SLIDING_WINDOW_TOKENS),
-    "deepseek": Family(tiny_deepseek, prefix_caching=False, attention_backend="CPU_MLA"),
+    "deepseek": Family(
+        tiny_deepseek, prefix_caching=False, attention_backend_on_cpu="CPU_MLA", dtype_on_cuda="bfloat16"
+    ),
     "granite": Family(tiny_granite, prefix_caching=False, left_to_decode=1),
 }
 """The Gemma in chunks: its P gives blocks back that have left the window before the prompt is at its end. The DeepSeek
@@ -76,10 +80,15 @@ class Kind:
     """Of a pipeline; an engine with more than one only lends."""
     number: int = 1
     """Of engines that are otherwise alike."""
+    staged: bool = False
+    """On a device: its KV is transferred from and to the host."""
+    compiled: bool = False
+    """As engines start by default: compiled, and with graphs of the device."""
 
     def __str__(self) -> str:
         stages = f"-{self.stages}-stages" if self.stages > 1 else ""
-        return f"{self.family}-{self.number}-{self.ranks}-ranks{stages}-blocks-of-{self.block_size}"
+        more = "-staged" * self.staged + "-compiled" * self.compiled
+        return f"{self.family}-{self.number}-{self.ranks}-ranks{stages}-blocks-of-{self.block_size}{more}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Route:
         return f"{self.prefill} to {self.decode}"
 
 
-ROUTES = (
+ROUTES_ON_CPU = (
     Route(Kind("llama", ranks=2), Kind("llama")),
     Route(Kind("llama"), Kind("llama", ranks=2)),
     Route(Kind("llama"), Kind("llama", block_size=LONG_BLOCK_SIZE)),
@@ -104,6 +113,25 @@ ROUTES = (
     Route(Kind("granite", ranks=2), Kind("granite")),
     Route(Kind("granite"), Kind("granite", ranks=2)),
 )
+ROUTES_ON_ONE_DEVICE = (
+    Route(Kind("llama"), Kind("llama", block_size=LONG_BLOCK_SIZE)),
+    Route(Kind("llama"), Kind("llama", staged=True)),
+    Route(Kind("llama", staged=True), Kind("llama")),
+    *(Route(Kind(family), Kind(family, number=2)) for family in FAMILIES if family != "llama"),
+    Route(Kind("llama", compiled=True), Kind("llama", compiled=True, number=2)),
+)
+
+
+def _routes() -> tuple[Route, ...]:
+    """Those that this machine has devices for; each rank needs one of its own, ranks of two engines may share it."""
+    if not ON_CUDA:
+        return ROUTES_ON_CPU
+    devices = torch.cuda.device_count()
+    many = (each for each in ROUTES_ON_CPU if max(k.ranks * k.stages for k in (each.prefill, each.decode)) <= devices)
+    return (*ROUTES_ON_ONE_DEVICE, *(each for each in many if each not in ROUTES_ON_ONE_DEVICE))
+
+
+ROUTES = _routes()
 
 
 @dataclass
@@ -143,7 +171,10 @@ class Stable:
             calm_polling=self.builtin,
             extra_config={"kv_lease_duration": LEASE_SECONDS} | (BUILTIN_CONFIG if self.builtin else extra),
             trace_directory=self.directory / "traces",
-            attention_backend=family.attention_backend,
+            staged_on_host=kind.staged,
+            eager=not kind.compiled,
+            dtype=family.dtype_on_cuda if ON_CUDA else "float32",
+            attention_backend=None if ON_CUDA else family.attention_backend_on_cpu,
             prefix_caching=family.prefix_caching,
             max_num_batched_tokens=family.chunk_tokens,
             context_tokens=CONTEXT_TOKENS,

@@ -37,7 +37,7 @@ from tests.e2e.cluster import (
     small_options,
     wait_for,
 )
-from tests.e2e.engines import LOOPBACK, ROOT, Engine, EngineSet
+from tests.e2e.engines import LOOPBACK, OVER_TCP, ROOT, Engine, EngineSet
 from tests.e2e.metrics_page import Page, assert_nothing_is_open
 from tests.e2e.tiny_model import tiny_gemma
 from tests.rig.network import free_port
@@ -294,7 +294,7 @@ class TwoPrefillOneDecode:
         self.traces = Traces(directory / "traces")
         common: dict[str, Any] = {
             "trace_directory": self.traces.directory,
-            "environment": {"UCX_TLS": "tcp,self"},
+            "environment": {"UCX_TLS": OVER_TCP},
             "arguments": ("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
         }
         lends: dict[str, Any] = common | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from tests.gpu.device_memory import use
 from tests.gpu.prefill_ranks import PrefillProcess
 
 FOLDER = Path(__file__).parent
+READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+"""For UCX. Without it a machine whose devices have no NVLink is read over TCP, and cuda_ipc is not tested."""
 ANY = "any"
 
 
@@ -56,6 +59,7 @@ def _no_device() -> str:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     name = request.config.getoption("--device", default="cpu")
+    os.environ.setdefault(READS_WITHOUT_NVLINK, "y")
     device = torch.device("cuda" if name == ANY else name)
     if device.type != "cpu":
         device = torch.device(device.type, device.index or 0)

@@ -285,6 +285,8 @@ SYSV, CUDA = Transport("intra-node", "sysv", ("memory",)), Transport("accelerato
         (Opened((TCP, RC, CUDA)), "VRAM", "note", "UCX opens tcp (eth0 lo), rc_mlx5 (mlx5_0:1), cuda_copy (cuda)"),
         (Opened((TCP, CUDA)), "VRAM", "warning", "none of the RDMA devices mlx5_0"),
         (Opened((TCP, RC)), "VRAM", "problem", "no transport for it"),
+        (Opened((TCP, RC, CUDA), reads_over_cuda_ipc=False), "VRAM", "warning", "does not read over cuda_ipc"),
+        (Opened((TCP, RC, CUDA), reads_over_cuda_ipc=False), "DRAM", "note", "UCX opens tcp"),
         (Opened((SYSV,)), "DRAM", "warning", "no network transport"),
         (Opened((TCP, RC), ("device 'x' is not available",)), "DRAM", "warning", "device 'x' is not available"),
         (Opened((), ("no usable transports",), "NIXL_ERR_BACKEND"), "DRAM", "problem", "no usable transports"),
