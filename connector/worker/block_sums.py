@@ -30,6 +30,7 @@ import torch
 
 from connector.protocol import Stretch
 from connector.worker.cache_memory import WORDS, Numbers, to_device, word_of
+from connector.worker.device_stream import stream_beside_steps
 
 _AT_ONCE_BYTES = 8 << 20
 """Of blocks: memory that is taken for a moment, several times over."""
@@ -46,7 +47,7 @@ class BlockSums:
             for start in self._starts
         ]
         self._device = self._bytes[0].device
-        self._stream = None if self._device.type == "cpu" else torch.Stream(self._device)
+        self._stream = None if self._device.type == "cpu" else stream_beside_steps(self._device)
         # The end of the last step that was noted, in the stream of steps.
         self._step_end: torch.Event | None = None
         # By the number of words.

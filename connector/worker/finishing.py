@@ -29,6 +29,7 @@ import torch
 
 from connector.protocol import Landed, Memory
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.device_stream import stream_beside_steps
 from connector.worker.landing import LandedBlocks
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import DeviceMemoryExhausted, Failure, PackingFailed
@@ -135,7 +136,7 @@ def run_on(device: torch.device) -> Run:
     """For memory of this device."""
     if device.type == "cpu":
         return run_at_once
-    stream = torch.Stream(device)
+    stream = stream_beside_steps(device)
 
     def run_in_stream(work: Callable[[], None]) -> Callable[[], bool]:
         with stream:

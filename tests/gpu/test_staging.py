@@ -25,6 +25,7 @@ from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory
+from connector.worker.device_stream import stream_beside_steps
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
 from tests.bench.source import Source, other_process, tell, wait_for_end
@@ -98,8 +99,8 @@ def busy(device: torch.device) -> Iterator[torch.Event | None]:
 
 
 def bytes_of(cache: torch.Tensor) -> torch.Tensor:
-    """As they are now, on a device. A stream of its own fetches them, and waits for no other."""
-    with torch.Stream(cache.device):
+    """As they are now, on a device; fetched beside the pass."""
+    with stream_beside_steps(cache.device):
         return cache.cpu()
 
 
