@@ -206,7 +206,7 @@ def _require_plain_ring(layer: str, spec: CircularBufferSpec) -> None:
 
 def _require_channels_first(layer: str, spec: MambaSpec) -> None:
     if not is_conv_state_dim_first():
-        raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS")
+        raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS, which vLLM sets by itself on CPUs only")
 
 
 # --- which blocks of a request are kept -----------------------------------------------------------------------------

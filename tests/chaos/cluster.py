@@ -20,7 +20,7 @@ from connector.wire.inspection import EngineRow
 from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL
 from tests.chaos.proxy import Proxy, ProxyThread
 from tests.e2e.cluster import BUILTIN_CONFIG, CHUNK_TOKENS, small_options
-from tests.e2e.engines import LOOPBACK, Engine, EngineSet
+from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
 
 ConnectorName = Literal["ours", "builtin"]
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class ChaosCluster:
             extra_config=COMMON | OURS_ONLY if is_ours else COMMON | BUILTIN_ONLY,
             max_num_batched_tokens=CHUNK_TOKENS,
             trace_directory=self.directory / "traces" if is_ours else None,
-            environment={"UCX_TLS": "tcp,self"} if name == "recompute" else {},
+            environment={"UCX_TLS": OVER_TCP} if name == "recompute" else {},
             arguments=(
                 *("--num-gpu-blocks-override", str(blocks)),
                 *(("--shutdown-timeout", str(SHUTDOWN_SECONDS)) if is_prefill else ()),

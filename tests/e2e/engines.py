@@ -63,8 +63,13 @@ BLOCK_SIZE_TOKENS = 32
 
 ON_CUDA = os.environ.get("ENGINES_ON", "cpu") == "cuda"
 """Whether engines compute on CUDA devices (docs/first-gpu-run.md); those with one rank share the first one."""
-PRECISELY = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
-"""float32 on a device: products of all their bits, or answers would differ with how prompts are cut into steps."""
+ENVIRONMENT_ON_CUDA = {
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+}
+"""float32 with products of all their bits, or answers would differ with how prompts are cut into steps; and what vLLM
+sets by itself on CPUs only."""
 OVER_TCP = "tcp,self,cuda_copy" if ON_CUDA else "tcp,self"
 """For UCX_TLS: READs that need the other side's help, however near it is."""
 SHARE_OF_DEVICE = 0.05
@@ -235,7 +240,7 @@ class EngineOptions:
 
     def process_environment(self) -> dict[str, str]:
         """The environment of the server and of the processes that it starts."""
-        environment = dict(os.environ) | (PRECISELY if ON_CUDA else calm_environment())
+        environment = dict(os.environ) | (ENVIRONMENT_ON_CUDA if ON_CUDA else calm_environment())
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),

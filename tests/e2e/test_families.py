@@ -46,7 +46,7 @@ class Family:
     model: Callable[[], Path]
     prefix_caching: bool
     """MLA on a CPU has none, and vLLM's CPU kernels for state-space models do not write the states it needs."""
-    attention_backend_on_cpu: str | None = None
+    attention_backend: str | None = None
     dtype_on_cuda: Literal["float32", "bfloat16"] = "float32"
     chunk_tokens: int | None = None
     left_to_decode: int = 0
@@ -61,7 +61,10 @@ FAMILIES = {
     "llama": Family(tiny_llama, prefix_caching=True),
     "gemma": Family(tiny_gemma, prefix_caching=True, chunk_tokens=2 * SLIDING_WINDOW_TOKENS),
     "deepseek": Family(
-        tiny_deepseek, prefix_caching=False, attention_backend_on_cpu="CPU_MLA", dtype_on_cuda="bfloat16"
+        tiny_deepseek,
+        prefix_caching=False,
+        attention_backend="TRITON_MLA" if ON_CUDA else "CPU_MLA",
+        dtype_on_cuda="bfloat16",
     ),
     "granite": Family(tiny_granite, prefix_caching=False, left_to_decode=1),
 }
@@ -84,10 +87,12 @@ class Kind:
     """On a device: its KV is transferred from and to the host."""
     compiled: bool = False
     """As engines start by default: compiled, and with graphs of the device."""
+    verifies: bool = False
+    """Checksums of all that is read."""
 
     def __str__(self) -> str:
         stages = f"-{self.stages}-stages" if self.stages > 1 else ""
-        more = "-staged" * self.staged + "-compiled" * self.compiled
+        more = "-staged" * self.staged + "-compiled" * self.compiled + "-verifies" * self.verifies
         return f"{self.family}-{self.number}-{self.ranks}-ranks{stages}-blocks-of-{self.block_size}{more}"
 
 
@@ -119,6 +124,7 @@ ROUTES_ON_ONE_DEVICE = (
     Route(Kind("llama", staged=True), Kind("llama")),
     *(Route(Kind(family), Kind(family, number=2)) for family in FAMILIES if family != "llama"),
     Route(Kind("llama", compiled=True), Kind("llama", compiled=True, number=2)),
+    Route(Kind("llama", verifies=True), Kind("llama", verifies=True, number=2)),
 )
 
 
@@ -157,7 +163,9 @@ class Stable:
     def options(self, kind: Kind, core: int = 0) -> EngineOptions:
         """How an engine is started."""
         family = FAMILIES[kind.family]
-        extra: Mapping[str, Any] = {"handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS}
+        extra: Mapping[str, Any] = {"handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS} | (
+            {"verify": "all"} if kind.verifies else {}
+        )
         return EngineOptions(
             name=str(kind),
             model=family.model(),
@@ -174,7 +182,7 @@ class Stable:
             staged_on_host=kind.staged,
             eager=not kind.compiled,
             dtype=family.dtype_on_cuda if ON_CUDA else "float32",
-            attention_backend=None if ON_CUDA else family.attention_backend_on_cpu,
+            attention_backend=family.attention_backend,
             prefix_caching=family.prefix_caching,
             max_num_batched_tokens=family.chunk_tokens,
             context_tokens=CONTEXT_TOKENS,

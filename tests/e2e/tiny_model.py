@@ -103,8 +103,8 @@ def _deepseek() -> PretrainedConfig:
         intermediate_size=2 * HIDDEN_SIZE,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         q_lora_rank=None,
         # vLLM's CPU kernel for unscaled rotary embedding takes the rotary part of MLA's query for a whole one.
         rope_parameters={

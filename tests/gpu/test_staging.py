@@ -98,16 +98,16 @@ def busy(device: torch.device) -> Iterator[torch.Event | None]:
             yield end
 
 
-def bytes_of(cache: torch.Tensor) -> torch.Tensor:
+def bytes_of(cache: torch.Tensor, beside: torch.Stream) -> torch.Tensor:
     """As they are now, on a device; fetched beside the pass."""
-    with stream_beside_steps(cache.device):
+    with beside:
         return cache.cpu()
 
 
-def untouched(cache: torch.Tensor, end: torch.Event) -> bool:
+def untouched(cache: torch.Tensor, beside: torch.Stream, end: torch.Event) -> bool:
     """Whether nothing has been copied while the pass lasts. Beside it the copies would have been made long since."""
     time.sleep(COPIED_SECONDS)
-    found = bytes_of(cache)
+    found = bytes_of(cache, beside)
     assert not end.query(), "the pass was over too soon for this test to say anything"
     return bool((found == NOT_COPIED).all())
 
@@ -135,12 +135,16 @@ def test_what_was_read_into_memory_of_the_host_comes_to_a_busy_device(
     finishing = Finishing(run_on(host.device), LandedBlocks({}), CacheMemory([host]), Copies(host, cache))
     rest = host[LOADED[-1], -UNFILLED_WORDS:]
     unfilled = Memory(addresses=np.array([rest.data_ptr()]), lengths=np.array([rest.nbytes]))
+    if pinned:
+        # Streams are made at their first use, and modules loaded, which waits for the device.
+        beside = stream_beside_steps(device)
+        bytes_of(cache, beside)
     with busy(device) as end:
         finished = finishing.finish([Loaded("request", (LOADED,), None, unfilled)])
         assert finished == {"request"}
         if pinned:
             assert not end.query(), "the engine thread has waited, or the pass was over too soon for this test"
-            assert untouched(cache, end), "the copies are not in the stream of the pass"
+            assert untouched(cache, beside, end), "the copies are not in the stream of the pass"
         # Whatever comes next in the stream of the pass sees them.
         found = cache.clone()
     assert torch.equal(found.cpu(), expected(NOT_COPIED, unfilled=0))
