@@ -579,22 +579,26 @@ def _versions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for engine in engines:
-        for row in engine.of(PeerRow):
-            if row.failure is None or row.state == "ready" or row.is_retiring or _left_in_peace(row):
-                continue
+        # Ranks that have met the same are one finding.
+        met: dict[tuple[str, str, str], dict[tuple[int, int], PeerRow]] = {}
+        for rank in engine.ranks:
+            for row in rank.of(PeerRow):
+                if not (row.failure is None or row.state == "ready" or row.is_retiring or _left_in_peace(row)):
+                    met.setdefault((row.engine_id, row.state, row.failure), {})[rank.rank] = row
+        for (engine_id, state, failure), rows in met.items():
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
-            is_now = row.failure == "NotAllowed" or row.state in (
-                "backoff",
-                "incompatible",
-                "draining",
-                "disconnecting",
-            )
+            is_now = failure == "NotAllowed" or state in ("backoff", "incompatible", "draining", "disconnecting")
+            detail = next(iter(rows.values())).detail
+            what = f"{_name(engine)}: prefill engine {engine_id} is {state}: {failure}: {detail}"
+            if len(rows) < len(engine.ranks):
+                named = ", ".join(f"PP {pp_rank} TP {tp_rank}" for pp_rank, tp_rank in sorted(rows))
+                what += f" (on {named} of {len(engine.ranks)} ranks)"
             yield Finding(
                 level="problem" if is_now else "warning",
                 check="peers",
-                engines=(_name(engine), row.engine_id),
-                what=f"{_name(engine)}: prefill engine {row.engine_id} is {row.state}: {row.failure}: {row.detail}",
-                advice=WHAT_TO_DO.get(row.failure, ""),
+                engines=(_name(engine), engine_id),
+                what=what,
+                advice=WHAT_TO_DO.get(failure, ""),
             )
 
 

@@ -331,6 +331,19 @@ def test_peers_that_failed(state: str, level: str | None) -> None:
     assert [each.level for each in found(engine("d", row), check="peers")] == ([level] if level else [])
 
 
+def test_a_peer_that_several_ranks_could_not_reach_is_one_finding() -> None:
+    bad: PeerRow = peer_row("backoff", failure="HandshakeTimeout", detail="did not answer").row
+    good: PeerRow = peer_row("ready").row
+    (first,) = engine("d", bad).ranks
+    (other,) = engine("d", good).ranks
+    numbers = [(0, 0), (0, 1), (0, 2)]
+    for reached, suffix in ((0, ""), (1, " (on PP 0 TP 0, PP 0 TP 1 of 3 ranks)")):
+        ranks = [first] * (3 - reached) + [other] * reached
+        several = tuple(replace(rank, rank=number) for rank, number in zip(ranks, numbers, strict=True))
+        (finding,) = found(replace(engine("d"), ranks=several), check="peers")
+        assert finding.what.endswith(f" is backoff: HandshakeTimeout: did not answer{suffix}")
+
+
 def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries() -> None:
     """Another attempt ends alike, and `doctor` ended with status 0."""
     row: PeerRow = peer_row("idle", failure="NotAllowed", detail="it has a key that is not among the accepted keys").row
