@@ -214,11 +214,12 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save layer by layer: see `wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """Staged on the host: copy there what the step has written. Otherwise peers read from the KV cache itself."""
-        self._worker_side.note_step()
+        """After all that the step computes. Staged on the host: copy there what it has written. Otherwise peers read
+        from the KV cache itself, when it has been written."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._worker_side.note_step(metadata)
         if self._worker_side.is_staged:
-            metadata = self._get_connector_metadata()
-            assert isinstance(metadata, StepMetadata)
             self._worker_side.save(metadata)
 
 

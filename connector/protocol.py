@@ -7,7 +7,8 @@ threads share nothing that changes. No vLLM in here: the runtime imports this mo
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -198,6 +199,17 @@ Command: TypeAlias = (
     | SumsFound
     | LoadFailed
 )
+
+
+class AfterSteps(NamedTuple):
+    """A READ, and whether the device has done the steps that it had been given before it.
+
+    The worker makes it on the way to the actors. `are_over` may be called in any thread.
+    """
+
+    command: StartPull
+    are_over: Callable[[], bool]
+
 
 PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
 

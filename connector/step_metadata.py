@@ -29,6 +29,8 @@ class StepMetadata(KVConnectorMetadata):
     commands: list[Command] = field(default_factory=list)
     saves: tuple[list[int], ...] = ()
     """Staged on the host: logical blocks of each cache group to copy there after the forward pass; empty: none."""
+    ends_prompt_to_lend: bool = False
+    """With this step a request may finish whose prompt another engine takes over."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -89,6 +89,7 @@ class Inspector:
 
     Args:
         peers: the actors of this worker.
+        held: commands that wait for the device.
         stopped: why this worker serves no more; None: it does.
     """
 
@@ -101,6 +102,7 @@ class Inspector:
         roster: Roster,
         lease_keeper: LeaseKeeper,
         control: Listener,
+        held: Sized,
         stopped: Callable[[], str | None],
     ) -> None:
         self._facts = facts
@@ -109,6 +111,7 @@ class Inspector:
         self._roster = roster
         self._lease_keeper = lease_keeper
         self._control = control
+        self._held = held
         self._stopped = stopped
         self._clock = context.clock
         self._started_ns = self._clock.now_ns()
@@ -284,6 +287,7 @@ class Inspector:
         counts["leases"] = len(leases)
         reads = self._context.reads
         held = reads.port.counts()
+        counts["commands that wait for the device"] = len(self._held)
         counts["reads in flight"] = reads.in_flight
         counts["read handles"] = held.reads
         counts["remote agents"] = held.remote_agents

@@ -31,6 +31,7 @@ from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import Listener, SideChannel
 from connector.protocol import (
     AbortPull,
+    AfterSteps,
     Command,
     LeaseComputing,
     LeaseGranted,
@@ -49,6 +50,7 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
+from connector.runtime.held_commands import HeldCommands
 from connector.runtime.inspector import Inspector
 from connector.runtime.introductions import Introductions
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
@@ -172,6 +174,7 @@ class Supervisor:
             quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
             member=self._peers.__getitem__,
         )
+        self._held = HeldCommands(self._deliver_now, log_crash)
         self._stopped: ConnectorStopped | None = None
         self._inspector = Inspector(
             facts=facts,
@@ -180,6 +183,7 @@ class Supervisor:
             roster=self._roster,
             lease_keeper=self._lease_keeper,
             control=control,
+            held=self._held,
             stopped=lambda: self._stopped.detail if self._stopped is not None else None,
         )
         self._is_warm = is_warm
@@ -197,6 +201,7 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
+                nursery.start_soon(keep_running, "held commands", self._held.run, self._log_crash)
                 self._introduce()
                 nursery.start_soon(keep_running, "retirement of idle peers", self._retire_idle, self._log_crash)
                 task_status.started()
@@ -234,6 +239,7 @@ class Supervisor:
             self._context.log_failure("connector", self._stopped)
             self._context.emit(WorkerStopped(reason=detail))
         self._tell_roster(roster.Stopped(failure=self._stopped))
+        self._held.release()
         for actor in self._peers.values():
             actor.tell(Stop(failure=self._stopped))
 
@@ -245,8 +251,11 @@ class Supervisor:
 
     # --- routing ------------------------------------------------------------------------------------------------
 
-    def deliver(self, command: Command) -> None:
-        """Trio thread: hand a command to the actor that it concerns. Never raises."""
+    def deliver(self, command: Command | AfterSteps) -> None:
+        """Trio thread: hand a command to the actor that it concerns, when it may be. Never raises."""
+        self._held.take(command)
+
+    def _deliver_now(self, command: Command) -> None:
         try:
             self._hand_out(command)
         except Exception as error:

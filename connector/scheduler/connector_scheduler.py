@@ -234,6 +234,8 @@ class ConnectorScheduler:
         self._heard_ns: dict[str, int] = {}
         # Leases of the requests that run and will be lent, by request id.
         self._computing: dict[str, LeaseName] = {}
+        # Those of them whose prompt another engine takes over.
+        self._prompts_to_lend: dict[str, Request] = {}
         # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
         self._far_ends = FarEnds(self._groups if not self._tokens_left_to_decode else ())
         # Why this engine lends nothing any more; None: it does. The listener's thread may set it too.
@@ -369,6 +371,7 @@ class ConnectorScheduler:
             self._commands.append(LeaseComputing(lease=lease, age_seconds=age_seconds))
             if _wants_remote_decode(request):
                 self._far_ends.expect(request)
+                self._prompts_to_lend[request_id] = request
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -385,6 +388,7 @@ class ConnectorScheduler:
             if self._spans is not None:
                 self._spans.forget(request_id)
             return False, None
+        self._prompts_to_lend.pop(request_id, None)
         if self._spans is not None:
             self._spans.end(request_id)
         if request_id in self._loading:
@@ -427,10 +431,17 @@ class ConnectorScheduler:
             self._far_ends.follow(output)
         if self._spans is not None:
             self._spans.step()
-        if not self._is_staged:
-            return StepMetadata(commands)
-        return StepMetadata(
-            commands, blocks_to_save(output, self._computing, self._groups, drafts_max=self._drafts_max)
+        saves: tuple[list[int], ...] = ()
+        if self._is_staged:
+            saves = blocks_to_save(output, self._computing, self._groups, drafts_max=self._drafts_max)
+        return StepMetadata(commands, saves, self._ends_prompt_to_lend(output))
+
+    def _ends_prompt_to_lend(self, output: SchedulerOutput) -> bool:
+        """Whether one of them has its first token after this step, which may be its last one."""
+        scheduled = output.num_scheduled_tokens
+        return any(
+            request_id in scheduled and request.num_computed_tokens + scheduled[request_id] >= request.num_prompt_tokens
+            for request_id, request in self._prompts_to_lend.items()
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:

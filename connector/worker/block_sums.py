@@ -30,7 +30,7 @@ import torch
 
 from connector.protocol import Stretch
 from connector.worker.cache_memory import WORDS, Numbers, to_device, word_of
-from connector.worker.device_stream import stream_beside_steps
+from connector.worker.device_stream import may_wait, stream_beside_steps
 
 _AT_ONCE_BYTES = 8 << 20
 """Of blocks: memory that is taken for a moment, several times over."""
@@ -69,7 +69,7 @@ class BlockSums:
             sums = [part for stretch in stretches for part in self._of(stretch)]
             if not sums:
                 return np.empty(0, np.int64)
-            with _may_wait():
+            with may_wait():
                 found: Numbers = torch.cat(sums).cpu().numpy()
             return found
 
@@ -96,16 +96,6 @@ class BlockSums:
         if found is None:
             found = self._factors[words] = to_device(factors(words), self._device)
         return found
-
-
-def _may_wait() -> contextlib.AbstractContextManager[None]:
-    """Imported here because tests on a device run without vLLM, and nobody looks for waits then."""
-    try:
-        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-    except ModuleNotFoundError:
-        return contextlib.nullcontext()
-    allowed: contextlib.AbstractContextManager[None] = gpu_sync_allowed()
-    return allowed
 
 
 def factors(words: int) -> Numbers:

@@ -45,6 +45,7 @@ from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import (
+    AfterSteps,
     Command,
     LeaseGranted,
     LoadFailed,
@@ -77,8 +78,8 @@ from connector.worker.ledger import TransferLedger
 from connector.worker.memory_stays import keep_memory
 from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
-from connector.worker.read_fence import ReadFence, end_of_steps_on, writes_late
 from connector.worker.registration import Registration, derive_registration
+from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.failures import Failure
 from statemachine.trace import TraceSink
@@ -121,7 +122,7 @@ class ConnectorWorker:
         self._options = options
         self._access = channel_access(options)
         self._handshake_metadata: HandshakeMetadata | None = None
-        self._thread: ActorThread[Command] | None = None
+        self._thread: ActorThread[Command | AfterSteps] | None = None
         self._rank_number = 0
         # Of the engine thread; the actors have their own.
         self._log_failure: FailureLog | None = None
@@ -137,7 +138,7 @@ class ConnectorWorker:
         self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
         # With the option verify.
         self._block_sums: BlockSums | None = None
-        self._fence: ReadFence | None = None
+        self._fence: StepFence | None = None
         self._layout: RankLayout | None = None
         self._clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
@@ -185,7 +186,7 @@ class ConnectorWorker:
             self._block_sums, self._layout = BlockSums(registered.values()), layout
         end_of_steps = end_of_steps_on(next(iter(kv_caches.values())).device)
         if end_of_steps is not None and writes_late(self._vllm_config, has_states=has_states):
-            self._fence = ReadFence(end_of_steps)
+            self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
@@ -366,9 +367,9 @@ class ConnectorWorker:
         if self._is_copy:
             self._end_sends(metadata.commands)
         commands = metadata.commands
-        if thread is None or not (commands or self._fence is not None):
+        if thread is None or not commands:
             return
-        if commands and self._staging is not None:
+        if self._staging is not None:
             self._staging.require_copy_operation()
         is_dead = thread.is_dead
         for command in commands:
@@ -377,10 +378,9 @@ class ConnectorWorker:
                 self.ledger.refuse(command)
         if is_dead:
             return
-        if self._fence is not None:
-            commands = self._fence.let_through(commands)
         for command in commands:
-            thread.post(command if self._block_sums is None else self._with_sums(command, self._block_sums))
+            told = command if self._block_sums is None else self._with_sums(command, self._block_sums)
+            thread.post(told if self._fence is None else self._fence.with_steps(told))
         self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
 
@@ -398,7 +398,7 @@ class ConnectorWorker:
             return command
         return msgspec.structs.replace(command, block_ids=None, sums=encode_sums(sums))
 
-    def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command]) -> None:
+    def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command | AfterSteps]) -> None:
         """Of what READs have left, for the actors that compare."""
         assert self._block_sums is not None
         for each in wanted:
@@ -416,10 +416,12 @@ class ConnectorWorker:
                 self.ledger.enter(command)
                 self.ledger.record(SendEnded(request_id=command.lease.request_id, expired=False))
 
-    def note_step(self) -> None:
+    def note_step(self, metadata: StepMetadata) -> None:
         """The device has been given all that this step computes, drafts included."""
         if self._fence is not None:
             self._fence.note_step()
+            if metadata.ends_prompt_to_lend:
+                self._fence.wait()
         if self._block_sums is not None:
             self._block_sums.note_step()
 
@@ -495,7 +497,7 @@ class ConnectorWorker:
             self._crashes.note("gauges of a step", error)
         return report
 
-    def _lateness(self, thread: ActorThread[Command]) -> tuple[int, float]:
+    def _lateness(self, thread: ActorThread[Command | AfterSteps]) -> tuple[int, float]:
         """How many commands wait for the actors, and since when, in seconds; nothing, unless that is long."""
         messages, seconds = thread.lateness()
         self._hang_notice.note(seconds)

@@ -171,18 +171,21 @@ def replace_by_drain(router: Router, engine: Engine, client: Client) -> None:
     assert began.exit_code == 0, began.output
     assert began.output.startswith("draining for ")
     before = len(router.served)
+
+    def not_lent() -> list[Served]:
+        return [each for each in router.served[before:] if each.prefill == "first" and not each.lent]
+
     time.sleep(LEARNS_LATE_SECONDS)
+    wait_for(lambda: True if not_lent() else None, "a request that the draining engine does not lend", END_SECONDS)
     router.stop_using("first")
     ended = runner.invoke(app, ["drain", address])
     assert ended.exit_code == 0, ended.output
     assert "drained after " in ended.output
-    not_lent = [each for each in router.served[before:] if each.prefill == "first" and not each.lent]
-    assert not_lent, "the router had gone on to use it"
     assert client.complete("it still answers", max_tokens=1).ok
     shown = runner.invoke(app, ["ps", "--engine", address])
     assert " drained " in shown.output
     assert client.metric("vllm:nixl_actor_draining") == client.metric("vllm:nixl_actor_drained") == 1
-    assert client.metric("vllm:nixl_actor_prefills_not_lent_total") >= len(not_lent)
+    assert client.metric("vllm:nixl_actor_prefills_not_lent_total") >= len(not_lent())
     assert engine.stop(END_SECONDS), "it went by itself"
     drained_at_its_end(engine, engine.log())
     engine.restart().wait_healthy()

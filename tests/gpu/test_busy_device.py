@@ -5,6 +5,7 @@ The engine thread must not wait for it, vLLM must not be told before it has been
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from connector.protocol import Landed, Memory, Stretch
+from connector.protocol import AfterSteps, Landed, Memory, Stretch
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
 from connector.worker.landing import LandedBlocks
-from connector.worker.read_fence import ReadFence, end_of_steps_on
+from connector.worker.step_fence import StepFence, end_of_steps_on
 from tests.gpu.patience import patient
 from tests.rig.pulls import pull
 
@@ -131,23 +132,34 @@ def test_what_a_step_has_yet_to_write_is_written_when_it_is_checked(cache: torch
     assert found.tolist() == sums.of([blocks]).tolist() != before.tolist()
 
 
-def test_no_read_begins_before_the_steps_are_over_that_were_given_before_it(gpu: torch.device) -> None:
-    """With the device's own events; which of them are asked is the business of tests/unit/test_read_fence.py."""
+def test_a_read_waits_for_the_steps_that_were_given_before_it(gpu: torch.device) -> None:
+    """With the device's own events, which the actors' thread asks. Which steps they are is the business of
+    tests/unit/test_step_fence.py."""
     end_of_steps = end_of_steps_on(gpu)
     assert end_of_steps is not None
-    fence, first, later = ReadFence(end_of_steps), pull("a", [1]), pull("b", [2])
+    fence, told = StepFence(end_of_steps), list[bool]()
+
+    def ask(waiting: AfterSteps) -> bool:
+        thread = threading.Thread(target=lambda: told.append(waiting.are_over()))
+        thread.start()
+        thread.join()
+        return told[-1]
+
     fence.note_step()
     torch.cuda.synchronize(gpu)
-    assert fence.let_through([first]) == [first]
+    first = fence.with_steps(pull("a", [1]))
+    assert isinstance(first, AfterSteps)
+    assert ask(first)
     with forward_pass(gpu) as end:
         torch.cuda.set_sync_debug_mode("error")
         try:
             fence.note_step()
-            held = fence.let_through([first])
+            second = fence.with_steps(pull("b", [1]))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert isinstance(second, AfterSteps)
+        is_over = ask(second)
         assert not end.query(), "the pass was over too soon for this test to say anything"
-        assert held == []
+        assert not is_over
         torch.cuda.synchronize(gpu)
-        assert fence.let_through() == [first]
-        assert fence.let_through([later]) == [later]
+        assert ask(second)

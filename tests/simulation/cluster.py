@@ -69,13 +69,13 @@ from tests.simulation.oracles import BUILTIN_READERS, InjectedCrash, Oracles
 from tests.simulation.process import (
     GRACE_LEASES,
     PORT,
-    RANK_LAG_SECONDS_MAX,
     SLEW_PPB_MAX,
     Process,
     Rank,
     Surroundings,
     Variant,
 )
+from tests.simulation.shapes import HEARD_SECONDS_MAX
 from tests.simulation.verdict import Violation
 
 LIVENESS_SECONDS = 120.0
@@ -530,7 +530,7 @@ class Cluster:
                 await trio.sleep(0.01)
         if not stopping.has_ended:
             self._oracles.complain("leaks", f"{engine.name} did not stop")
-        await trio.sleep(2 * RANK_LAG_SECONDS_MAX)  # what was said before may still be on its way to a rank
+        await trio.sleep(2 * HEARD_SECONDS_MAX)  # what was said before may still be on its way to a rank
         if stopping.has_died() or stopping.has_lost_a_rank:
             return
         self._oracles.check_all_reported(engine.name)

@@ -49,7 +49,7 @@ from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from statemachine.failures import BadParams, ConnectorStopped, Corrupt, Failure, LeaseOver, QuarantineFull
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
-from tests.simulation.shapes import RANK_LAG_SECONDS_MAX
+from tests.simulation.shapes import HEARD_SECONDS_MAX
 from tests.simulation.verdict import Violation
 
 SCHEDULING_SLACK_SECONDS = 0.5
@@ -273,7 +273,7 @@ class Oracles:
 
     def _check_quarantine(self, pull: Pull, tp_rank: int, failure: Failure | None) -> None:
         kept, now = self._kept_aside.get((pull.decode, tp_rank)), trio.current_time()
-        heard_until = pull.started_seconds + RANK_LAG_SECONDS_MAX
+        heard_until = pull.started_seconds + HEARD_SECONDS_MAX
         if isinstance(failure, QuarantineFull):
             self.coverage["refused by a full quarantine"] += 1
             if kept is None or not kept.is_ever_full(pull.started_seconds, now):
@@ -455,7 +455,7 @@ class Oracles:
         if leaves_ns is not None:
             deadline_ns = min(deadline_ns, leaves_ns)
         if lent.latest_ns is not None:
-            if trio.current_time() <= lent.granted_seconds + RANK_LAG_SECONDS_MAX:
+            if trio.current_time() <= lent.granted_seconds + HEARD_SECONDS_MAX:
                 lent.overtaken_ns = max(lent.overtaken_ns, deadline_ns)
             deadline_ns = min(deadline_ns, lent.latest_ns)
         lent.deadline_ns = max(lent.deadline_ns, deadline_ns)
@@ -617,7 +617,7 @@ class Oracles:
     def check_all_reported(self, decode: str | None = None) -> None:
         """Nobody waits any more: after the liveness phase on any engine, after the end of a process on that one. Of
         what has begun just now not every rank has heard."""
-        begun_until = trio.current_time() - RANK_LAG_SECONDS_MAX
+        begun_until = trio.current_time() - HEARD_SECONDS_MAX
         for pull in self.pulls.values():
             is_due = pull.awaited and not pull.is_lost and pull.started_seconds <= begun_until
             if is_due and not pull.is_reported and decode in (None, pull.decode):

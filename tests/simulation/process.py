@@ -22,7 +22,16 @@ from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
-from connector.protocol import Command, LeaseGranted, Outcome, PeerAddress, SumsWanted, WorkerStopped
+from connector.protocol import (
+    AfterSteps,
+    Command,
+    LeaseGranted,
+    Outcome,
+    PeerAddress,
+    StartPull,
+    SumsWanted,
+    WorkerStopped,
+)
 from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
@@ -44,7 +53,7 @@ from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.faults import QUARANTINE_SHARE, Kind
 from tests.simulation.model import WORD_BYTES, RankMemory
 from tests.simulation.oracles import Oracles
-from tests.simulation.shapes import RANK_LAG_SECONDS_MAX, EngineShape, Model
+from tests.simulation.shapes import LATE_DEVICE_SECONDS_MAX, LATE_DEVICES, RANK_LAG_SECONDS_MAX, EngineShape, Model
 
 PORT = 5600
 """Of all side channels."""
@@ -238,6 +247,11 @@ class Rank:
         """How often it was said that a known peer cannot be met, by its place."""
         self.supervisor._introductions._say = self._note_problem
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
+        # From a copy, which leaves what is drawn after this as it was without late devices.
+        device = random.Random()
+        device.setstate(chance.getstate())
+        self._late_seconds = device.uniform(0.0, LATE_DEVICE_SECONDS_MAX) if device.random() < LATE_DEVICES else 0.0
+        """For so long its device writes on when the engine has said what a step came to."""
 
     def payload(self, life: str) -> bytes:
         """What the listener says of this rank."""
@@ -259,14 +273,21 @@ class Rank:
     def deliver(self, command: Command) -> None:
         """Hand a command to the actors, as soon as this rank comes to it; commands keep their order."""
         if not self._lag_seconds:
-            self.supervisor.deliver(command)
+            self.supervisor.deliver(self._with_steps(command))
             return
 
         def deliver() -> None:
             if not self.is_dead:
-                self.supervisor.deliver(command)
+                self.supervisor.deliver(self._with_steps(command))
 
         self._around.agenda.after(self._lag_seconds, deliver)
+
+    def _with_steps(self, command: Command) -> Command | AfterSteps:
+        """As `connector.worker.step_fence` would have it."""
+        if not self._late_seconds or not isinstance(command, StartPull) or not command.awaited:
+            return command
+        over_at = trio.current_time() + self._late_seconds
+        return AfterSteps(command, lambda: trio.current_time() >= over_at)
 
     def kill(self) -> None:
         if not self.is_dead:

@@ -7,8 +7,15 @@ import enum
 
 import msgspec
 
+from connector.runtime.held_commands import LOOK_SECONDS
+
 RANK_LAG_SECONDS_MAX = 0.0005
 """How much later than the first one another rank may take up a step."""
+LATE_DEVICES = 0.25
+"""How many ranks have a device that still writes when the engine knows what a step came to."""
+LATE_DEVICE_SECONDS_MAX = 0.003
+HEARD_SECONDS_MAX = RANK_LAG_SECONDS_MAX + LATE_DEVICE_SECONDS_MAX + 2 * LOOK_SECONDS
+"""By then every rank's actors have heard of a step."""
 BLOCK_TOKENS = 16
 """Of engines whose blocks have the usual size."""
 BLOCK_TOKENS_MAX = 32

@@ -30,7 +30,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.scheduler.connector_scheduler import ConnectorScheduler
-from connector.step_metadata import WorkerReport
+from connector.step_metadata import StepMetadata, WorkerReport
 from connector.wire.params import LEASE_NUMBER_MAX
 from statemachine import draining
 from statemachine.draining import Draining, State
@@ -114,6 +114,31 @@ def test_an_engine_that_has_no_address_to_tell_says_so(
     with listening() as lines:
         HybridEngine([full()])
     assert any("set VLLM_HOST_IP" in text for text in lines.texts) is is_said
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def steps_that_end_a_prompt_to_lend(engine: HybridEngine, name: str) -> list[bool]:
+    """For each step until the request has finished."""
+    ends = []
+    while name not in engine.finished:
+        output = engine.schedule()
+        assert isinstance(output.kv_connector_metadata, StepMetadata)
+        ends.append(output.kv_connector_metadata.ends_prompt_to_lend)
+        engine.compute(output)
+    return ends
+
+
+def test_the_worker_is_told_of_steps_with_which_a_prompt_to_lend_may_end() -> None:
+    """It waits for what these write late, before anybody learns of the blocks; and for no other."""
+    engine = HybridEngine([full()], batch_tokens=16, caches_prefixes=False)
+    chunks = -(-len(TOKENS) // 16)
+    engine.submit("own", TOKENS, None)
+    assert steps_that_end_a_prompt_to_lend(engine, "own") == [False] * chunks
+    engine.submit("lent", TOKENS, REMOTE_DECODE)
+    assert steps_that_end_a_prompt_to_lend(engine, "lent") == [False] * (chunks - 1) + [True]
+    assert not engine.schedule().kv_connector_metadata.ends_prompt_to_lend  # type: ignore[union-attr]
 
 
 # --- pulls ------------------------------------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytes
         connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
         try:
             connector.register_kv_caches(allocate(caches))
+            connector.bind_connector_metadata(StepMetadata())
             connector.wait_for_save()
             connector.bind_connector_metadata(StepMetadata(commands=[granted]))
             connector.start_load_kv(None)  # type: ignore[arg-type]

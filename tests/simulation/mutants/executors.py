@@ -15,13 +15,14 @@ from connector.ports.nixl_thread import AgentCore
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
+from connector.runtime.held_commands import HeldCommands
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
 from connector.scheduler.connector_scheduler import ConnectorScheduler
-from connector.worker.read_fence import ReadFence
+from connector.worker.connector_worker import ConnectorWorker
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
 
@@ -334,24 +335,38 @@ READS = (
         name="a READ beside the drafts of a step",
         row=7,
         broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
-        changes=(Edit(ReadFence.let_through, "(self._last, command)", "(None, command)"),),
+        changes=(Edit(HeldCommands._let_through, "are_over is not None and not are_over()", "False"),),
         place=ByTest(
-            "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
+            "tests/unit/test_held_commands.py::test_a_read_waits_for_the_steps_before_it_and_nobody_else_has_to_ask"
+        ),
+    ),
+    Mutant(
+        name="a prompt is lent beside the drafts of its step",
+        row=7,
+        broken="P answers while a step that vLLM knows the end of may still write the blocks that the answer lends",
+        changes=(Edit(ConnectorWorker.note_step, "if metadata.ends_prompt_to_lend:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_step_fence.py::"
+            "test_the_worker_tells_the_actors_what_a_read_waits_for_and_waits_for_a_prompt_to_lend"
         ),
     ),
     Mutant(
         name="an abort overtakes its READ",
         broken="the actors hear that a request was given up before they hear that it is to be read",
-        changes=(Edit(ReadFence.let_through, "elif isinstance(command, AbortPull) and", "elif False and"),),
-        place=ByTest(
-            "tests/unit/test_read_fence.py::test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it"
-        ),
+        changes=(Edit(HeldCommands.take, "_request_of(command) not in self._requests", "True"),),
+        place=ByTest("tests/unit/test_held_commands.py::test_an_abort_stays_behind_the_read_that_it_is_to_end"),
+    ),
+    Mutant(
+        name="held after the stop",
+        broken="a READ that has to wait for the device is asked for once the actors have stopped, and waits for ever",
+        changes=(Edit(HeldCommands.release, "self._is_released = True", "pass"),),
+        place=ByTest("tests/unit/test_held_commands.py::test_nothing_waits_any_more_once_the_actors_have_stopped"),
     ),
     Mutant(
         name="leases wait behind READs",
         broken="P is asked for a lease of which its workers have not heard, because a READ of its own has to wait",
-        changes=(Edit(ReadFence.let_through, "found.append(command)", "self._held.append((None, command))"),),
-        place=ByTest("tests/unit/test_read_fence.py::test_leases_are_told_while_a_read_waits"),
+        changes=(Edit(HeldCommands.take, "_request_of(command) not in self._requests", "not self._held"),),
+        place=ByTest("tests/unit/test_held_commands.py::test_everything_else_passes"),
     ),
     Mutant(
         name="who came too late waits for ever",

@@ -1,4 +1,4 @@
-"""READs wait for steps that may still write into their blocks; with events that a test ends in place of a device's."""
+"""What waits for the device, and for which of its steps; with events that a test ends in place of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.protocol import AbortPull, Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
+from connector.protocol import (
+    AbortPull,
+    AfterSteps,
+    Command,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    StartPull,
+    TrackLease,
+)
 from connector.step_metadata import StepMetadata
 from connector.worker.connector_worker import ConnectorWorker
-from connector.worker.read_fence import ReadFence, end_of_steps_on, writes_late
+from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
@@ -23,9 +32,13 @@ from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine
 class End:
     def __init__(self) -> None:
         self.is_over = False
+        self.waits = 0
 
     def query(self) -> bool:
         return self.is_over
+
+    def synchronize(self) -> None:
+        self.waits += 1
 
 
 class Device:
@@ -39,49 +52,36 @@ class Device:
         return self.ends[-1]
 
 
-def test_a_read_waits_for_the_steps_before_it_and_nothing_overtakes_it() -> None:
+def test_a_read_waits_for_the_last_step_before_it() -> None:
     device = Device()
-    fence = ReadFence(device.end_of_steps)
-    first, abort, later = pull("a", [1]), AbortPull(request_id="a"), pull("b", [1])
-    assert fence.let_through([first]) == [first], "there was no step"
+    fence = StepFence(device.end_of_steps)
+    assert fence.with_steps(pull("a", [1])) == pull("a", [1]), "there was no step"
+    told: list[Any] = []
+    for name in ("a", "b"):
+        fence.note_step()
+        told.append(fence.with_steps(pull(name, [1])))
+        assert isinstance(told[-1], AfterSteps)
+        assert told[-1].command == pull(name, [1])
     fence.note_step()
-    assert fence.let_through([first, abort]) == []
-    fence.note_step()
-    assert fence.let_through([later]) == []
+    assert [each.are_over() for each in told] == [False, False]
     device.ends[0].is_over = True
-    assert fence.let_through() == [first, abort]
-    device.ends[1].is_over = True
-    assert fence.let_through() == [later]
-    assert fence.let_through() == []
+    assert [each.are_over() for each in told] == [True, False]
 
 
-def test_leases_are_told_while_a_read_waits() -> None:
-    """P has lent what D asks for by now, and D keeps its queue's leases, whenever the next step comes."""
+def test_nothing_else_waits() -> None:
     device = Device()
-    fence = ReadFence(device.end_of_steps)
+    fence = StepFence(device.end_of_steps)
     fence.note_step()
     first = pull("a", [1])
     others: list[Command] = [
         TrackLease(request_id="b", lease=LeaseName("p-b", 1), peer=first.peer, age_seconds=0.0),
         LeaseComputing(lease=LeaseName("r", 1)),
         LeaseGranted(lease=LeaseName("s", 2), lease_seconds=1.0, blocks=1),
+        LeaseWithdrawn(lease=LeaseName("s", 1)),
         AbortPull(request_id="c"),
-    ]
-    assert fence.let_through([first, *others]) == others
-    assert fence.let_through(others[1:2]) == others[1:2]
-    device.ends[0].is_over = True
-    assert fence.let_through() == [first]
-
-
-def test_what_asks_for_no_read_goes_at_once() -> None:
-    device = Device()
-    fence = ReadFence(device.end_of_steps)
-    fence.note_step()
-    others: list[Command] = [
-        LeaseGranted(lease=LeaseName("r", 1), lease_seconds=1.0, blocks=1),
         pull("a", [1], awaited=False),
     ]
-    assert fence.let_through(others) == others
+    assert [fence.with_steps(command) for command in others] == others
 
 
 def test_a_processor_has_nothing_to_wait_for() -> None:
@@ -111,8 +111,7 @@ def test_which_steps_write_when_vllm_knows_what_they_came_to(
     assert writes_late(config, has_states=has_states) is expected
 
 
-def test_the_worker_posts_a_read_when_the_step_before_it_is_over(tmp_path: Path) -> None:
-    """And others that were held, in the engine's next step, though it has no commands."""
+def test_the_worker_tells_the_actors_what_a_read_waits_for_and_waits_for_a_prompt_to_lend(tmp_path: Path) -> None:
     config = engine_config(write_model(tmp_path / "model"))
     (tmp_path / "rendezvous").mkdir()
     caches = cache_config(attention_spec())
@@ -124,13 +123,16 @@ def test_the_worker_posts_a_read_when_the_step_before_it_is_over(tmp_path: Path)
         try:
             assert worker._thread is not None
             worker._thread.post = posted.append  # type: ignore[method-assign]
-            worker._fence = ReadFence(device.end_of_steps)
-            worker.note_step()
+            worker._fence = StepFence(device.end_of_steps)
+            worker.note_step(StepMetadata())
             worker.start_load_kv(StepMetadata(commands=[pull("a", [1])]))
-            worker.get_transfer_results()
+            (waiting,) = (each for each in posted if isinstance(each, AfterSteps))
+            assert waiting.command == pull("a", [1])
             assert not any(isinstance(each, StartPull) for each in posted)
+            assert not waiting.are_over()
             device.ends[0].is_over = True
-            worker.start_load_kv(StepMetadata())
-            assert [each.request_id for each in posted if isinstance(each, StartPull)] == ["a"]
+            assert waiting.are_over()
+            worker.note_step(StepMetadata(ends_prompt_to_lend=True))
+            assert [end.waits for end in device.ends] == [0, 1]
         finally:
             worker.shutdown()

@@ -1,0 +1,98 @@
+"""READs that wait for the device (`AfterSteps`), and what must not overtake them.
+
+They are in the order in which the engine ordered them, and so are the steps that they wait for: the first one that
+waits holds up the others. What else concerns the same request goes behind it. All other commands pass: a decode engine
+may ask for a lease that its P has just granted, and one that is paused keeps what the requests in its queue will read.
+
+The device is looked at every half millisecond while something waits. That is in the trio thread, because an engine that
+has nothing else to do makes its next step late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import trio
+
+from connector.protocol import AbortPull, AfterSteps, Command, RejectPull, StartPull, TrackLease
+
+LOOK_SECONDS = 0.0005
+
+
+class HeldCommands:
+    """See the module's docstring.
+
+    Args:
+        deliver: takes commands that need not wait any more.
+        log_crash: told where the device cannot be asked. Nothing waits then: an engine whose device has failed ends.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[Command], None],
+        log_crash: Callable[[str, BaseException], None],
+    ) -> None:
+        self._deliver = deliver
+        self._log_crash = log_crash
+        # With the end of the steps that each waits for; None: it waits for what is before it.
+        self._held: deque[tuple[Command, Callable[[], bool] | None]] = deque()
+        # How many of them are about a request.
+        self._requests: Counter[str] = Counter()
+        self._is_any = trio.Event()
+        self._is_released = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, command: Command | AfterSteps) -> None:
+        """Deliver it now, or later."""
+        if isinstance(command, AfterSteps):
+            command, are_over = command
+        else:
+            are_over = None
+        if self._is_released or (are_over is None and _request_of(command) not in self._requests):
+            self._deliver(command)
+            return
+        self._held.append((command, are_over))
+        self._requests[_request_of(command)] += 1
+        self._is_any.set()
+
+    def release(self) -> None:
+        """From now on nothing waits, whatever the device does: nothing will be read or lent any more."""
+        self._is_released = True
+        while self._held:
+            self._deliver(self._pop())
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._is_any.wait()
+            while self._held:
+                self._let_through()
+                if self._held:
+                    await trio.sleep(LOOK_SECONDS)
+            self._is_any = trio.Event()
+
+    def _let_through(self) -> None:
+        while self._held:
+            _, are_over = self._held[0]
+            try:
+                if are_over is not None and not are_over():
+                    return
+            except Exception as error:
+                self._log_crash("steps of the device", error)
+            self._deliver(self._pop())
+
+    def _pop(self) -> Command:
+        command, _ = self._held.popleft()
+        request_id = _request_of(command)
+        self._requests[request_id] -= 1
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+        return command
+
+
+def _request_of(command: Command) -> str:
+    """The request of ours that it is about, or an empty string."""
+    return command.request_id if isinstance(command, StartPull | AbortPull | RejectPull | TrackLease) else ""

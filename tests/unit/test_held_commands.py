@@ -1,0 +1,168 @@
+"""Commands that wait for the device, and what may overtake them; with steps that a test ends in place of a device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+from trio.testing import MockClock
+
+from connector.protocol import (
+    AbortPull,
+    AfterSteps,
+    Command,
+    LeaseComputing,
+    LeaseGranted,
+    LeaseWithdrawn,
+    StartPull,
+    TrackLease,
+)
+from connector.runtime.held_commands import HeldCommands
+from statemachine.lease import LeaseName
+from tests.rig.pulls import pull
+
+
+class Steps:
+    """They are over when a test says so."""
+
+    def __init__(self) -> None:
+        self.over = 0
+        self.asked = 0
+
+    def after(self, number: int, command: StartPull) -> AfterSteps:
+        return AfterSteps(command, lambda: self._are_over(number))
+
+    def _are_over(self, number: int) -> bool:
+        self.asked += 1
+        return self.over >= number
+
+
+class Actors:
+    """What they were told, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.told: list[Command] = []
+        self.crashes: list[str] = []
+        self.held = HeldCommands(self.told.append, lambda name, error: self.crashes.append(f"{name}: {error}"))
+
+    def take(self, *commands: Command | AfterSteps) -> None:
+        for command in commands:
+            self.held.take(command)
+
+
+def run(test: Callable[[Actors, Steps], object], then: Callable[[Actors, Steps], object]) -> Actors:
+    """`test`, a second in which the actors run, `then`, and another second."""
+    actors, steps = Actors(), Steps()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(actors.held.run)
+            test(actors, steps)
+            await trio.sleep(1)
+            then(actors, steps)
+            await trio.sleep(1)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    return actors
+
+
+def test_a_read_waits_for_the_steps_before_it_and_nobody_else_has_to_ask() -> None:
+    """The engine may be idle, and make its next step late."""
+    first, second = pull("a", [1]), pull("b", [1])
+
+    def test(actors: Actors, steps: Steps) -> None:
+        actors.take(steps.after(1, first), steps.after(2, second))
+        assert actors.told == []
+        assert len(actors.held) == 2
+
+    def then(actors: Actors, steps: Steps) -> None:
+        assert actors.told == []
+        steps.over = 1
+
+    actors = run(test, then)
+    assert actors.told == [first]
+    assert len(actors.held) == 1
+
+
+def test_all_that_wait_go_when_the_last_step_is_over() -> None:
+    commands = [pull("a", [1]), pull("b", [1]), pull("c", [1])]
+
+    def test(actors: Actors, steps: Steps) -> None:
+        actors.take(*(steps.after(1, command) for command in commands))
+
+    def then(actors: Actors, steps: Steps) -> None:
+        steps.over = 1
+
+    assert run(test, then).told == commands
+
+
+def test_the_device_is_asked_only_while_something_waits() -> None:
+    asked = []
+
+    def test(actors: Actors, steps: Steps) -> None:
+        steps.over = 1
+        actors.take(steps.after(1, pull("a", [1])))
+
+    def then(actors: Actors, steps: Steps) -> None:
+        asked.append(steps.asked)
+        actors.take(steps.after(2, pull("b", [1])))
+        steps.over = 2
+
+    assert len(run(test, then).told) == 2
+    assert asked == [1]
+
+
+def test_an_abort_stays_behind_the_read_that_it_is_to_end() -> None:
+    first, abort = pull("a", [1]), AbortPull(request_id="a")
+
+    def test(actors: Actors, steps: Steps) -> None:
+        actors.take(steps.after(1, first), abort)
+        assert actors.told == []
+
+    def then(actors: Actors, steps: Steps) -> None:
+        steps.over = 1
+
+    actors = run(test, then)
+    assert actors.told == [first, abort]
+    actors.take(abort)
+    assert actors.told[-1] == abort, "nothing of the request waits any more"
+
+
+def test_everything_else_passes() -> None:
+    """P has lent what D asks for by now, and D keeps its queue's leases, however long the device takes."""
+    first = pull("a", [1])
+    others: list[Command] = [
+        TrackLease(request_id="b", lease=LeaseName("p-b", 1), peer=first.peer, age_seconds=0.0),
+        LeaseComputing(lease=LeaseName("r", 1)),
+        LeaseGranted(lease=LeaseName("a", 1), lease_seconds=1.0, blocks=1),
+        LeaseWithdrawn(lease=LeaseName("a", 1)),
+        AbortPull(request_id="c"),
+        pull("d", [1], awaited=False),
+    ]
+    actors, steps = Actors(), Steps()
+    actors.take(steps.after(1, first), *others)
+    assert actors.told == others
+
+
+def test_nothing_waits_any_more_once_the_actors_have_stopped() -> None:
+    actors, steps = Actors(), Steps()
+    first, abort = pull("a", [1]), AbortPull(request_id="a")
+    actors.take(steps.after(1, first), abort)
+    actors.held.release()
+    assert actors.told == [first, abort]
+    assert len(actors.held) == 0
+    actors.take(steps.after(1, pull("b", [1])))
+    assert actors.told[-1] == pull("b", [1]), "nobody lets anything through any more"
+
+
+def test_a_device_that_cannot_be_asked_holds_up_nobody() -> None:
+    def test(actors: Actors, _: Steps) -> None:
+        def broken() -> bool:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        actors.take(AfterSteps(pull("a", [1]), broken), AfterSteps(pull("b", [1]), broken))
+
+    actors = run(test, lambda actors, steps: None)
+    assert [command.request_id for command in actors.told if isinstance(command, StartPull)] == ["a", "b"]
+    assert actors.crashes == ["steps of the device: CUDA error: unspecified launch failure"] * 2
