@@ -434,7 +434,7 @@ class ConnectorScheduler:
         saves: tuple[list[int], ...] = ()
         if self._is_staged:
             saves = blocks_to_save(output, self._computing, self._groups, drafts_max=self._drafts_max)
-        return StepMetadata(commands, saves, self._ends_prompt_to_lend(output))
+        return StepMetadata(commands, saves, bool(self._prompts_to_lend) and self._ends_prompt_to_lend(output))
 
     def _ends_prompt_to_lend(self, output: SchedulerOutput) -> bool:
         """Whether one of them has its first token after this step, which may be its last one."""

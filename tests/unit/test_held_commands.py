@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -18,6 +19,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.runtime.held_commands import HeldCommands
+from connector.runtime.restarts import keep_running
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
 
@@ -43,7 +45,10 @@ class Actors:
     def __init__(self) -> None:
         self.told: list[Command] = []
         self.crashes: list[str] = []
-        self.held = HeldCommands(self.told.append, lambda name, error: self.crashes.append(f"{name}: {error}"))
+        self.held = HeldCommands(self.told.append, self.note_crash)
+
+    def note_crash(self, name: str, error: BaseException) -> None:
+        self.crashes.append(f"{name}: {error}")
 
     def take(self, *commands: Command | AfterSteps) -> None:
         for command in commands:
@@ -154,6 +159,33 @@ def test_nothing_waits_any_more_once_the_actors_have_stopped() -> None:
     assert len(actors.held) == 0
     actors.take(steps.after(1, pull("b", [1])))
     assert actors.told[-1] == pull("b", [1]), "nobody lets anything through any more"
+
+
+def test_what_waits_goes_on_waiting_when_its_task_has_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors, steps = Actors(), Steps()
+    first = pull("a", [1])
+    sleep, sleeps = trio.sleep, []
+
+    async def raises_once(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 1:
+            raise RuntimeError("a crash")
+        await sleep(seconds)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_running, "held commands", actors.held.run, actors.note_crash)
+            actors.take(steps.after(1, first))
+            await sleep(5)
+            assert actors.told == []
+            steps.over = 1
+            await sleep(5)
+            nursery.cancel_scope.cancel()
+
+    monkeypatch.setattr("connector.runtime.held_commands.trio.sleep", raises_once)
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert actors.told == [first]
+    assert actors.crashes == ["held commands: a crash"]
 
 
 def test_a_device_that_cannot_be_asked_holds_up_nobody() -> None:
