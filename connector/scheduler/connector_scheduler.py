@@ -381,6 +381,7 @@ class ConnectorScheduler:
         self._failed.discard(request_id)
         self._to_compute.discard(request_id)
         self._heard_ns.pop(request_id, None)
+        self._prompts_to_lend.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._note_taken(pull.remote)
@@ -388,7 +389,6 @@ class ConnectorScheduler:
             if self._spans is not None:
                 self._spans.forget(request_id)
             return False, None
-        self._prompts_to_lend.pop(request_id, None)
         if self._spans is not None:
             self._spans.end(request_id)
         if request_id in self._loading:

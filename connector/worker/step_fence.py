@@ -11,9 +11,10 @@ the actors look at that themselves (`runtime.held_commands`).
 
 A peer's: a decode engine reads as soon as it has the answer of P, and what it reads too soon is what was in the block
 before. With the built-in connector it asks nobody. So a step with which a prompt that will be lent may end is waited
-for before vLLM hears what it came to (`wait`). That is the one place where the engine thread waits for the device; the
-next step is given to it later by what that takes to prepare. What a decode engine lends for read-back ends with any of
-its steps, and the next turn of a conversation comes later than the end of one: nobody waits there.
+for before vLLM hears what it came to (`wait`). The engine thread waits for the device then, as it does for checksums
+(`block_sums`), and the next step is given to it later by what that takes to prepare. What a decode engine lends for
+read-back ends with any of its steps, and the next turn of a conversation comes later than the end of one: nobody waits
+there.
 
 Where that runner writes nothing so late nothing waits, nor on a processor, which has no such streams.
 """

@@ -35,7 +35,7 @@ from typing import IO, Any, Literal
 
 from tests.e2e import reaper
 from tests.e2e.calm import CALM_POLLING, calm_environment
-from tests.e2e.serve import CHANGES, ONE_THREAD, ForkedServer
+from tests.e2e.serve import CHANGES, ON_CUDA, ONE_THREAD, ForkedServer
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +61,6 @@ PORT_RANGE = range(20_000, 32_000)
 BLOCK_SIZE_TOKENS = 32
 """Smallest block that vLLM's CPU attention takes."""
 
-ON_CUDA = os.environ.get("ENGINES_ON", "cpu") == "cuda"
-"""Whether engines compute on CUDA devices (docs/first-gpu-run.md); those with one rank share the first one."""
 ENVIRONMENT_ON_CUDA = {
     "NVIDIA_TF32_OVERRIDE": "0",
     "TRITON_F32_DEFAULT": "ieee",
@@ -186,11 +184,9 @@ class EngineOptions:
         """Of the API server's command line."""
         command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", self.dtype]
         command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
-        if not self.eager:
-            pass
-        elif self.pipeline_parallel_size == 1:
+        if self.eager and self.pipeline_parallel_size == 1:
             command += ["--enforce-eager"]
-        else:
+        elif self.eager:
             # Later stages make their input buffers in the warm-up, which vLLM leaves out on a CPU with --enforce-eager.
             command += ["--compilation-config", json.dumps({"mode": 1, "backend": "eager"})]
         command += ["--block-size", str(self.block_size), "--max-model-len", str(self.context_tokens)]

@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 CHANGES = "CHANGES_OF_VLLM"
 """Environment: a module of the tests that changes vLLM in an engine's processes, imported before the server runs."""
+ON_CUDA = os.environ.get("ENGINES_ON") == "cuda"
+"""Whether engines compute on CUDA devices (docs/first-gpu-run.md); those with one rank share the first one."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """A process with OpenMP's threads cannot be forked; the engines of tests compute with one each anyway."""
 
@@ -77,7 +79,7 @@ class _Parent:
     """The process that engines are forked from."""
 
     def __init__(self) -> None:
-        environment = os.environ | ({} if os.environ.get("ENGINES_ON") == "cuda" else calm_environment()) | ONE_THREAD
+        environment = os.environ | ({} if ON_CUDA else calm_environment()) | ONE_THREAD
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.serve"],
             cwd=ROOT,

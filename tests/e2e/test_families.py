@@ -20,7 +20,8 @@ import torch
 
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, CONTEXT_TOKENS, HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, ON_CUDA, Engine, EngineOptions, EngineSet
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, Engine, EngineOptions, EngineSet
+from tests.e2e.serve import ON_CUDA
 from tests.e2e.tiny_model import SLIDING_WINDOW_TOKENS, tiny_deepseek, tiny_gemma, tiny_granite, tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 

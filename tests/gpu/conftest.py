@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from connector.observe.ucx_devices import READS_WITHOUT_NVLINK
 from tests.gpu.device_memory import use
 from tests.gpu.prefill_ranks import PrefillProcess
 
 FOLDER = Path(__file__).parent
-READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-"""For UCX. Without it a machine whose devices have no NVLink is read over TCP, and cuda_ipc is not tested."""
 ANY = "any"
 
 
@@ -59,7 +58,7 @@ def _no_device() -> str:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     name = request.config.getoption("--device", default="cpu")
-    os.environ.setdefault(READS_WITHOUT_NVLINK, "y")
+    os.environ.setdefault(READS_WITHOUT_NVLINK, "y")  # or cuda_ipc is not tested on a machine that has none
     device = torch.device("cuda" if name == ANY else name)
     if device.type != "cpu":
         device = torch.device(device.type, device.index or 0)

@@ -6,15 +6,13 @@ again has its cache at the same address as before: what is read must be of the n
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import signal
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -23,9 +21,10 @@ import trio
 
 from connector.ports.nixl import DescriptorListHandle, MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
-from tests.bench.source import Source, other_process, tell, wait_for_end
-from tests.gpu.device_memory import DeviceMemory, make_current, use
+from tests.bench.source import Source
+from tests.gpu.device_memory import DeviceMemory, make_current
 from tests.gpu.patience import patient
+from tests.gpu.source import source_on
 
 pytestmark = pytest.mark.timeout(patient(120))
 
@@ -36,11 +35,9 @@ LIVES = 3
 ENDS_SECONDS = patient(30.0)
 
 
-@contextmanager
-def peer(device: torch.device, content: int) -> Iterator[Source]:
+def peer(device: torch.device, content: int) -> AbstractContextManager[Source]:
     """Another process, all of whose bytes are `content`."""
-    with other_process("tests.gpu.test_peers", device, content) as (pid, said):
-        yield Source(pid, base64.b64decode(said["metadata"]), said["address"], device.index or 0)
+    return source_on(device, PAGES[device.type] * PAGE_BYTES, content)
 
 
 @pytest.fixture
@@ -141,21 +138,3 @@ def test_a_peer_that_dies_during_reads(device: torch.device, memory: DeviceMemor
 async def _kill(pid: int) -> None:
     await trio.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
-
-
-def main() -> None:
-    """The other process: its memory is read."""
-    device, content = torch.device(sys.argv[1]), int(sys.argv[2])
-    use(device)
-    memory = DeviceMemory(device)
-    memory.place(np.full(PAGES[device.type] * PAGE_BYTES, content, np.uint8))
-    memory.upload()
-    port = RealNixlPort.open(str(uuid.uuid4()), memory.ranges, prepare_thread=make_current(device))
-    port.expect_notifications(True)  # a first READ needs this side's polls to connect
-    tell({"metadata": base64.b64encode(port.agent_metadata).decode(), "address": memory.ranges[0].address})
-    wait_for_end()
-    port.close_blocking(5)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ only ratios are asserted. One of them tells whether UCX reads over cuda_ipc: ove
 
 from __future__ import annotations
 
-import base64
 import math
 import statistics
 import sys
@@ -24,8 +23,9 @@ from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_thread import PROBE_BYTES
 from connector.worker.cache_memory import scratch_beside
-from tests.bench.source import Source, other_process, pages, tell, wait_for_end
-from tests.gpu.device_memory import DeviceMemory, make_current, use
+from tests.bench.source import Source, pages
+from tests.gpu.device_memory import DeviceMemory, make_current
+from tests.gpu.source import source_on
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,8 +60,8 @@ def source_device(device: torch.device) -> torch.device:
 
 @pytest.fixture(scope="module")
 def source(source_device: torch.device) -> Iterator[Source]:
-    with other_process("tests.gpu.test_throughput", source_device) as (pid, said):
-        yield Source(pid, base64.b64decode(said["metadata"]), said["address"], source_device.index or 0)
+    with source_on(source_device, length_bytes(source_device)) as source:
+        yield source
 
 
 def shuffled(count: int) -> np.ndarray:
@@ -246,21 +246,3 @@ def test_the_first_bytes_of_a_peer_are_read_into_scratch_beside_the_cache(memory
 
     trio.run(prepare)
     assert scratch.owner.tolist() == [1] * PROBE_BYTES
-
-
-def main() -> None:
-    """The other process: its memory is read."""
-    device = torch.device(sys.argv[1])
-    use(device)
-    memory = DeviceMemory(device)
-    memory.place(np.ones(length_bytes(device), np.uint8))
-    memory.upload()
-    port = RealNixlPort.open(str(uuid.uuid4()), memory.ranges, prepare_thread=make_current(device))
-    port.expect_notifications(True)  # a first READ needs this side's polls to connect
-    tell({"metadata": base64.b64encode(port.agent_metadata).decode(), "address": memory.ranges[0].address})
-    wait_for_end()
-    port.close_blocking(5)
-
-
-if __name__ == "__main__":
-    main()

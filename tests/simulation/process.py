@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import trio
@@ -28,7 +28,6 @@ from connector.protocol import (
     LeaseGranted,
     Outcome,
     PeerAddress,
-    StartPull,
     SumsWanted,
     WorkerStopped,
 )
@@ -41,6 +40,7 @@ from connector.wire import control
 from connector.wire.administration import Leave
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.identity import KvIdentity
+from connector.worker.step_fence import StepFence
 from statemachine.draining import State
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
@@ -180,6 +180,18 @@ class Owner(Protocol):
         """The connector emitted an outcome on this rank."""
 
 
+class _StepEnd(NamedTuple):
+    """Of a device, in virtual time."""
+
+    at_seconds: float
+
+    def query(self) -> bool:
+        return trio.current_time() >= self.at_seconds
+
+    def synchronize(self) -> None:
+        raise AssertionError("simulated time does not pass in a call")
+
+
 class Rank:
     """One worker process of one life of an engine. Its owner hears the outcomes, and nothing after the death."""
 
@@ -252,6 +264,7 @@ class Rank:
         device.setstate(chance.getstate())
         self._late_seconds = device.uniform(0.0, LATE_DEVICE_SECONDS_MAX) if device.random() < LATE_DEVICES else 0.0
         """For so long its device writes on when the engine has said what a step came to."""
+        self._fence = StepFence(lambda: _StepEnd(trio.current_time() + self._late_seconds))
 
     def payload(self, life: str) -> bytes:
         """What the listener says of this rank."""
@@ -283,11 +296,10 @@ class Rank:
         self._around.agenda.after(self._lag_seconds, deliver)
 
     def _with_steps(self, command: Command) -> Command | AfterSteps:
-        """As `connector.worker.step_fence` would have it."""
-        if not self._late_seconds or not isinstance(command, StartPull) or not command.awaited:
+        if not self._late_seconds:
             return command
-        over_at = trio.current_time() + self._late_seconds
-        return AfterSteps(command, lambda: trio.current_time() >= over_at)
+        self._fence.note_step()
+        return self._fence.with_steps(command)
 
     def kill(self) -> None:
         if not self.is_dead:

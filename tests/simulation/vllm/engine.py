@@ -603,6 +603,7 @@ class VllmEngine:
             "requests that load": len(side._loading),
             "failed loads that wait": len(side._failed | side._to_compute),
             "prefills in the scheduler": len(side._computing),
+            "prompts to lend": len(side._prompts_to_lend),
             "far ends of windows": len(side.far_ends_held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
