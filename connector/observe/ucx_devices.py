@@ -16,10 +16,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from connector.observe.live import EngineReport
 from connector.wire.inspection import EngineRow
+
+if TYPE_CHECKING:
+    from connector.observe.live import EngineReport  # brings ZMQ, which tests on a device do without
 
 READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES", READS_WITHOUT_NVLINK)
