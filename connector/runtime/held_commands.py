@@ -5,7 +5,8 @@ waits holds up the others. What else concerns the same request goes behind it. A
 may ask for a lease that its P has just granted, and one that is paused keeps what the requests in its queue will read.
 
 The device is looked at every half millisecond while something waits. That is in the trio thread, because an engine that
-has nothing else to do makes its next step late.
+has nothing else to do makes its next step late. A device that cannot be asked has failed, and what it has been given
+may still be written at any time: nothing that waits for it is let through to be read.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ class HeldCommands:
 
     Args:
         deliver: takes commands that need not wait any more.
-        log_crash: told where the device cannot be asked. Nothing waits then: an engine whose device has failed ends.
+        on_failed: told that the device cannot be asked. It has the actors stop, and then calls `release`.
     """
 
     def __init__(
         self,
         deliver: Callable[[Command], None],
-        log_crash: Callable[[str, BaseException], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         self._deliver = deliver
-        self._log_crash = log_crash
+        self._on_failed = on_failed
         # With the end of the steps that each waits for; None: it waits for what is before it.
         self._held: deque[tuple[Command, Callable[[], bool] | None]] = deque()
         # How many of them are about a request.
@@ -81,7 +82,8 @@ class HeldCommands:
                 if are_over is not None and not are_over():
                     return
             except Exception as error:
-                self._log_crash("steps of the device", error)
+                self._on_failed(error)
+                return
             self._deliver(self._pop())
 
     def _pop(self) -> Command:

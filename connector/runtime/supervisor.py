@@ -174,7 +174,7 @@ class Supervisor:
             quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
             member=self._peers.__getitem__,
         )
-        self._held = HeldCommands(self._deliver_now, log_crash)
+        self._held = HeldCommands(self._deliver_now, self._on_device_failed)
         self._stopped: ConnectorStopped | None = None
         self._inspector = Inspector(
             facts=facts,
@@ -217,6 +217,10 @@ class Supervisor:
     def stop(self) -> None:
         """Trio thread: end. Open requests fail, READs in flight are waited for a moment."""
         self._stop_requested.set()
+
+    def _on_device_failed(self, error: Exception) -> None:
+        self._log_crash("steps of the device", error)
+        self._stop_everything(f"its device cannot be asked: {error}")
 
     async def _wind_down(self) -> None:
         # First, so that it is on its way before the sockets close. Who misses it sees a connection that is lost.

@@ -184,7 +184,8 @@ class ConnectorWorker:
         )
         if self._options.verify != "off":
             self._block_sums, self._layout = BlockSums(registered.values()), layout
-        end_of_steps = end_of_steps_on(next(iter(kv_caches.values())).device)
+        device = next(iter(kv_caches.values())).device
+        end_of_steps = end_of_steps_on(device)
         if end_of_steps is not None and writes_late(self._vllm_config, has_states=has_states):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
@@ -198,7 +199,8 @@ class ConnectorWorker:
             if layout.memory_kind == "VRAM"
             else None,
             owner=tuple(registered.values()),
-            prepare_thread=(lambda: _make_device_current(layout.device_id)) if layout.memory_kind == "VRAM" else None,
+            # Without a current device UCX finds no CUDA context and does without NVLink.
+            prepare_thread=(lambda: current_platform.set_device(device)) if layout.memory_kind == "VRAM" else None,
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
                 "NIXL has been registering %.1f GB of KV cache for %.0f s (registration_timeout_seconds: %g)",
@@ -209,7 +211,7 @@ class ConnectorWorker:
         )
         thread = self._thread = ActorThread(
             ACTORS_THREAD,
-            lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear()),
+            lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear(), device),
             self._note_death,
             self._figures.note_wake_up,
         )
@@ -279,8 +281,18 @@ class ConnectorWorker:
         self._thread.flush()
 
     async def _make_supervisor(
-        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, hear_engine: Callable[[], None]
+        self,
+        registration: Registration,
+        rank_number: int,
+        nixl_port: RealNixlPort,
+        hear_engine: Callable[[], None],
+        device: torch.device,
     ) -> Supervisor:
+        """In the actors' thread."""
+        if self._fence is not None:
+            # Who asks a device for an event in a thread without a current one makes a context on the first device of
+            # the process, which may be another rank's.
+            current_platform.set_device(device)
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
@@ -511,10 +523,3 @@ class ConnectorWorker:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)
-
-
-def _make_device_current(device_id: int) -> None:
-    """On the agent's thread: without a current device UCX finds no CUDA context and does without NVLink."""
-    import torch
-
-    current_platform.set_device(torch.device(f"{current_platform.device_type}:{device_id}"))

@@ -3,7 +3,8 @@
 A READ is not ordered with the device, be it ours into our blocks or a peer's out of them. vLLM gives blocks away, and
 answers, when it knows what the step came to that used them last, and takes that for the end of all that the step writes
 (`step_overlap`). With its second model runner it is not: what a step came to is known before the drafter writes the KV
-of its own layers, and before states are brought to what was accepted.
+of its own layers, and before states are brought to what was accepted. With the first one it is not for drafters that
+begin when tokens are known on the host (`disable_padded_drafter_batch`).
 
 Ours: a block of a draft layer may be one of another layer for its next owner, where cache groups share memory. So READs
 are told to the actors together with the end of all steps that the device had been given before them (`AfterSteps`), and
@@ -16,7 +17,7 @@ for before vLLM hears what it came to (`wait`). The engine thread waits for the 
 read-back ends with any of its steps, and the next turn of a conversation comes later than the end of one: nobody waits
 there.
 
-Where that runner writes nothing so late nothing waits, nor on a processor, which has no such streams.
+Where nothing is written so late nothing waits, nor on a processor, which has no such streams.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class StepEnd(Protocol):
 
 def writes_late(vllm_config: VllmConfig, *, has_states: bool) -> bool:
     """Whether steps go on writing to the KV cache when vLLM knows what they came to."""
-    return vllm_config.use_v2_model_runner and (vllm_config.speculative_config is not None or has_states)
+    drafts = vllm_config.speculative_config
+    if vllm_config.use_v2_model_runner:
+        return drafts is not None or has_states
+    return drafts is not None and drafts.disable_padded_drafter_batch
 
 
 def end_of_steps_on(device: torch.device) -> Callable[[], StepEnd] | None:

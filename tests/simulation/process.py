@@ -28,6 +28,7 @@ from connector.protocol import (
     LeaseGranted,
     Outcome,
     PeerAddress,
+    StartPull,
     SumsWanted,
     WorkerStopped,
 )
@@ -61,6 +62,9 @@ GRACE_LEASES = 2
 """How many lease times a grace period lasts."""
 DESCRIPTORS_AHEAD_MAX = 8
 """Few, because requests are small here: READs shall have to wait for their turn."""
+
+LATE_WRITE_SHARE = 0.9
+"""Of the time for which a device is late: when it writes what its steps write last."""
 
 DRIFT_PPB_MAX = 500_000
 """How fast or slow the crystal of a machine may run."""
@@ -263,7 +267,7 @@ class Rank:
         device = random.Random()
         device.setstate(chance.getstate())
         self._late_seconds = device.uniform(0.0, LATE_DEVICE_SECONDS_MAX) if device.random() < LATE_DEVICES else 0.0
-        """For so long its device writes on when the engine has said what a step came to."""
+        """For so long its device writes on into blocks that the engine has given to their next owner already."""
         self._fence = StepFence(lambda: _StepEnd(trio.current_time() + self._late_seconds))
 
     def payload(self, life: str) -> bytes:
@@ -296,10 +300,17 @@ class Rank:
         self._around.agenda.after(self._lag_seconds, deliver)
 
     def _with_steps(self, command: Command) -> Command | AfterSteps:
-        if not self._late_seconds:
+        if not self._late_seconds or not isinstance(command, StartPull):
             return command
+        # The step that used the blocks last has been given to the device, and comes to them in time before its end.
         self._fence.note_step()
+        self._around.agenda.after(LATE_WRITE_SHARE * self._late_seconds, lambda: self._write_late(command))
         return self._fence.with_steps(command)
+
+    def _write_late(self, command: StartPull) -> None:
+        # Not when the actors have stopped: the prompt may be computed here then, and a device does that after this.
+        if not self.is_dead and self.supervisor._stopped is None:
+            self.memory.forget(command.local_block_ids)
 
     def kill(self) -> None:
         if not self.is_dead:

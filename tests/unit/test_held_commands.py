@@ -45,10 +45,14 @@ class Actors:
     def __init__(self) -> None:
         self.told: list[Command] = []
         self.crashes: list[str] = []
-        self.held = HeldCommands(self.told.append, self.note_crash)
+        self.failures: list[str] = []
+        self.held = HeldCommands(self.told.append, self.note_failure)
 
     def note_crash(self, name: str, error: BaseException) -> None:
         self.crashes.append(f"{name}: {error}")
+
+    def note_failure(self, error: Exception) -> None:
+        self.failures.append(str(error))
 
     def take(self, *commands: Command | AfterSteps) -> None:
         for command in commands:
@@ -188,13 +192,19 @@ def test_what_waits_goes_on_waiting_when_its_task_has_crashed(monkeypatch: pytes
     assert actors.crashes == ["held commands: a crash"]
 
 
-def test_a_device_that_cannot_be_asked_holds_up_nobody() -> None:
+def test_nothing_is_let_through_for_a_device_that_cannot_be_asked() -> None:
+    """What it has been given may still be written. Who is told has the actors stop, and then nothing waits any more."""
+
     def test(actors: Actors, _: Steps) -> None:
         def broken() -> bool:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
         actors.take(AfterSteps(pull("a", [1]), broken), AfterSteps(pull("b", [1]), broken))
 
-    actors = run(test, lambda actors, steps: None)
+    def then(actors: Actors, _: Steps) -> None:
+        assert actors.told == []
+        assert set(actors.failures) == {"CUDA error: unspecified launch failure"}
+        actors.held.release()
+
+    actors = run(test, then)
     assert [command.request_id for command in actors.told if isinstance(command, StartPull)] == ["a", "b"]
-    assert actors.crashes == ["steps of the device: CUDA error: unspecified launch failure"] * 2

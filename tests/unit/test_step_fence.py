@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.step_metadata import StepMetadata
-from connector.worker.connector_worker import ConnectorWorker
+from connector.worker import connector_worker
+from connector.worker.connector_worker import ACTORS_THREAD, ConnectorWorker
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
@@ -91,23 +93,26 @@ def test_a_processor_has_nothing_to_wait_for() -> None:
 @pytest.mark.parametrize(
     ("is_second", "drafts", "has_states", "expected"),
     [
-        (True, True, False, True),
-        (True, False, True, True),
-        (True, False, False, False),
-        (False, True, True, False),
+        (True, "padded", False, True),
+        (True, None, True, True),
+        (True, None, False, False),
+        (False, "padded", True, False),
+        (False, "begun when tokens are known", False, True),
+        (False, None, True, False),
     ],
 )
 def test_which_steps_write_when_vllm_knows_what_they_came_to(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_second: bool,
-    drafts: bool,
+    drafts: str | None,
     has_states: bool,
     expected: bool,
 ) -> None:
     config = engine_config(write_model(tmp_path))
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: is_second))
-    monkeypatch.setattr(config, "speculative_config", SimpleNamespace() if drafts else None)
+    speculative = SimpleNamespace(disable_padded_drafter_batch=drafts != "padded")
+    monkeypatch.setattr(config, "speculative_config", None if drafts is None else speculative)
     assert writes_late(config, has_states=has_states) is expected
 
 
@@ -136,3 +141,30 @@ def test_the_worker_tells_the_actors_what_a_read_waits_for_and_waits_for_a_promp
             assert [end.waits for end in device.ends] == [0, 1]
         finally:
             worker.shutdown()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_thread_that_asks_the_device_has_made_it_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """CUDA asks about an event on the current device, and makes a context on the first one where there is none."""
+    config = engine_config(write_model(tmp_path / "model"))
+    (tmp_path / "rendezvous").mkdir()
+    caches = cache_config(attention_spec())
+    made_current: list[tuple[str, torch.device]] = []
+
+    def set_device(device: torch.device) -> None:
+        made_current.append((threading.current_thread().name, device))
+
+    with single_rank(config, tmp_path / "rendezvous"):
+        monkeypatch.setattr(
+            connector_worker, "end_of_steps_on", lambda device: Device().end_of_steps if waits else None
+        )
+        monkeypatch.setattr(connector_worker, "writes_late", lambda config, has_states: True)
+        monkeypatch.setattr(connector_worker.current_platform, "set_device", set_device, raising=False)
+        worker = ConnectorWorker(config, caches, ConnectorOptions())
+        try:
+            worker.register_kv_caches(allocate(caches))
+        finally:
+            worker.shutdown()
+    assert made_current == ([(ACTORS_THREAD, torch.device("cpu"))] if waits else [])

@@ -336,9 +336,21 @@ READS = (
         row=7,
         broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
         changes=(Edit(HeldCommands._let_through, "are_over is not None and not are_over()", "False"),),
-        place=ByTest(
-            "tests/unit/test_held_commands.py::test_a_read_waits_for_the_steps_before_it_and_nobody_else_has_to_ask"
+        place=level2("bytes"),
+    ),
+    Mutant(
+        name="the device of another rank is asked",
+        broken="the actors ask whether a step is over in a thread without a current device; CUDA asks the first one",
+        changes=(Edit(ConnectorWorker._make_supervisor, "if self._fence is not None:", "if False:"),),
+        place=ByTest("tests/unit/test_step_fence.py::test_the_thread_that_asks_the_device_has_made_it_current"),
+    ),
+    Mutant(
+        name="a device that has failed holds up nobody",
+        broken="a READ begins although the device cannot be asked whether it still writes into the blocks",
+        changes=(
+            Edit(HeldCommands._let_through, "self._on_failed(error)\n            return", "self._on_failed(error)"),
         ),
+        place=ByTest("tests/unit/test_held_commands.py::test_nothing_is_let_through_for_a_device_that_cannot_be_asked"),
     ),
     Mutant(
         name="a prompt is lent beside the drafts of its step",

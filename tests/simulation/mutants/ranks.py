@@ -54,6 +54,13 @@ def _use_the_first_table_for_all(patch: Patch) -> None:
 
 MUTANTS = (
     Mutant(
+        name="no step is said to end a prompt",
+        row=7,
+        broken="workers are not told with which steps a prompt that will be lent may end, and wait for none",
+        changes=(Edit(ConnectorScheduler._ends_prompt_to_lend, "return any(", "return False and any("),),
+        place=with_vllm("scheduler"),
+    ),
+    Mutant(
         name="one of several sources read",
         broken="where several ranks hold what a rank needs, only the first one is read",
         changes=(Edit(block_tables.resolve, "range(0, local_ids.size,", "range(0, 0 if reads else local_ids.size,"),),

@@ -48,7 +48,7 @@ from connector.protocol import (
     StartPull,
     TrackLease,
 )
-from connector.step_metadata import WorkerReport
+from connector.step_metadata import StepMetadata, WorkerReport
 from statemachine.lease import LeaseName
 from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
@@ -303,6 +303,7 @@ class VllmEngine:
             self._check_loads(result.kv_connector_output)
         answers = self.scheduler.update_from_output(output, result)
         for answer in answers[0].outputs if answers else ():
+            self._check_waited_for(answer, output)
             self._take_answer(answer)
         report = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
         if isinstance(report, WorkerReport) and report.stopped is not None:
@@ -384,6 +385,20 @@ class VllmEngine:
             if ask.answer_params is not None and self._has_stopped_lending:
                 self.around.oracles.complain("scheduler", f"{self.name} lends KV that a worker cannot serve")
             self._end(ask, str(answer.finish_reason))
+
+    def _check_waited_for(self, answer: EngineCoreOutput, output: SchedulerOutput) -> None:
+        """The step that ends a prompt that is lent to a decode engine is one of those that a worker waits for."""
+        ask = self._open.get(answer.request_id)
+        is_lent = answer.finish_reason is not None and answer.kv_transfer_params is not None
+        if ask is None or not is_lent or not (ask.params or {}).get("do_remote_decode"):
+            return
+        self._requests.cover("a prompt was lent by the step that ended it")
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        if not metadata.ends_prompt_to_lend:
+            self.around.oracles.complain(
+                "scheduler", f"{self.name} lends {answer.request_id}, and no worker was told that its step may end it"
+            )
 
     def _cover(self, output: SchedulerOutput) -> None:
         """Count what a test wants to have happened."""
@@ -604,6 +619,7 @@ class VllmEngine:
             "failed loads that wait": len(side._failed | side._to_compute),
             "prefills in the scheduler": len(side._computing),
             "prompts to lend": len(side._prompts_to_lend),
+            "requests that are answered here": len(side._answering),
             "far ends of windows": len(side.far_ends_held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
