@@ -4,7 +4,8 @@
     meet     control socket of each rank of a decode engine: connect prefill engines, and see until they are
 
 An engine is first asked what it is. One that does not say that it understands these messages (it runs the built-in
-connector, or an older version of this one) is sent none, and is an `AdministrationError`.
+connector, or an older version of this one) is sent none, and is an `AdministrationError`. So is a name that several
+engines have, as that of a headless Service in Kubernetes: each question could go to another of them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from contextlib import closing
 
 import trio
 
-from connector.observe.live import Address
+from connector.observe.live import Address, engines_behind
 from connector.ports.gate import ANYBODY, Access
-from connector.ports.side_channel import ConnectionRefused, SideChannel, SideChannelError
+from connector.ports.side_channel import ConnectionRefused, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.administration import (
     DrainReport,
@@ -43,45 +44,50 @@ class AdministrationError(Exception):
 
 
 def drain(
-    address: Address,
+    addresses: Sequence[Address],
     *,
     waits: bool,
     timeout_seconds: float | None = None,
-    show: Callable[[DrainReport], None] = lambda report: None,
+    show: Callable[[Address, DrainReport], None] = lambda address, report: None,
     access: Access = ANYBODY,
-) -> DrainReport:
-    """Have an engine drain; the last thing that it said.
-
-    An engine that ends while it is waited for has drained, as far as it had said before.
+) -> dict[Address, DrainReport | AdministrationError]:
+    """Have engines drain, all at once; of each the last thing that it said, or why it could not be asked (any more).
 
     Args:
-        waits: until it has drained. Otherwise until it has begun.
-        timeout_seconds: of the wait, and of each question before it; None: the engine bounds the wait.
+        waits: until they have drained. Otherwise until they have begun.
+        timeout_seconds: of the wait, and of each question before it; None: the engines bound the wait.
         show: told of each answer.
         access: the keys of the tool.
-
-    Raises:
-        AdministrationError: it could not be asked.
     """
 
     seconds = ASK_SECONDS if timeout_seconds is None else min(ASK_SECONDS, timeout_seconds)
+    ends: dict[Address, DrainReport | AdministrationError] = {}
 
-    async def run() -> DrainReport:
-        side_channel = ZmqSideChannel(access)
+    async def drain_one(side_channel: SideChannel, address: Address) -> None:
         try:
             await require_administration(side_channel, address, seconds)
             report = await _ask(side_channel, address, seconds)
-            show(report)
+            show(address, report)
             with trio.move_on_after(float("inf") if timeout_seconds is None else timeout_seconds):
                 while waits and report.state != "drained":
                     await trio.sleep(POLL_SECONDS)
                     report = await _ask(side_channel, address, ASK_SECONDS)
-                    show(report)
-            return report
+                    show(address, report)
+            ends[address] = report
+        except AdministrationError as error:
+            ends[address] = error
+
+    async def run() -> None:
+        side_channel = ZmqSideChannel(access)
+        try:
+            async with trio.open_nursery() as nursery:
+                for address in addresses:
+                    nursery.start_soon(drain_one, side_channel, address)
         finally:
             side_channel.close()
 
-    return trio.run(run)
+    trio.run(run)
+    return {address: ends[address] for address in addresses}
 
 
 def meet(
@@ -110,6 +116,7 @@ async def require_administration(
     side_channel: SideChannel, address: Address, seconds: float = ASK_SECONDS
 ) -> ActorExtension:
     """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
+    await _require_one_engine(address, seconds)
     frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0), seconds)
     try:
         said = decode_advertisement(frames_untrusted)
@@ -122,6 +129,19 @@ async def require_administration(
     if not said.actor.administration:
         raise AdministrationError(f"the engine at {address} has an older version of this connector, which cannot do it")
     return said.actor
+
+
+async def _require_one_engine(address: Address, seconds: float) -> None:
+    try:
+        with trio.fail_after(seconds):
+            behind = await engines_behind(address)
+    except trio.TooSlowError as error:
+        raise AdministrationError(f"no name server found {address.host} within {seconds:g} s") from error
+    except NameNotResolved as error:
+        raise AdministrationError(str(error)) from error
+    if len(behind) > 1:
+        listed = ", ".join(map(str, behind))
+        raise AdministrationError(f"{address} is {len(behind)} engines; name each that you mean: {listed}")
 
 
 async def _ask(side_channel: SideChannel, address: Address, seconds: float) -> DrainReport:

@@ -8,7 +8,8 @@ answer is an `EngineReport` with the reason in `problem`, not an exception. The 
 themselves (`connector.ports.zmq_bridge`). Nothing that is asked changes anything.
 
 A decode engine names the prefill engines that it reads from (`PeerRow.address`), so one address is enough to find both
-sides of a request.
+sides of a request. A host name may be that of several engines, as that of a headless Service in Kubernetes is: then
+each is asked at its own address.
 """
 
 from __future__ import annotations
@@ -302,6 +303,12 @@ def tool_access(directory: str | None) -> Access:
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
+async def engines_behind(address: Address) -> list[Address]:
+    """Of each engine of this name, where it has several; else this one, by its name. Raises NameNotResolved."""
+    found = await HostNames().addresses(address.host, address.port)
+    return [Address(each, address.port) for each in found] if len(found) > 1 else [address]
+
+
 def survey(
     addresses: Iterable[Address],
     questions: Sequence[Question],
@@ -311,7 +318,8 @@ def survey(
     followed_seconds: float = FOLLOWED_SECONDS,
     access: Access = ANYBODY,
 ) -> Survey:
-    """Ask all of them, and with `follow` the prefill engines that they name. Blocks no longer than the two together.
+    """Ask all, and with `follow` the prefill engines that they name. Blocks no longer than the two together, and
+    `seconds` for names.
 
     `access`: with which keys; see `tool_access`.
     """
@@ -395,7 +403,7 @@ class Surveyor:
         self, addresses: Iterable[Address], questions: Sequence[Question], *, follow: bool = True
     ) -> Survey:
         """See the module's `survey`."""
-        named = list(dict.fromkeys(addresses))[:ENGINES_MAX]
+        named = (await self._one_by_one(list(dict.fromkeys(addresses))))[:ENGINES_MAX]
         found = await self._ask_all(dict.fromkeys(named, ()), questions, self._seconds)
         if not follow:
             return Survey(found)
@@ -410,6 +418,20 @@ class Surveyor:
         chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
         more = await self._ask_all(chosen, questions, self._followed_seconds)
         return Survey([*found, *more])
+
+    async def _one_by_one(self, addresses: Sequence[Address]) -> list[Address]:
+        """Those whose names are of several engines are one for each of them; whatever else they are is seen later."""
+        behind: dict[Address, list[Address]] = {}
+
+        async def look_behind(address: Address) -> None:
+            behind[address] = [address]
+            with contextlib.suppress(NameNotResolved), trio.move_on_after(self._seconds):
+                behind[address] = await engines_behind(address)
+
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                nursery.start_soon(look_behind, address)
+        return list(dict.fromkeys(each for address in addresses for each in behind[address]))
 
     async def _ask_all(
         self, addresses: Mapping[Address, tuple[str, ...]], questions: Sequence[Question], seconds: float

@@ -26,13 +26,13 @@ FOUND_REMEMBERED_MAX = 4096
 
 
 class _Question:
-    """What a thread finds: an address, or why there is none."""
+    """What a thread finds: addresses, or why there are none."""
 
     def __init__(self, *, was_found: bool) -> None:
         self.was_found = was_found
         self.began = trio.current_time()
         self.is_answered = trio.Event()
-        self.address = ""
+        self.addresses: tuple[str, ...] = ()
         self.problem: str | None = "the question was given up"
 
 
@@ -52,16 +52,21 @@ class HostNames:
         Args:
             port: for the error.
         """
+        return (await self.addresses(host, port))[0]
+
+    async def addresses(self, host: str, port: int) -> tuple[str, ...]:
+        """All of the kind of the first one, in the order of the resolver. Several engines may share a name: that of a
+        headless Service in Kubernetes is one for all its pods. Raises NameNotResolved; `port` is for the error."""
         if is_ip_address(host):
             await trio.lowlevel.checkpoint()
-            return unbracketed(host)
+            return (unbracketed(host),)
         question = self._newest.get(host)
         if question is None or trio.current_time() - question.began >= AGAIN_SECONDS:
             question = self._ask(host, port)
         await question.is_answered.wait()
         if question.problem is not None:
             raise NameNotResolved(host, port, question.problem)
-        return question.address
+        return question.addresses
 
     def _ask(self, host: str, port: int) -> _Question:
         was_found = host in self._found
@@ -79,7 +84,9 @@ class HostNames:
             # A limiter of its own: `_ask` is what limits, and nothing else in this process may wait for these.
             found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
             found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-            question.address, question.problem = str(found[0][4][0]), None
+            family = found[0][0]
+            of_family = dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == family)
+            question.addresses, question.problem = tuple(of_family), None
             self._remember(host)
         except Exception as error:  # a task of the run itself must not raise: everything would end
             question.problem = str(error) if isinstance(error, OSError | UnicodeError) else repr(error)

@@ -37,10 +37,12 @@ class Lent(NamedTuple):
     Attributes:
         lent: prefills that are lent, or were accepted before it drained and will be.
         not_lent: those that it has answered without kv_transfer_params since, or will.
+        answering: requests whose answers it writes itself, and which draining does not wait for.
     """
 
     lent: int
     not_lent: int
+    answering: int = 0
 
 
 class OwnWorker(NamedTuple):
@@ -107,6 +109,7 @@ class EngineDraining:
             seconds_left=max(0, value.ends_ns - now_ns) / NS_PER_SECOND,
             lent=counted.lent,
             not_lent=counted.not_lent,
+            answering=counted.answering,
         )
 
     def close(self) -> None:
@@ -176,4 +179,11 @@ class EngineDraining:
             if not lent
             else f"the grace period is over, and {lent} prefill(s) are still lent"
         )
-        self._say(f"drained after {seconds:.1f} s: {what}; this engine may be ended")
+        answering = self._count().answering
+        end = (
+            f"{answering} request(s) whose answers this engine writes are not waited for, but by vLLM, for "
+            "--shutdown-timeout"
+            if answering
+            else "this engine may be ended"
+        )
+        self._say(f"drained after {seconds:.1f} s: {what}; {end}")

@@ -232,6 +232,8 @@ class ConnectorScheduler:
         self._lease_numbers = itertools.count(1 + int(life[:12], 16))
         # When this engine first heard of the requests that will be lent and were not scheduled yet, by request id.
         self._heard_ns: dict[str, int] = {}
+        # Requests of clients, whose answers this engine writes.
+        self._answering: set[str] = set()
         # Leases of the requests that run and will be lent, by request id.
         self._computing: dict[str, LeaseName] = {}
         # Those of them whose prompt another engine takes over.
@@ -287,6 +289,8 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from a prefill engine, and keep its lease alive from now on. Of one
         that will be lent, note when it came."""
+        if not _wants_remote_decode(request):
+            self._answering.add(request.request_id)
         lends = self._accepts_prefills and self._will_lend(request)
         if lends:
             self._heard_ns[request.request_id] = self._clock.now_ns()
@@ -380,6 +384,7 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._failed.discard(request_id)
         self._to_compute.discard(request_id)
+        self._answering.discard(request_id)
         self._heard_ns.pop(request_id, None)
         self._prompts_to_lend.pop(request_id, None)
         pull = self._waiting.pop(request_id, None)
@@ -896,7 +901,7 @@ class ConnectorScheduler:
     def _count_lent(self) -> Lent:
         """In the listener's thread."""
         accepted = len(self._heard_ns) + len(self._computing)
-        return Lent(lent=accepted + self._figures.leases_held, not_lent=self._not_lent)
+        return Lent(lent=accepted + self._figures.leases_held, not_lent=self._not_lent, answering=len(self._answering))
 
     def _will_lend(self, request: Request) -> bool:
         """Whether its blocks are kept for another engine when it has finished."""

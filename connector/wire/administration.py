@@ -92,6 +92,8 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
         seconds_left: until the grace period is over.
         lent: prefills that are lent, or were accepted before and will be.
         not_lent: prefills that have come since, and are answered without kv_transfer_params.
+        answering: requests whose answers it writes itself. It does not wait for them; vLLM does, for
+            `--shutdown-timeout`.
     """
 
     state: Literal["draining", "drained"]
@@ -99,6 +101,7 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds_left: float
     lent: _Count
     not_lent: _Count
+    answering: _Count = 0
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -82,14 +82,13 @@ def by_command(prefill: Prefill, now: Callable[[], float]) -> Drain:
     address = Address(LOOPBACK, prefill.engine.options.side_channel_port)
     lent: list[int] = []
     lent_last, problem = None, ""
-    try:
-        report = drain(
-            address, waits=True, timeout_seconds=COMMAND_SECONDS_MAX, show=lambda each: lent.append(each.lent)
-        )
-    except AdministrationError as error:
-        problem = str(error)
-    else:
-        lent_last = report.lent if report.state == "drained" else None
+    (last,) = drain(
+        [address], waits=True, timeout_seconds=COMMAND_SECONDS_MAX, show=lambda _, each: lent.append(each.lent)
+    ).values()
+    if isinstance(last, AdministrationError):
+        problem = str(last)
+    elif last.state == "drained":
+        lent_last = last.lent
     end = _end(prefill)
     return Drain(
         engine=prefill.engine.name,

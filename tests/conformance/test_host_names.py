@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -107,3 +108,27 @@ def test_beyond_a_number_names_are_refused_at_once_but_not_those_that_were_found
         assert await names.address("found-new", 5600) == "127.0.0.1"
 
     run(test)
+
+
+def test_a_name_may_be_that_of_several_hosts() -> None:
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        assert await names.addresses("several", 5600) == ("127.0.0.1", "127.0.0.2")
+        assert await names.address("several", 5600) == "127.0.0.1"
+        assert await names.addresses("found", 5600) == ("127.0.0.1",)
+        assert await names.addresses("[::1]", 5600) == ("::1",)
+        with pytest.raises(NameNotResolved, match="known"):
+            await names.addresses("unknown", 5600)
+
+    run(test)
+
+
+def test_a_host_that_has_an_address_of_each_kind_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+    found = [(kind, socket.SOCK_STREAM, 6, "", (address, 0)) for kind, address in kinds.items()]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    async def main() -> None:
+        assert await HostNames().addresses("localhost", 5600) == ("127.0.0.1",)
+
+    trio.run(main)

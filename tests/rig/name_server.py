@@ -12,7 +12,8 @@ from unittest import mock
 
 
 class NameServer:
-    """Names that begin with "hang" wait until it lets go, "found" ones are 127.0.0.1, "unknown" ones do not exist.
+    """Names that begin with "hang" wait until it lets go, "found" ones are 127.0.0.1, "several" ones are 127.0.0.1 and
+    127.0.0.2, "unknown" ones do not exist.
 
     Attributes:
         asked: how often each name was.
@@ -33,6 +34,9 @@ class NameServer:
             self._may_answer.wait(60)
         if name.startswith(("hang", "unknown")):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if name.startswith("several"):
+            addresses = ("127.0.0.1", "127.0.0.2")
+            return [entry for each in addresses for entry in self._resolve(each, port, *args, **settings)]
         return self._resolve("127.0.0.1" if name.startswith("found") else host, port, *args, **settings)
 
 

@@ -1,22 +1,33 @@
-"""`nixl-actor drain` and `nixl-actor meet` at engines that say nothing: they end when they were told to."""
+"""`nixl-actor drain` and `nixl-actor meet`: at engines that say nothing they end when they were told to; of several
+engines each is asked, and a name that several have is nobody's."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import pytest
 import trio
 from typer.testing import CliRunner
 
+from connector.clock import to_ns
 from connector.observe import administration
 from connector.observe.cli.main import app
+from connector.observe.live import Address, Question, survey
+from connector.runtime.draining import Lent
 from connector.wire.handshake import encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
 from tests.rig.facts import facts
+from tests.rig.listener import make_listener_thread
+from tests.rig.name_server import name_server
+from tests.rig.network import free_port
+from tests.unit.test_listener_thread import metadata
 from tests.unit.test_wire_handshake import METADATA
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
 @pytest.fixture
@@ -60,3 +71,97 @@ def test_a_name_server_that_hangs_keeps_nobody_from_an_answer(monkeypatch: pytes
     assert time.monotonic() - begun < administration.ASK_SECONDS - 1
     assert answer.exit_code == 2
     assert answer.output == "rank (0, 0) of the engine at 127.0.0.1:1 did not answer at 10.0.0.1:40000 within 0.2 s\n"
+
+
+@contextmanager
+def engines(
+    *places: tuple[str, int], count: Callable[[], Lent] = lambda: Lent(0, 0), grace_seconds: float = 60.0
+) -> Iterator[None]:
+    """Their listeners, and no worker: who could not be told that the engine drains is not waited for."""
+    with ExitStack() as stack:
+        for host, port in places:
+            told = metadata("127.0.0.1", free_port())
+            told.agent_metadata = encode_agent_metadata(METADATA)
+            ranks = {(0, 0): told}
+            listener = make_listener_thread(host, port, ranks, count=count, grace_ns=to_ns(grace_seconds))
+            listener.start()
+            stack.callback(listener.stop)
+        yield
+
+
+def test_several_engines_drain_at_once_and_each_line_says_of_which_it_is() -> None:
+    """As those of a data-parallel deployment do, one port after another."""
+    ports = [free_port(), free_port()]
+    names = [f"127.0.0.1:{port}" for port in ports]
+    with engines(*(("127.0.0.1", port) for port in ports)):
+        answer = CliRunner().invoke(app, ["drain", *names])
+    assert answer.exit_code == 0, answer.output
+    last = {line.rpartition(": drained after ")[0] for line in answer.output.splitlines() if "drained after" in line}
+    assert last == set(names)
+
+
+def test_one_that_does_not_answer_keeps_no_other_from_draining() -> None:
+    port, nobody = free_port(), free_port()
+    with engines(("127.0.0.1", port)):
+        answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{nobody}", f"127.0.0.1:{port}"])
+    assert answer.exit_code == 2
+    assert f"nothing listens at 127.0.0.1:{nobody}" in answer.output
+    assert f"127.0.0.1:{port}: drained after" in answer.output
+
+
+def test_one_whose_grace_period_ends_with_something_lent_is_said_by_the_status() -> None:
+    port = free_port()
+    with engines(("127.0.0.1", port), count=lambda: Lent(2, 0), grace_seconds=0.2):
+        answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{port}"])
+    assert answer.exit_code == 1
+    assert "2 prefill(s) are still lent, and the grace period is over" in answer.output
+
+
+@pytest.mark.parametrize("answering", [0, 3])
+def test_an_engine_that_still_answers_clients_is_not_said_to_be_at_its_end(answering: int) -> None:
+    """A decode engine, or one of both roles: draining does not wait for its own requests."""
+    port = free_port()
+    with engines(("127.0.0.1", port), count=lambda: Lent(0, 0, answering)):
+        answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{port}"])
+    assert answer.exit_code == 0
+    (line,) = [each for each in answer.output.splitlines() if each.startswith("drained after")]
+    assert line.endswith("the engine may be ended") is (not answering)
+    assert ("3 request(s) whose answers it writes end with the engine" in line) is bool(answering)
+
+
+@pytest.mark.parametrize("command", ["drain", "meet"])
+def test_a_name_of_several_engines_is_refused_and_changes_nothing(command: str) -> None:
+    port = free_port()
+    places = ["127.0.0.1:1"] * (command == "meet")
+    asked: list[None] = []
+
+    def count() -> Lent:
+        asked.append(None)
+        return Lent(0, 0)
+
+    with name_server(), engines(*((host, port) for host in HOSTS), count=count):
+        answer = CliRunner().invoke(app, [command, f"several:{port}", *places])
+    assert answer.exit_code == 2
+    assert answer.output == (
+        f"several:{port} is 2 engines; name each that you mean: 127.0.0.1:{port}, 127.0.0.2:{port}\n"
+    )
+    assert not asked
+
+
+def test_all_engines_of_a_name_are_asked() -> None:
+    """The name of a headless Service is that of all its pods; a request is on one of them."""
+    port = free_port()
+    with name_server(), engines(*((host, port) for host in HOSTS)):
+        found = survey([Address("several", port), Address("found", port)], [Question(what="engine")], seconds=5.0)
+    assert [each.address for each in found.engines] == [
+        *(Address(host, port) for host in HOSTS),
+        Address("found", port),
+    ]
+    assert [each.problem for each in found.engines] == [None] * 3
+
+
+def test_a_name_that_nobody_finds_is_reported_as_before() -> None:
+    with name_server():
+        found = survey([Address("unknown", 5600)], [Question(what="engine")], seconds=5.0)
+    (engine,) = found.engines
+    assert engine.problem_kind == "AddressNotResolved"

@@ -363,7 +363,7 @@ def test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parame
     assert "a" not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._count_lent() == (0, 1)
+    assert side(engine)._count_lent() == (0, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["a" * 513, "caf\xc3\x89"], ids=["too long", "UTF-8 in a header"])
@@ -381,7 +381,7 @@ def test_a_prefill_whose_id_no_engine_takes_is_answered_without_parameters(
     assert name not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._count_lent() == (0, 0), "it counts for no drain"
+    assert side(engine)._count_lent() == (0, 0, 0), "it counts for no drain"
     (line,) = [each for each in caplog.messages if "X-Request-Id" in each]
     assert "answered without kv_transfer_params" in line
 
@@ -394,14 +394,29 @@ def test_a_prefill_that_was_accepted_before_is_lent(steps: int) -> None:
     for _ in range(steps):
         engine.step()
     drain(engine)
-    assert side(engine)._count_lent() == (1, 0)
+    assert side(engine)._count_lent() == (1, 0, 0)
     for _ in range(4):
         engine.step()
     assert engine.params["a"]["remote_request_id"] == "a"
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseGranted]
-    assert side(engine)._count_lent() == (1, 0), "until vLLM has freed its blocks"
+    assert side(engine)._count_lent() == (1, 0, 0), "until vLLM has freed its blocks"
     engine.step(KVConnectorOutput(finished_sending={"a"}))
-    assert side(engine)._count_lent() == (0, 0)
+    assert side(engine)._count_lent() == (0, 0, 0)
+
+
+def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -> None:
+    """Draining does not wait for them, and says so. Prompts that it computes for a decode engine are none of them."""
+    engine = HybridEngine([full()], caches_prefixes=False)
+    engine.submit("answered", TOKENS, None, max_tokens=2)
+    engine.submit("aborted in the queue", TOKENS, None)
+    engine.submit("lent", TOKENS, REMOTE_DECODE)
+    assert side(engine)._count_lent() == (1, 0, 2)
+    engine.scheduler.finish_requests("aborted in the queue", RequestStatus.FINISHED_ABORTED)
+    assert side(engine)._count_lent().answering == 1
+    for _ in range(2):
+        engine.step()
+    assert engine.finished["answered"] == "length"
+    assert side(engine)._count_lent() == (1, 0, 0)
 
 
 def test_nothing_is_granted_whose_lease_would_outlast_the_grace_period() -> None:

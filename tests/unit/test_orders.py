@@ -127,8 +127,8 @@ class Orders:
         waiting = [(each.request_id, each.status.name) for each in self.scheduler.requests.values()]
         assert waiting == [], f"with {self.pool.get_num_free_blocks()} blocks free"
         side = self.scheduler.connector._scheduler
-        left = (side._waiting, side._loading, side._failed, side._to_compute, side._computing, side._heard_ns)
-        assert not any(left)
+        assert not any((side._waiting, side._loading, side._failed, side._to_compute, side._computing))
+        assert not any((side._heard_ns, side._answering))
         assert not side.far_ends_held
 
     # --- what happens -------------------------------------------------------------------------------------------------

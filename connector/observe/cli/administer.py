@@ -1,8 +1,8 @@
 """Commands that change what engines do: `drain`, `meet`.
 
 Exit status, for scripts:
-  drain    0 it has drained, or with --no-wait has begun; 1 it has not in time, or its grace period ended with something
-           lent; 2 it could not be asked
+  drain    0 all have drained, or with --no-wait have begun; 1 one has not in time, or its grace period ended with
+           something lent, or it answered no more; 2 one could not be asked, and was not told to drain
   meet     0 all are connected; 1 some are not; 2 the decode engine could not be asked
 """
 
@@ -16,42 +16,55 @@ from connector.observe.cli.live import BAD, SERVED, UNASKED, KeyDirectory, acces
 from connector.observe.cli.output import say
 
 if TYPE_CHECKING:
+    from connector.observe.live import Address
     from connector.wire.administration import DrainReport
 
 
 def drain(
-    engine: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Side channel of the prefill engine.")],
-    wait: Annotated[bool, typer.Option(help="Until nothing is lent any more, or its grace period is over.")] = True,
+    engines: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT...",
+            help="Side channel of the prefill engine; of a data-parallel deployment those of all its engines, one port "
+            "after another.",
+        ),
+    ],
+    wait: Annotated[bool, typer.Option(help="Until nothing is lent any more, or the grace period is over.")] = True,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait; otherwise as long as the engine does.", min=0.05)
+        float | None, typer.Option(help="Seconds to wait; otherwise as long as the engines do.", min=0.05)
     ] = None,
     keys: KeyDirectory = None,
 ) -> None:
-    """CHANGES the engine: it lends no new prefill, tells its decode engines that it leaves, and may be ended after it.
+    """CHANGES engines: they lend no new prefill, tell their decode engines that they leave, and may be ended after it.
 
-    There is no way back but a restart. What it has lent is served until it is read, for drain_grace_seconds at most.
+    There is no way back but a restart. What they have lent is served until it is read, for drain_grace_seconds at most.
+    Requests whose answers an engine writes itself are not waited for: it computes them as ever.
     """
     from connector.observe.administration import AdministrationError
-    from connector.observe.administration import drain as drain_engine
+    from connector.observe.administration import drain as drain_engines
     from connector.observe.live import AddressError, parse_address
 
-    shown: list[DrainReport] = []
+    shown: dict[Address, DrainReport] = {}
 
-    def show(report: DrainReport) -> None:
-        if not shown or (report.state, report.lent) != (shown[-1].state, shown[-1].lent):
-            say(_line(report))
-        shown.append(report)
+    def show(address: Address, report: DrainReport) -> None:
+        before = shown.get(address)
+        if before is None or (report.state, report.lent) != (before.state, before.lent):
+            say(f"{address}: {_line(report)}" if len(addresses) > 1 else _line(report))
+        shown[address] = report
 
     try:
-        address, access = parse_address(engine), access_of(keys)
-        report = drain_engine(address, waits=wait, timeout_seconds=timeout, show=show, access=access)
+        addresses, access = list(dict.fromkeys(map(parse_address, engines))), access_of(keys)
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
-    except AdministrationError as error:
-        say(error, err=True)
-        raise typer.Exit(UNASKED if not shown else BAD) from None
-    has_drained = report.state == "drained" and not report.lent
-    raise typer.Exit(SERVED if has_drained or not wait else BAD)
+    codes = {SERVED}
+    ends = drain_engines(addresses, waits=wait, timeout_seconds=timeout, show=show, access=access)
+    for address, end in ends.items():
+        if isinstance(end, AdministrationError):
+            say(end, err=True)
+            codes.add(BAD if address in shown else UNASKED)
+        elif wait and (end.state != "drained" or end.lent):
+            codes.add(BAD)
+    raise typer.Exit(max(codes))
 
 
 def _line(report: DrainReport) -> str:
@@ -62,7 +75,13 @@ def _line(report: DrainReport) -> str:
             if report.lent
             else "nothing is lent"
         )
-        return f"drained after {report.seconds:.1f} s: {left}; {later}; the engine may be ended"
+        end = (
+            f"{report.answering} request(s) whose answers it writes end with the engine, unless vLLM is given "
+            "--shutdown-timeout for them"
+            if report.answering
+            else "the engine may be ended"
+        )
+        return f"drained after {report.seconds:.1f} s: {left}; {later}; {end}"
     return (
         f"draining for {report.seconds:.1f} s: {report.lent} prefill(s) lent; {later}; {report.seconds_left:.0f} s left"
     )
