@@ -12,6 +12,17 @@ LEASE_EXPIRED = "LeaseExpired"
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
+NIXL_HANGS = (
+    "NIXL has not returned from a call for %.0f s: a driver or a device of this machine hangs. Until it does no READ "
+    "begins or is seen to end, whichever engine it is from, and requests fail as if all of those hung "
+    "(DeadlineExceeded, Quarantined)"
+)
+"""Of a worker, with the seconds. The failures that follow name prefill engines, which have nothing to do with it."""
+NIXL_HANGS_ADVICE = (
+    "`py-spy dump --pid PID` of that worker shows where its thread nixl-... is; keep the output, and restart the "
+    "engine if this does not end"
+)
+
 WHAT_TO_DO: dict[str, str] = {
     "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
     "ConnectionRefused": "start P again if it has ended; else correct VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it",

@@ -235,6 +235,20 @@ LEASES = Metric(
     labels=("state",),
     series=tuple((state,) for state in living_states(lease.MACHINE)),
 )
+OLDEST_REQUEST_SECONDS = Metric(
+    name=f"{PREFIX}oldest_request_seconds",
+    kind="gauge",
+    documentation="For how long the request that loads longest has loaded, in seconds, in steps of ten; 0 where none "
+    "has for so long. Each ends within request_timeout_seconds and quiesce_timeout_seconds.",
+    side="D",
+)
+OLDEST_LEASE_SECONDS = Metric(
+    name=f"{PREFIX}oldest_lease_seconds",
+    kind="gauge",
+    documentation="For how long the lease that is held longest has been held, in seconds, in steps of ten; 0 where "
+    "none has for so long.",
+    side="P",
+)
 LENT_BLOCKS = Metric(
     name=f"{PREFIX}lent_blocks",
     kind="gauge",
@@ -273,6 +287,13 @@ LOOP_LAG_SECONDS = Metric(
     "is not.",
     side="both",
 )
+NIXL_LAG_SECONDS = Metric(
+    name=f"{PREFIX}nixl_lag_seconds",
+    kind="gauge",
+    documentation="For how long NIXL has not come back from a call, in seconds, if that is long; 0 while it does. No "
+    "READ begins or is seen to end meanwhile, whichever engine it is from.",
+    side="both",
+)
 UP = Metric(
     name=f"{PREFIX}up",
     kind="gauge",
@@ -303,7 +324,7 @@ BUILD_INFO = Metric(
     series=(),
 )
 
-GAUGES_OF_RANKS = (REQUESTS, PEERS, MAILBOX_MESSAGES, LOOP_LAG_SECONDS)
+GAUGES_OF_RANKS = (REQUESTS, PEERS, MAILBOX_MESSAGES, LOOP_LAG_SECONDS, NIXL_LAG_SECONDS)
 """Where each rank has a value of its own; but `queued` is the scheduler's."""
 
 # --- histograms -----------------------------------------------------------------------------------------------------
@@ -493,13 +514,16 @@ OURS = (
     DRAINED,
     BUILD_INFO,
     REQUESTS,
+    OLDEST_REQUEST_SECONDS,
     LEASES,
+    OLDEST_LEASE_SECONDS,
     LENT_BLOCKS,
     LENT_TOKENS,
     QUARANTINED_BLOCKS,
     PEERS,
     MAILBOX_MESSAGES,
     LOOP_LAG_SECONDS,
+    NIXL_LAG_SECONDS,
     KV_WAIT_SECONDS,
     HANDSHAKE_SECONDS,
     STATE_SECONDS,

@@ -19,13 +19,14 @@ from typing import Literal
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, WHAT_TO_DO
+from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.explanation import as_advertised
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
+    NIXL_LAG_SECONDS,
     EngineFacts,
     EngineRow,
     LocalPrefillRow,
@@ -144,6 +145,14 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                     engines=(_name(engine),),
                     what=f"{_name(engine)} rank {row.rank} serves no KV any more: {row.stopped}",
                     advice=WHAT_TO_DO["ConnectorStopped"],
+                )
+            if lag_seconds := row.counts.get(NIXL_LAG_SECONDS, 0):
+                yield Finding(
+                    level="problem",
+                    check="answers",
+                    engines=(_name(engine),),
+                    what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % lag_seconds}",
+                    advice=NIXL_HANGS_ADVICE,
                 )
 
 

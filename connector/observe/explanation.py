@@ -15,16 +15,17 @@ came without parameters. `find` puts together those that a person may mean by a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NO_PARAMETERS, NOT_READ, WHAT_TO_DO
 from connector.observe.history import History, Story, best_named, histories, stories
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
+    NIXL_LAG_SECONDS,
     AnyRow,
     EngineFacts,
     EngineRow,
@@ -380,7 +381,15 @@ def explain(case: Case, live: Live) -> Explanation:
         f"the clock of {name} rank {rank} was moved by {live.shifts[name, rank]:+.3f} s to agree with the others"
         for name, rank in sorted({(each.engine_id, each.rank) for each in told}.intersection(live.shifts))
     )
-    return msgspec.structs.replace(answer, facts=(*answer.facts, *moved)) if moved else answer
+    facts = (*_hanging(answer, live), *answer.facts, *moved)
+    return msgspec.structs.replace(answer, facts=facts) if facts != answer.facts else answer
+
+
+def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
+    """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
+    for engine_id, rank, row in live.engines:
+        if engine_id in (answer.engine_id, answer.peer) and (seconds := row.counts.get(NIXL_LAG_SECONDS, 0)):
+            yield f"{engine_id} rank {rank}: {NIXL_HANGS % seconds}"
 
 
 def _explain(case: Case, live: Live) -> Explanation:

@@ -159,6 +159,7 @@ class PortCounts(msgspec.Struct, frozen=True):
         registered_ranges: of our own memory.
         errored_reads: those of `reads` that have ended.
         notification_polls_lost: how often NIXL failed to hand over what had arrived, since the port was opened.
+        lag_seconds: for how long NIXL has not come back from a call; 0 unless that is long.
     """
 
     remote_agents: int
@@ -167,6 +168,7 @@ class PortCounts(msgspec.Struct, frozen=True):
     registered_ranges: int
     errored_reads: int = 0
     notification_polls_lost: int = 0
+    lag_seconds: float = 0.0
 
 
 class NixlPort(Protocol):

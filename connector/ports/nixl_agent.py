@@ -37,6 +37,7 @@ from typing import Any
 
 import trio
 
+from connector.observe.advice import NIXL_HANGS
 from connector.observe.hang_notice import HangNotice
 from connector.observe.log import log_crash
 from connector.ports.nixl import (
@@ -71,12 +72,8 @@ has `registration_timeout_seconds` of `connector.config`."""
 LOOKED_AT_SECONDS = 1.0
 """How often the thread is looked at. It hangs if it was found in the same turn again and again: after a pause of the
 whole process it has not come round either, when it is looked at for the first time."""
-
-_HANGS = (
-    "NIXL has not returned from a call for %.0f s: a driver or a device of this machine hangs. Until it does no READ "
-    "begins or is seen to end, whichever engine it is from, and requests fail as if all of those hung "
-    "(DeadlineExceeded, Quarantined)"
-)
+LOOKS_UNTIL_LATE = 3
+"""A call of NIXL that outlasts so many looks is late."""
 
 TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
@@ -96,6 +93,8 @@ class RealNixlPort:
         self._on_event: Callable[[NixlEvent], None] | None = None
         # What came before there was somebody to take it.
         self._early: list[NixlEvent] = []
+        self.lag_seconds = 0.0
+        """For how long NIXL has not come back from a call; 0 unless that is long. For any thread."""
         self._parked: dict[Command, trio.lowlevel.Task] = {}
         self._closing = False
         self._ended: ThreadEnded | None = None
@@ -206,6 +205,7 @@ class RealNixlPort:
             registered_ranges=self._core.registered_ranges,
             errored_reads=len(self._core.errored),
             notification_polls_lost=self._core.notification_polls_lost,
+            lag_seconds=self.lag_seconds,
         )
 
     async def aclose(self, grace_seconds: float) -> list[ReadHandle]:
@@ -282,13 +282,15 @@ class RealNixlPort:
 
     async def _watch(self) -> None:
         """Until the thread has ended. A task of the run itself: whoever has the port need not know of it."""
-        notice = HangNotice(self._thread.name, "calls of NIXL", _HANGS)
+        notice = HangNotice(self._thread.name, "calls of NIXL", NIXL_HANGS)
         turns, looks = self._thread.turns, 0
         while not self._thread.ended:
             await trio.sleep(LOOKED_AT_SECONDS)
             looks = looks + 1 if self._thread.turns == turns else 0
             turns = self._thread.turns
+            self.lag_seconds = looks * LOOKED_AT_SECONDS if looks >= LOOKS_UNTIL_LATE else 0.0
             notice.note(looks * LOOKED_AT_SECONDS)
+        self.lag_seconds = 0.0
 
     # From here on, the way back: `_deliver`, `_backlog` and `_wake_trio` run on the agent's thread, the rest in trio.
 

@@ -35,6 +35,7 @@ from connector.wire import inspection
 from connector.wire.inspection import (
     DETAIL_LENGTH_MAX,
     LIST_LENGTH_MAX,
+    NIXL_LAG_SECONDS,
     AnswerBuilder,
     AnyRow,
     EngineFacts,
@@ -290,6 +291,7 @@ class Inspector:
         counts["commands that wait for the device"] = len(self._held)
         counts["reads in flight"] = reads.in_flight
         counts["read handles"] = held.reads
+        counts[NIXL_LAG_SECONDS] = int(held.lag_seconds)
         counts["remote agents"] = held.remote_agents
         counts["local descriptor lists"] = reads.local_lists
         counts["remote descriptor lists"] = held.descriptor_lists - reads.local_lists

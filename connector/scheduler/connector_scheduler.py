@@ -70,7 +70,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import vllm
@@ -170,6 +170,13 @@ class WaitingPull:
     computed_because: str | None = None
 
 
+class _Loading(NamedTuple):
+    """When this engine first heard of a request, and when its blocks were allocated."""
+
+    heard_ns: int
+    began_ns: int
+
+
 class ConnectorScheduler:
     """See the module's docstring.
 
@@ -216,8 +223,8 @@ class ConnectorScheduler:
         self._life = life
         # Decode side; see the module's docstring. No request id is in both.
         self._waiting: dict[str, WaitingPull] = {}
-        # With when this engine first heard of each.
-        self._loading: dict[str, int] = {}
+        # The one that began first is the first one.
+        self._loading: dict[str, _Loading] = {}
         # Loads that failed and have not asked again since; see the module's docstring.
         self._failed: set[str] = set()
         # Those of them that have asked, and have no blocks yet.
@@ -277,7 +284,7 @@ class ConnectorScheduler:
                 "to tell others: no other machine reaches this engine; set VLLM_HOST_IP, or that variable, to it",
                 self._host,
             )
-        self._figures = EngineFigures()
+        self._figures = EngineFigures(clock)
         self._crashes = CrashCount()
         # Whether every request is meant to bring its KV along; with both roles, some are computed here.
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
@@ -360,7 +367,7 @@ class ConnectorScheduler:
         if pull is not None:
             self._note_taken(pull.remote)
             if num_external_tokens > 0:
-                self._loading[request_id] = pull.heard_ns
+                self._loading[request_id] = _Loading(pull.heard_ns, self._clock.now_ns())
                 self._commands.append(self._load(request, pull, blocks))
                 return  # it comes again when it has been loaded
             if pull.computed_because is not None:
@@ -397,9 +404,10 @@ class ConnectorScheduler:
         if self._spans is not None:
             self._spans.end(request_id)
         if request_id in self._loading:
-            heard_ns = self._loading.pop(request_id)
+            loading = self._loading.pop(request_id)
             if request.status == RequestStatus.FINISHED_ERROR:
-                self._note_wait(heard_ns, is_loaded=False)  # under the policy `fail`, before the results come here
+                # Under the policy `fail`, before the results come here.
+                self._note_wait(loading.heard_ns, is_loaded=False)
             self._commands.append(AbortPull(request_id=request_id))
             return False, None
         if not self._will_lend(request):
@@ -454,9 +462,9 @@ class ConnectorScheduler:
         failed = output.failed_recving or set()
         self._failed |= self._loading.keys() & failed
         for request_id in output.finished_recving or ():
-            heard_ns = self._loading.pop(request_id, None)
-            if heard_ns is not None:
-                self._note_wait(heard_ns, is_loaded=request_id not in failed)
+            loading = self._loading.pop(request_id, None)
+            if loading is not None:
+                self._note_wait(loading.heard_ns, is_loaded=request_id not in failed)
         for request_id in output.finished_sending or ():
             self._far_ends.let_go(request_id)
         self._figures.end_leases(output.finished_sending or ())
@@ -477,7 +485,13 @@ class ConnectorScheduler:
             if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
                 draining = self._draining.show()  # not asked while it serves: this is done with every step
             is_up = self._stopped is None
-            return self._figures.take(len(self._waiting), len(self._computing), draining, is_up=is_up)
+            return self._figures.take(
+                len(self._waiting),
+                len(self._computing),
+                draining,
+                is_up=is_up,
+                loading_since_ns=next(iter(self._loading.values())).began_ns if self._loading else None,
+            )
         except Exception as error:
             self._crashes.note("figures of the engine", error)
             return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from connector.clock import NS_PER_SECOND, Clock
 from connector.observe import catalogue
 from connector.observe.stats import EngineStats
 from statemachine.draining import State
@@ -23,17 +24,22 @@ _COMPUTING, _HELD = catalogue.LEASES.key("computing"), catalogue.LEASES.key("hel
 _LENT_BLOCKS, _LENT_TOKENS = catalogue.LENT_BLOCKS.key(), catalogue.LENT_TOKENS.key()
 _QUARANTINED, _UP = catalogue.QUARANTINED_BLOCKS.key(), catalogue.UP.key()
 _DRAINING, _DRAINED = catalogue.DRAINING.key(), catalogue.DRAINED.key()
+_OLDEST_REQUEST, _OLDEST_LEASE = catalogue.OLDEST_REQUEST_SECONDS.key(), catalogue.OLDEST_LEASE_SECONDS.key()
 _GRANTED_LEASES = catalogue.GRANTED_LEASES.key()
 _GRANTED_BLOCKS, _GRANTED_TOKENS = catalogue.GRANTED_BLOCKS.key(), catalogue.GRANTED_TOKENS.key()
+
+AGE_SECONDS = 10
+"""Ages are shown in multiples of it: a step in which nothing else changes has nothing to tell."""
 
 
 class EngineFigures:
     """See the module's docstring. Lives on the scheduler's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._next = EngineStats()
-        # Blocks and tokens of the leases that are held, by request id, and their sums.
-        self._lent: dict[str, tuple[int, int]] = {}
+        # Blocks and tokens of the leases that are held, and since when, by request id, the oldest first; and the sums.
+        self._lent: dict[str, tuple[int, int, int]] = {}
         self._lent_blocks = 0
         self._lent_tokens = 0
         # How many ranks keep each block out of the pool; never 0.
@@ -42,8 +48,8 @@ class EngineFigures:
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
         # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains,
-        # whether it is up.
-        self._shown = (0, 0, State.SERVING, True)
+        # whether it is up, ages.
+        self._shown = (0, 0, State.SERVING, True, 0, 0)
 
     @property
     def leases_held(self) -> int:
@@ -52,7 +58,7 @@ class EngineFigures:
 
     def grant(self, request_id: str, blocks: int, tokens: int) -> None:
         """A lease begins."""
-        self._lent[request_id] = blocks, tokens
+        self._lent[request_id] = blocks, tokens, self._clock.now_ns()
         self._lent_blocks += blocks
         self._lent_tokens += tokens
         for key, amount in ((_GRANTED_LEASES, 1), (_GRANTED_BLOCKS, blocks), (_GRANTED_TOKENS, tokens)):
@@ -62,7 +68,7 @@ class EngineFigures:
     def end_leases(self, request_ids: Iterable[str]) -> None:
         """vLLM frees the blocks of these requests."""
         for request_id in request_ids:
-            blocks, tokens = self._lent.pop(request_id, (0, 0))
+            blocks, tokens, _ = self._lent.pop(request_id, (0, 0, 0))
             self._lent_blocks -= blocks
             self._lent_tokens -= tokens
             self._has_news = True
@@ -105,7 +111,13 @@ class EngineFigures:
             self._has_news = True
 
     def take(
-        self, queued: int, computing: int, draining: State = State.SERVING, *, is_up: bool = True
+        self,
+        queued: int,
+        computing: int,
+        draining: State = State.SERVING,
+        *,
+        is_up: bool = True,
+        loading_since_ns: int | None = None,
     ) -> EngineStats | None:
         """Figures since the last call; None: nothing has changed.
 
@@ -114,8 +126,14 @@ class EngineFigures:
             computing: of the leases that are not granted yet.
             draining: whether this engine is to end.
             is_up: it serves KV.
+            loading_since_ns: when the oldest request that loads KV began to; None: there is none.
         """
-        shown = (queued, computing, draining, is_up)
+        oldest_request = oldest_lease = 0
+        if loading_since_ns is not None:
+            oldest_request = self._age(loading_since_ns)
+        if self._lent:
+            oldest_lease = self._age(next(iter(self._lent.values()))[2])
+        shown = (queued, computing, draining, is_up, oldest_request, oldest_lease)
         if not self._has_news and self._shown == shown:
             return None
         self._has_news, self._shown = False, shown
@@ -123,7 +141,9 @@ class EngineFigures:
         stats.set_gauges(self._gauges(*shown))
         return stats
 
-    def _gauges(self, queued: int, computing: int, draining: State, is_up: bool) -> dict[str, float]:
+    def _gauges(
+        self, queued: int, computing: int, draining: State, is_up: bool, oldest_request: int, oldest_lease: int
+    ) -> dict[str, float]:
         gauges: dict[str, float] = {}
         for of_rank in self._by_rank.values():
             for key, value in of_rank.items():
@@ -132,6 +152,8 @@ class EngineFigures:
             _QUEUED: queued,
             _COMPUTING: computing,
             _HELD: len(self._lent),
+            _OLDEST_REQUEST: oldest_request,
+            _OLDEST_LEASE: oldest_lease,
             _LENT_BLOCKS: self._lent_blocks,
             _LENT_TOKENS: self._lent_tokens,
             _QUARANTINED: len(self._quarantined),
@@ -139,3 +161,7 @@ class EngineFigures:
             _DRAINING: int(draining is not State.SERVING),
             _DRAINED: int(draining is State.DRAINED),
         }
+
+    def _age(self, since_ns: int) -> int:
+        """In seconds, as it is shown."""
+        return (self._clock.now_ns() - since_ns) // NS_PER_SECOND // AGE_SECONDS * AGE_SECONDS

@@ -112,6 +112,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packs: bool = False
 
 
+NIXL_LAG_SECONDS = "NIXL lag seconds"
+"""Of `EngineRow.counts`: for how long NIXL has not come back from a call, if that is long."""
+
+
 class EngineRow(Row, frozen=True, kw_only=True):
     """This worker. `counts`: how many of what lives now, what it holds of NIXL's included, and what was counted since
     the start. Names come and go with versions: who looks for one takes 0 for one that is missing.

@@ -106,6 +106,7 @@ LATE_SECONDS = 0.25
 _NOT_LATE = (0, 0.0)
 _MAILBOX_MESSAGES = catalogue.MAILBOX_MESSAGES.key()
 _LOOP_LAG_SECONDS = catalogue.LOOP_LAG_SECONDS.key()
+_NIXL_LAG_SECONDS = catalogue.NIXL_LAG_SECONDS.key()
 
 _log = get_logger()
 
@@ -148,6 +149,8 @@ class ConnectorWorker:
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
+        self._nixl_port: RealNixlPort | None = None
+        self._nixl_lag_seconds = 0.0
         self._hang_notice = HangNotice(ACTORS_THREAD, "the KV transfer actors", _ACTORS_HANG)
 
     # --- once ---------------------------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ class ConnectorWorker:
         if end_of_steps is not None and writes_late(self._vllm_config, has_states=has_states):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
-        nixl_port = RealNixlPort.open(
+        nixl_port = self._nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
             backends=self._options.backends,
@@ -493,13 +496,21 @@ class ConnectorWorker:
         thread = self._thread
         if thread is None:
             return report
-        late = self._late
+        late, nixl_lag_seconds = self._late, self._nixl_lag_seconds
         try:
+            if self._nixl_port is not None:
+                self._nixl_lag_seconds = self._nixl_port.lag_seconds
             if thread.is_called or late is not _NOT_LATE:
                 self._late = _NOT_LATE if thread.is_dead else self._lateness(thread)
-            if (found := self._figures.take_gauges()) is None and self._late == late:
+            is_as_before = (self._late, self._nixl_lag_seconds) == (late, nixl_lag_seconds)
+            if (found := self._figures.take_gauges()) is None and is_as_before:
                 return report
-            gauges = {**(found or self._gauges), _MAILBOX_MESSAGES: self._late[0], _LOOP_LAG_SECONDS: self._late[1]}
+            gauges = {
+                **(found or self._gauges),
+                _MAILBOX_MESSAGES: self._late[0],
+                _LOOP_LAG_SECONDS: self._late[1],
+                _NIXL_LAG_SECONDS: self._nixl_lag_seconds,
+            }
             if gauges == self._gauges:
                 return report
             self._gauges = gauges

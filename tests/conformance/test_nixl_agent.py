@@ -690,8 +690,10 @@ class TestRealNixlPort(NixlPortSuite):
                     assert f"nixl-{port.agent_name}"[:64] in hangs
                     await trio.sleep(0.3)
                     assert await said(lines, 1) == [hangs]
+                    assert port.counts().lag_seconds == port.lag_seconds >= 0.2
                     gate.set()
                 assert "go on, after" in (await said(lines, 2))[1]
+                assert port.counts().lag_seconds == 0
 
         self.run(scenario)
 

@@ -157,10 +157,7 @@ def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
     return [on_d(f"{name}_bucket", growing(60), f'{with_labels}le="{each}"') for each in (bound, "+Inf")]
 
 
-READING = on_d("nixl_actor_requests", flat(2), 'state="reading"')
-QUEUED = on_d("nixl_actor_requests", flat(2), 'state="queued"')
 LOADED = on_d("nixl_actor_completed_receives_total", growing(100))
-HELD = on_p("nixl_actor_leases", flat(3), 'state="held"')
 
 
 def waits_ended(per_minute: float, outcome: str) -> dict[str, str]:
@@ -223,9 +220,26 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_loop_lag_seconds", f"0x20 0+60x{MINUTES - 20}")]],
         [[on_d("nixl_actor_loop_lag_seconds", flat(0.25))], [on_d("nixl_actor_loop_lag_seconds", "0x15 60 0x14")]],
     ),
+    "NixlActorNixlHangs": (
+        [[on_d("nixl_actor_nixl_lag_seconds", "0x20 0+60x9")], [on_p("nixl_actor_nixl_lag_seconds", flat(12))]],
+        [[on_d("nixl_actor_nixl_lag_seconds", flat(3))], [on_d("nixl_actor_nixl_lag_seconds", "0x15 60 0x14")]],
+    ),
+    "NixlActorCorruptKv": (
+        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="Corrupt"'), LOADED]],
+        [[failing(9, "TransferError"), LOADED]],
+    ),
+    "NixlActorParamsForged": (
+        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ParamsForged"'), LOADED]],
+        [[failing(9, "BadParams"), LOADED]],
+    ),
+    "NixlActorCrashes": (
+        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ActorCrashed"'), LOADED]],
+        [[failing(9, "ConnectorStopped"), LOADED]],
+    ),
+    # One request or lease is enough, whatever becomes of all others.
     "NixlActorRequestsStuck": (
-        [[READING], [READING, on_d("nixl_actor_completed_receives_total", "0+100x10 1000x20")]],
-        [[READING, LOADED], [READING, failing(1, "LeaseOver")], [QUEUED]],
+        [[on_d("nixl_actor_oldest_request_seconds", "0x20 0+60x9"), LOADED, failing(1, "LeaseOver")]],
+        [[on_d("nixl_actor_oldest_request_seconds", flat(150)), LOADED]],
     ),
     "NixlActorReceivesFail": (
         [
@@ -291,8 +305,8 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[*samples_of("nixl_actor_lease_margin_seconds", "20.0"), NONE_BELOW_15]],
     ),
     "NixlActorLeasesPinned": (
-        [[HELD], [HELD, entered(flat(7), "lease", "done", "none", on_p)]],
-        [[HELD, entered(growing(1), "lease", "expired", "none", on_p)]],
+        [[on_p("nixl_actor_oldest_lease_seconds", "0x10 0+60x19"), *leases(100, 0)]],
+        [[on_p("nixl_actor_oldest_lease_seconds", flat(480)), *leases(100, 0)]],
     ),
     "NixlActorStrayReleases": (
         [[on_p("nixl_actor_stray_releases_total", growing(1))]],

@@ -16,7 +16,15 @@ from connector.observe.live import Address, EngineReport, Question, RankReport, 
 from connector.observe.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity
-from connector.wire.inspection import EngineFacts, EngineRow, LocalPrefillRow, PeerRow, QuarantineRow, RecordRow
+from connector.wire.inspection import (
+    NIXL_LAG_SECONDS,
+    EngineFacts,
+    EngineRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    RecordRow,
+)
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import facts as extension
 from tests.unit.test_explanation import peer_row
@@ -538,3 +546,12 @@ def test_releases_of_what_is_not_lent() -> None:
 def test_problems_come_first() -> None:
     levels = [each.level for each in found(*pair(options=FACTS.options | {"kv_lease_duration": "9"}))]
     assert levels == sorted(levels, key=["problem", "warning", "note"].index)
+
+
+def test_a_call_of_nixl_that_does_not_return_is_a_problem_of_that_rank() -> None:
+    """The failures that follow name prefill engines."""
+    (finding,) = found(engine("d", counts={NIXL_LAG_SECONDS: 40}), check="answers")
+    assert finding.level == "problem"
+    assert finding.what.startswith("d rank 0: NIXL has not returned from a call for 40 s")
+    assert "py-spy dump" in finding.advice
+    assert found(engine("d", counts={NIXL_LAG_SECONDS: 0}), check="answers") == []

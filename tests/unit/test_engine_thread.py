@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,17 @@ def test_actors_that_are_late_are_shown_and_then_no_more(engine: Engine, monkeyp
         monkeypatch.setattr(type(worker._thread), "is_called", lateness[0] > 0)
         monkeypatch.setattr(worker._thread, "lateness", lambda found=lateness: found)
         assert shown() == expected, lateness
+
+
+def test_a_call_of_nixl_that_does_not_return_is_shown_and_then_no_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = engine.worker._worker_side
+    engine.tell_figures()
+    for lag_seconds, expected in [(3.0, [3.0]), (3.0, []), (4.0, [4.0]), (0.0, [0.0]), (0.0, [])]:
+        monkeypatch.setattr(worker, "_nixl_port", SimpleNamespace(lag_seconds=lag_seconds))
+        reports = [each for each in engine.tell_figures()[1] if isinstance(each, WorkerReport)]
+        assert [each.gauges[0]["nixl_lag_seconds"] for each in reports if each.gauges] == expected
 
 
 def test_what_the_actors_have_in_hand_is_told_when_it_changes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from connector.observe.explanation import (
 )
 from connector.runtime.inspector import QUEUED
 from connector.wire.inspection import (
+    NIXL_LAG_SECONDS,
     EngineFacts,
     EngineRow,
     HolderRow,
@@ -284,6 +285,17 @@ def test_a_queued_one_whose_lease_is_over_says_so_before_it_is_scheduled(why: st
     assert (answer.kind, answer.outcome, answer.advice) == (kind, "waiting", WHAT_TO_DO[kind])
     assert "it fails" in answer.next
     assert "recompute" in answer.next
+
+
+@pytest.mark.parametrize(("engine_id", "is_said"), [("D", True), ("P", True), ("another", False)])
+def test_a_call_of_nixl_that_does_not_return_stands_first_beside_what_the_request_waits_for(
+    engine_id: str, is_said: bool
+) -> None:
+    name, rank, found = engine_row(engine_id)
+    hangs = Said(name, rank, msgspec.structs.replace(found, counts={NIXL_LAG_SECONDS: 40}))
+    answer = the_answer([], Live(engines=(hangs,), requests=(row("reading"),), peers=(peer_row("ready"),)))
+    said = [fact for fact in answer.facts if "NIXL has not returned from a call for 40 s" in fact]
+    assert said == ([answer.facts[0]] if is_said else [])
 
 
 def test_a_queued_one_whose_peer_is_away_is_not_said_to_be_kept_alive() -> None:

@@ -28,6 +28,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from connector.clock import BootClock, Clock, to_ns
 from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.protocol import (
@@ -47,6 +48,7 @@ from connector.protocol import (
 from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
 from tests.rig.work import Counted
+from tests.unit.test_ledger import SettableClock
 
 MIB = 2**20
 LABELS = ["model_name", "engine"]
@@ -422,8 +424,8 @@ def test_labels_are_few_and_bounded() -> None:
     assert {kind for (kind,) in catalogue.FAILED_BY_KIND.series} >= set(catalogue.ENDING_KINDS)
 
 
-def engine_figures() -> EngineFigures:
-    figures = EngineFigures()
+def engine_figures(clock: Clock | None = None) -> EngineFigures:
+    figures = EngineFigures(clock or BootClock())
     figures.take(0, 0)
     return figures
 
@@ -444,6 +446,29 @@ def test_gauges_are_the_newest_and_of_the_rank_with_the_most() -> None:
     assert value(registry, "vllm:nixl_actor_requests", 0, state="reading") == 0
     assert figures.take(2, 1) is None, "nothing has changed"
     assert figures.take(1, 1) is not None
+
+
+def test_the_age_of_the_oldest_request_and_lease_is_shown_in_steps_of_ten_seconds() -> None:
+    clock = SettableClock()
+    figures = engine_figures(clock)
+
+    def shown(now_seconds: int, loading_since: int | None = None) -> tuple[float, float] | None:
+        clock.seconds = now_seconds
+        stats = figures.take(0, 0, loading_since_ns=None if loading_since is None else to_ns(loading_since))
+        gauges = stats.data["gauges"] if stats is not None else None
+        return gauges and (gauges["oldest_request_seconds"], gauges["oldest_lease_seconds"])
+
+    for name, since in (("older", 100), ("younger", 115)):
+        clock.seconds = since
+        figures.grant(name, 4, 100)
+    assert shown(109) == (0, 0), "the leases themselves are news"
+    assert shown(110, loading_since=109) == (0, 10)
+    assert shown(118, loading_since=109) is None
+    assert shown(125, loading_since=109) == (10, 20)
+    figures.end_leases(["older"])
+    assert shown(126) == (0, 10), "of those that are left"
+    figures.end_leases(["younger"])
+    assert shown(127) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
     from connector.observe.live import Address, EngineReport, Survey
     from connector.ports.gate import Access
-    from connector.wire.inspection import AnyRow
+    from connector.wire.inspection import AnyRow, EngineRow
 
 JSON_SCHEMA = 1
 """Of `--json`; grows when the meaning of a field changes."""
@@ -440,7 +440,7 @@ def _tables(found: Survey) -> list[Any]:
                         "local prefills",
                     )
                 ),
-                row.stopped or rank.problem,
+                row.stopped or rank.problem or _lag(row),
             )
             for engine in found.engines
             for number, rank in enumerate(engine.ranks)
@@ -535,6 +535,13 @@ def _tables(found: Survey) -> list[Any]:
         [(on, row.request_id, row.prompt_tokens, _age(row.age_seconds)) for on, row in of(LocalPrefillRow)][:5],
     )
     return tables
+
+
+def _lag(row: EngineRow) -> str | None:
+    from connector.wire.inspection import NIXL_LAG_SECONDS
+
+    seconds = row.counts.get(NIXL_LAG_SECONDS, 0)
+    return f"NIXL has not returned from a call for {seconds} s" if seconds else None
 
 
 def _shown(value: object) -> str:

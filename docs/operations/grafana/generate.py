@@ -135,6 +135,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             description="Drained: nothing is lent any more, the engine may be taken away.",
         ),
         panel("Leases by state (P)", [(most("vllm:nixl_actor_leases", "state"), "{{state}}")], stacked=True),
+        panel(
+            "Oldest that are open",
+            [
+                (f"max ({selected('vllm:nixl_actor_oldest_request_seconds')})", "request that loads (D)"),
+                (f"max ({selected('vllm:nixl_actor_oldest_lease_seconds')})", "lease that is held (P)"),
+            ],
+            unit="s",
+            description="In steps of ten seconds.",
+        ),
         panel("KV read (D)", [(rate("vllm:nixl_bytes_transferred_sum"), "bytes per second")], unit="Bps"),
     ],
     "Where the time goes (D)": [
@@ -283,9 +292,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "Lateness now",
             [
                 (f"max ({selected('vllm:nixl_actor_loop_lag_seconds')})", "seconds"),
+                (f"max ({selected('vllm:nixl_actor_nixl_lag_seconds')})", "seconds that a call of NIXL lasts"),
                 (most("vllm:nixl_actor_mailbox_messages"), "commands that wait"),
             ],
-            description="0 unless the actors do not wake up.",
+            description="0 unless the actors do not wake up, or NIXL does not return from a call.",
         ),
         panel(
             "Transitions by machine",
