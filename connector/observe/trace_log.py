@@ -18,7 +18,7 @@ file without gaps. What processes left that have ended is not touched.
 Sampling. Below a share of 1 only some requests are traced, and these whole: the choice is a hash of the request id on
 P, which P's lease and D's request and hold have in common, so both sides choose the same without asking each other.
 Transitions of peers are always traced. Failures are not preferred: that a request fails is known at its end, and to one
-side; the log has a line for each in any case, and shares of outcomes stay what they are. Numbers have gaps then.
+side. The log has lines of failures in any case, and shares of outcomes stay what they are. Numbers have gaps then.
 
 Writing is structlog's logger of bytes, without its processors, which cost a fifth of the whole, and with nothing of its
 global configuration, which belongs to whoever embeds vLLM. What is written together goes to the operating system in one

@@ -153,9 +153,13 @@ SHARED_FRAME_BYTES_MIN = 64 * 1024
 SHARED_FRAMES_MAX = 16
 """Frames of replies that are so large are kept for the next reply that is equal, so many of them."""
 
-KEEPALIVE_IDLE_SECONDS = 60
-"""Whose machine has vanished without a word is noticed by the kernel after this time of silence and a few probes. At
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_PROBES, KEEPALIVE_PROBE_SECONDS = 60, 3, 10
+"""Whose machine has vanished without a word is noticed by the kernel after this time of silence and so many probes. At
 both ends of a connection: a decode engine that wants nothing says nothing either."""
+
+UNACKNOWLEDGED_SECONDS = 30
+"""Where something was sent the kernel does not probe: it sends it again, by itself for a quarter of an hour. What the
+other machine has not acknowledged for so long ends the connection. A lease that nobody renews is over then, too."""
 
 GREETING_SECONDS = 1.0
 """How long a server may take to greet before something else is thought to listen there, and then to show what it is."""
@@ -809,11 +813,14 @@ class ZmqSideChannel:
         made.setsockopt(zmq.IPV6, int(ipv6))
         made.setsockopt(zmq.TCP_KEEPALIVE, 1)
         made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
+        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_PROBE_SECONDS)
         return made
 
     def make_client(self, address: str, key: bytes | None) -> Socket:
         """A socket that connects to a server with this key; None: to one that has none. Raises zmq.ZMQError."""
         made = self.make_socket(zmq.DEALER, ipv6=":" in address)
+        made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_SECONDS * 1000)
         keys = self.access.keys
         if key is not None and keys is not None:
             try:

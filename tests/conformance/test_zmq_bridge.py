@@ -586,6 +586,22 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_machine_that_vanishes_while_it_is_asked_is_noticed_within_bounds(self) -> None:
+        """The kernel does not probe then: by itself it sends again and again, for a quarter of an hour."""
+        in_its_own_network = ["unshare", "--map-root-user", "--net"]
+        tried = subprocess.run([*in_its_own_network, "true"], capture_output=True, text=True, check=False)
+        if tried.returncode:
+            pytest.skip(f"no network namespace can be made: {tried.stderr.strip()}")
+        ended = subprocess.run(
+            [*in_its_own_network, sys.executable, "-m", "tests.conformance.vanished", "2"],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.startswith("lost after "), "not within a minute"
+
     def test_nothing_is_left_behind(self) -> None:
         """Descriptors and threads, after a thousand exchanges, hundreds that failed, and hundreds of links."""
 

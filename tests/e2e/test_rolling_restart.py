@@ -34,6 +34,7 @@ SHUTDOWN_SECONDS = 40
 LEARNS_LATE_SECONDS = 1.0
 """How long the router goes on to use an engine that drains."""
 END_SECONDS = 60.0
+LAST, LAST_PROMPT_TOKENS, LAST_TOKENS = 4, 700, 200
 
 runner = CliRunner()
 
@@ -203,3 +204,54 @@ def replace_by_sigterm(router: Router, engine: Engine) -> None:
     engine.restart().wait_healthy()
     router.use("second")
     more_lent(router, "second")
+
+
+def test_a_decode_engine_that_is_ended_finishes_its_answers_and_loads_what_still_waits(tmp_path: Path) -> None:
+    """With a `--shutdown-timeout`. It has blocks for one request at a time: P keeps those of all others meanwhile."""
+    with EngineSet() as engines:
+        prefill, decode = engines.start(
+            small_options(tmp_path, "prefill", core=0, kv_role="kv_producer"),
+            small_options(
+                tmp_path,
+                "decode",
+                core=1,
+                kv_role="kv_consumer",
+                arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS), "--num-gpu-blocks-override", "70"),
+            ),
+        )
+        with Client(prefill) as to_prefill, Client(decode) as to_decode:
+            keys = [f"last-{number}" for number in range(LAST)]
+            texts = {key: prompt(LAST_PROMPT_TOKENS, key) for key in keys}
+            alone = {
+                key: to_decode.complete(texts[key], max_tokens=LAST_TOKENS, cache_salt="alone").token_ids
+                for key in keys
+            }
+            params = {
+                key: to_prefill.complete(
+                    texts[key], max_tokens=1, request_id=key, kv_transfer_params=REQUEST_TRANSFER
+                ).kv_transfer_params
+                for key in keys
+            }
+            with ThreadPoolExecutor(LAST) as pool:
+                answers = {
+                    key: pool.submit(
+                        to_decode.complete,
+                        texts[key],
+                        max_tokens=LAST_TOKENS,
+                        request_id=key,
+                        kv_transfer_params=params[key],
+                    )
+                    for key in keys
+                }
+                wait_for(
+                    lambda: True if to_decode.metric("vllm:nixl_actor_completed_receives_total") else None,
+                    "the first that is loaded",
+                )
+                loaded = to_decode.metric("vllm:nixl_actor_completed_receives_total")
+                assert decode.stop(END_SECONDS), "it went by itself"
+            for key, answer in answers.items():
+                assert answer.result().ok, answer.result()
+                assert answer.result().token_ids == alone[key]
+            assert loaded < LAST, "some had still to be loaded"
+            assert to_prefill.blocks_are_free()
+        assert "request(s) whose answers this engine writes are not waited for" in decode.log()

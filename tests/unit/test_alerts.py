@@ -22,6 +22,7 @@ from tests.programs import find_prometheus
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations"
 ALERTS = OPERATIONS / "prometheus" / "alerts.yaml"
+SCRAPE = OPERATIONS / "prometheus" / "scrape.yaml"
 RULES: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
 }
@@ -104,6 +105,13 @@ def test_an_alert_asks_for_what_exists(name: str) -> None:
 def test_an_alert_compares_only_what_is_counted_alike() -> None:
     """Otherwise its threshold depends on the number of ranks. One divides by that number."""
     assert [name for name, rule in RULES.items() if counts_unlike(rule["expr"])] == ["NixlActorLeasesExpire"]
+
+
+@needs_promtool
+def test_the_example_of_a_configuration_is_one() -> None:
+    assert PROMTOOL is not None
+    checked = subprocess.run([PROMTOOL, "check", "config", str(SCRAPE)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize("name", RULES)

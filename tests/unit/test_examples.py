@@ -14,6 +14,7 @@ from vllm_router.launch_router import parse_router_args
 from vllm_router.router_args import RouterArgs
 
 from connector.config import ConnectorOptions, parse_options
+from connector.observe.live import parse_address
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -209,37 +210,81 @@ def shutdown_seconds_of(arguments: Sequence[str]) -> int:
     return seconds
 
 
+def grace_seconds_of(deployment: dict[str, Any]) -> int:
+    seconds: int = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    return seconds
+
+
+def pre_stop_of(container: dict[str, Any]) -> list[str]:
+    command: list[str] = container["lifecycle"]["preStop"]["exec"]["command"]
+    return command
+
+
 def test_a_prefill_container_has_the_time_to_drain() -> None:
     """It drains at SIGTERM, for as long as vLLM waits, and is killed only when vLLM must have ended."""
     prefill = compose()["services"]["prefill"]
     shutdown_seconds = shutdown_seconds_of(prefill["command"])
-    options = parse_options(transfer_config(prefill["command"]).kv_connector_extra_config)
-    assert options.drain_grace_seconds <= shutdown_seconds < int(prefill["stop_grace_period"].removesuffix("s"))
+    options = options_of(prefill["command"])
+    assert options.drain_grace_seconds < shutdown_seconds < int(prefill["stop_grace_period"].removesuffix("s"))
     assert options.kv_lease_duration < shutdown_seconds, "a lease that was granted last lasts for its time"
 
 
-def test_a_prefill_pod_of_llm_d_has_the_time_to_drain() -> None:
-    prefill, _ = deployments("llm-d.yaml")
-    arguments = container_of(prefill)["args"]
-    options = parse_options(transfer_config(arguments).kv_connector_extra_config)
-    shutdown_seconds = shutdown_seconds_of(arguments)
-    assert options.drain_grace_seconds <= shutdown_seconds
-    assert shutdown_seconds < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-
-
-def test_a_prefill_pod_outlives_the_leases_that_it_has_given() -> None:
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "llm-d.yaml"])
+def test_a_prefill_pod_outlives_the_leases_that_it_has_given(file: str) -> None:
     """It drains before SIGTERM, and what a late router still asks for is computed after it."""
-    prefill, _ = deployments()
+    prefill, _ = deployments(file)
     container = container_of(prefill)
-    command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-    drain, pause = command.split("; sleep ")
-    side_channel = ports_of(container)["side-channel"]
-    assert drain == f'nixl-actor drain "$VLLM_NIXL_SIDE_CHANNEL_HOST:{side_channel}"'
+    shell, flag, script = pre_stop_of(container)
+    assert (shell, flag) == ("sh", "-c")
+    drain, pause = script.split("; sleep ")
+    side_channel = variables_of(container)["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert drain == f'nixl-actor drain "[$VLLM_NIXL_SIDE_CHANNEL_HOST]:{side_channel}" >/proc/1/fd/1 2>&1'
     shutdown_seconds = shutdown_seconds_of(container["args"])
-    options = parse_options(transfer_config(container["args"]).kv_connector_extra_config)
-    needed_seconds = options.drain_grace_seconds + int(pause) + shutdown_seconds
-    assert needed_seconds < prefill["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    options = options_of(container["args"])
+    assert options.drain_grace_seconds + int(pause) + shutdown_seconds < grace_seconds_of(prefill)
     assert options.kv_lease_duration < shutdown_seconds, "a lease that was granted last lasts for its time"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
+def test_the_address_of_a_pod_is_taken_in_brackets_whatever_its_kind(host: str) -> None:
+    assert parse_address(f"[{host}]:5600").port == 5600
+
+
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "llm-d.yaml"])
+def test_a_decode_pod_finishes_the_answers_that_it_writes(file: str) -> None:
+    """With vLLM's default SIGTERM ends them all, however long the pod may take."""
+    _, decode = deployments(file)
+    container = container_of(decode)
+    command, pause = pre_stop_of(container)
+    assert command == "sleep"
+    shutdown_seconds = shutdown_seconds_of(container["args"])
+    assert shutdown_seconds > 0
+    assert int(pause) + shutdown_seconds < grace_seconds_of(decode)
+
+
+def test_a_decode_container_finishes_the_answers_that_it_writes() -> None:
+    decode = compose()["services"]["decode"]
+    assert 0 < shutdown_seconds_of(decode["command"]) < int(decode["stop_grace_period"].removesuffix("s"))
+
+
+@pytest.mark.parametrize("name", [each for each in commands() if "decode" in each])
+def test_a_decode_engine_computes_what_it_cannot_load(name: str) -> None:
+    """vLLM's default answers with HTTP 500."""
+    assert transfer_config(commands()[name]).kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize("file", ["kubernetes.yaml", "llm-d.yaml"])
+def test_an_engine_whose_actors_have_died_is_started_again(file: str) -> None:
+    for deployment in deployments(file):
+        assert options_of(container_of(deployment)["args"]).on_actor_death == "exit"
+
+
+def test_the_name_of_a_role_is_that_of_all_its_pods() -> None:
+    """An engine that is not ready is the one that somebody asks about."""
+    for name in ENGINES:
+        service = objects("Service")[name]["spec"]
+        assert service["clusterIP"] == "None"
+        assert service["publishNotReadyAddresses"]
 
 
 def test_variables_are_known_to_vllm() -> None:
@@ -247,3 +292,12 @@ def test_variables_are_known_to_vllm() -> None:
     for file in ("kubernetes.yaml", "llm-d.yaml"):
         named |= {name for deployment in deployments(file) for name in variables_of(container_of(deployment))}
     assert named - {"UCX_TCP_PORT_RANGE"} <= set(envs.environment_variables)
+
+
+def test_prometheus_finds_each_pod_by_the_names_that_engines_share() -> None:
+    jobs = yaml.safe_load((EXAMPLES.parent / "operations" / "prometheus" / "scrape.yaml").read_text())["scrape_configs"]
+    (found,) = (each for job in jobs for each in job.get("dns_sd_configs", ()))
+    assert found["type"] == "A"
+    assert [name.partition(".")[0] for name in found["names"]] == list(ENGINES)
+    for name in ENGINES:
+        assert found["port"] in [each["port"] for each in objects("Service")[name]["spec"]["ports"]]
