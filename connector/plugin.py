@@ -54,6 +54,7 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
 
         _require_no_routed_experts(vllm_config)
         _require_no_retried_steps(vllm_config)
+        _require_engines_that_stay(vllm_config)
         _require_memory_that_stays(vllm_config, config)
         options = parse_options(config.kv_connector_extra_config)
         check_key_files(options)
@@ -134,6 +135,23 @@ def _require_no_retried_steps(vllm_config: VllmConfig) -> None:
             " tell each other with a step that fails is lost, and an engine that went on would keep blocks for good"
         )
         raise UnsupportedCache("enable_fault_tolerance", True, expected)
+
+
+def _require_engines_that_stay(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedCache for an engine whose number of workers may change while it serves.
+
+    vLLM captures CUDA graphs then, in workers that read and lend meanwhile and in new ones after they have been asked
+    for their handshake metadata, and tells a connector of neither. What connects to a peer for the first time while a
+    graph is captured breaks the capture.
+    """
+    if vllm_config.parallel_config.enable_elastic_ep:
+        from connector.unsupported import UnsupportedCache
+
+        expected = (
+            "false, so leave --enable-elastic-ep out: engines that come later capture CUDA graphs while KV is read, and"
+            " the connector is not told when"
+        )
+        raise UnsupportedCache("enable_elastic_ep", True, expected)
 
 
 def _require_memory_that_stays(vllm_config: VllmConfig, config: KVTransferConfig) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Literal
@@ -22,7 +22,7 @@ import msgspec
 from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO
 from connector.observe.explanation import as_advertised
 from connector.observe.live import Address, EngineReport, RankReport, Survey
-from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, Opened
+from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
@@ -81,14 +81,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(
     found: Survey,
     named: Sequence[Address] = (),
-    opened: Mapping[str, Opened] = MappingProxyType({}),
+    opened: Mapping[tuple[str, int], Opened] = MappingProxyType({}),
     looked_for: Collection[str] = (),
 ) -> list[Finding]:
     """All findings, problems first.
 
     Args:
         named: the addresses that were given, each as often as it was.
-        opened: what UCX opens for the engines, by id, that run on the machine of who asks.
+        opened: what UCX opens for the workers, by engine id and number, that run on the machine of who asks.
         looked_for: request ids on P about which every worker gave all its records, beside the newest RECORDS_ASKED.
     """
     answering = [engine for engine in found.engines if engine.answers]
@@ -180,8 +180,15 @@ def _addresses(found: Survey) -> Iterator[Finding]:
     for engine in answering:
         by_id.setdefault(_name(engine), []).append(engine)
     for engine_id, same in by_id.items():
-        processes = {(f.host_name, f.process_id) for engine in same for f in _facts(engine)}
-        if len(same) > 1 and len({(f.host_name, f.side_channel) for engine in same for f in _facts(engine)}) > 1:
+        processes: list[set[tuple[str, int]]] = []
+        for engine in same:
+            found_here = {(f.host_name, f.process_id) for f in _facts(engine)}
+            known = next((each for each in processes if each & found_here), None)
+            if known is None:
+                processes.append(found_here)
+            else:
+                known |= found_here
+        if len(processes) > 1:
             where = ", ".join(str(engine.address) for engine in same)
             yield Finding(
                 level="problem",
@@ -369,29 +376,14 @@ def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
             )
 
 
-def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -> Iterator[Finding]:
+def _transports(engines: Sequence[EngineReport], opened: Mapping[tuple[str, int], Opened]) -> Iterator[Finding]:
     for engine in engines:
-        for facts in _facts(engine)[:1]:
-            tls = facts.environment.get("UCX_TLS")
-            devices = ", ".join(facts.devices) or "none"
-            chosen = facts.environment.get("UCX_NET_DEVICES")
-            yield _about(
-                engine,
-                "transports",
-                "note",
-                (
-                    f"NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
-                    f"{tls or UNSET + ': every transport that UCX finds'}; UCX_NET_DEVICES {chosen or UNSET}; RDMA "
-                    f"devices of {facts.host_name}: {devices}"
-                    + ("" if facts.devices else ", so UCX has TCP between machines and shared memory within one")
-                ),
-            )
-            known = opened.get(_name(engine)) if "UCX" in facts.backends else None
-            # Where UCX says what it opens, nobody need guess it from the variable.
-            if known is None or known.problem:
-                yield from _chosen_transports(engine, facts)
-            yield from _chosen_devices(engine, facts, chosen)
-            yield from _opened(engine, facts, known)
+        name, alike = _name(engine), _with_the_same_transports(engine)
+        for rows in alike:
+            findings = _transports_of(engine, rows[0].facts, opened.get((name, rows[0].rank)))
+            of_which = f"{name} rank {', '.join(str(row.rank) for row in rows)}" if len(alike) > 1 else name
+            for each in findings:
+                yield msgspec.structs.replace(each, what=f"{of_which}{each.what.removeprefix(name)}")
     for one, other in combinations(engines, 2):
         first, second = _first_facts(one), _first_facts(other)
         if first is None or second is None:
@@ -408,6 +400,41 @@ def _transports(engines: Sequence[EngineReport], opened: Mapping[str, Opened]) -
                 ),
                 advice="set the same UCX_TLS on both, or none",
             )
+
+
+def _with_the_same_transports(engine: EngineReport) -> list[list[EngineRow]]:
+    """The workers of an engine: together those on one machine that UCX treats alike."""
+    groups: dict[Hashable, list[EngineRow]] = {}
+    for row in engine.of(EngineRow):
+        facts = row.facts
+        variables = tuple(facts.environment.get(variable) for variable in VARIABLES)
+        key = (facts.host_name, facts.devices, facts.backends, facts.memory_kind, variables)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _transports_of(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> Iterator[Finding]:
+    """Of workers that are alike, one of which has these facts."""
+    tls = facts.environment.get("UCX_TLS")
+    devices = ", ".join(facts.devices) or "none"
+    chosen = facts.environment.get("UCX_NET_DEVICES")
+    yield _about(
+        engine,
+        "transports",
+        "note",
+        (
+            f"NIXL back ends {', '.join(facts.backends)}, memory {facts.memory_kind}; UCX_TLS "
+            f"{tls or UNSET + ': every transport that UCX finds'}; UCX_NET_DEVICES {chosen or UNSET}; RDMA "
+            f"devices of {facts.host_name}: {devices}"
+            + ("" if facts.devices else ", so UCX has TCP between machines and shared memory within one")
+        ),
+    )
+    known = opened if "UCX" in facts.backends else None
+    # Where UCX says what it opens, nobody need guess it from the variable.
+    if known is None or known.problem:
+        yield from _chosen_transports(engine, facts)
+    yield from _chosen_devices(engine, facts, chosen)
+    yield from _opened(engine, facts, known)
 
 
 def _chosen_transports(engine: EngineReport, facts: EngineFacts) -> Iterator[Finding]:

@@ -63,20 +63,21 @@ class Opened(NamedTuple):
         return tuple(each for each in self.transports if each.kind == kind)
 
 
-def opened_for(engines: Iterable[EngineReport]) -> dict[str, Opened]:
-    """By id, of the engines that use UCX and run on this machine. Engines with the same variables are tried once."""
+def opened_for(engines: Iterable[EngineReport]) -> dict[tuple[str, int], Opened]:
+    """By engine id and number of the worker, of those that use UCX and run on this machine. What has the same variables
+    is tried once; vLLM may give each worker of an engine a network card of its own (VLLM_GPU_NIC_PCIE_MAPPING)."""
     host_name = socket.gethostname()
     by_variables: dict[tuple[str | None, ...], Opened] = {}
-    found: dict[str, Opened] = {}
+    found: dict[tuple[str, int], Opened] = {}
     for engine in engines:
-        for row in engine.of(EngineRow)[:1]:
+        for row in engine.of(EngineRow):
             if row.facts.host_name != host_name or "UCX" not in row.facts.backends:
                 continue
             environment = row.facts.environment
             variables = tuple(environment.get(name) for name in VARIABLES)
             if variables not in by_variables:
                 by_variables[variables] = open_as(environment)
-            found[row.engine_id] = by_variables[variables]
+            found[row.engine_id, row.rank] = by_variables[variables]
     return found
 
 

@@ -70,6 +70,7 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
 from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
+from connector.worker.device_stream import make_current
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
@@ -161,6 +162,8 @@ class ConnectorWorker:
         Raises UnsupportedCache, NixlCallFailed or ThreadStartError; the engine does not start then.
         """
         place = placement(self._vllm_config)
+        if not is_staged(self._vllm_config):
+            keep_memory(self._vllm_config)  # a copy's too: an engine sleeps as a whole
         if place.is_copy:
             self._is_copy = True
             return
@@ -170,8 +173,6 @@ class ConnectorWorker:
         if is_staged(self._vllm_config):
             layout_name = advertised_layout_name(self._vllm_config)
             registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
-        else:
-            keep_memory(self._vllm_config.model_config)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
         layout = registration.layout
         if registered is not kv_caches:
@@ -189,7 +190,9 @@ class ConnectorWorker:
             self._block_sums, self._layout = BlockSums(registered.values()), layout
         device = next(iter(kv_caches.values())).device
         end_of_steps = end_of_steps_on(device)
-        if end_of_steps is not None and writes_late(self._vllm_config, has_states=has_states):
+        if end_of_steps is not None and writes_late(
+            self._vllm_config, has_states=has_states, is_last_stage=place.is_last_stage
+        ):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
         nixl_port = self._nixl_port = RealNixlPort.open(
@@ -203,7 +206,7 @@ class ConnectorWorker:
             else None,
             owner=tuple(registered.values()),
             # Without a current device UCX finds no CUDA context and does without NVLink.
-            prepare_thread=(lambda: current_platform.set_device(device)) if layout.memory_kind == "VRAM" else None,
+            prepare_thread=lambda: make_current(device),
             timeout_seconds=self._options.registration_timeout_seconds,
             on_wait=lambda seconds: _log.info(
                 "NIXL has been registering %.1f GB of KV cache for %.0f s (registration_timeout_seconds: %g)",
@@ -292,10 +295,7 @@ class ConnectorWorker:
         device: torch.device,
     ) -> Supervisor:
         """In the actors' thread."""
-        if self._fence is not None:
-            # Who asks a device for an event in a thread without a current one makes a context on the first device of
-            # the process, which may be another rank's.
-            current_platform.set_device(device)
+        make_current(device)  # for `StepFence`, whose events are asked for here
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)

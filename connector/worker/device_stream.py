@@ -1,4 +1,5 @@
-"""The stream of a device in which the connector's own work runs, beside the forward passes; and waits for a device.
+"""The stream of a device in which the connector's own work runs, beside the forward passes; waits for a device; and
+which device is the current one of a thread.
 
 The stream has a higher priority than theirs. The hardware has few queues, and streams of one priority share them: one
 of the usual priority may stand in the queue of the forward pass and wait for its end. The connector's kernels are
@@ -15,6 +16,16 @@ import torch
 def stream_beside_steps(device: torch.device) -> torch.Stream:
     """A new one; the usual priority is 0, and a lower number is a higher one."""
     return torch.Stream(device, priority=-1)
+
+
+def make_current(device: torch.device) -> None:
+    """In a thread of ours, before anything of CUDA is called in it. A new thread has the first device of the process
+    for its current one, and much of CUDA makes a context there, of some hundred MB, which may be another rank's device:
+    also a question about an event of this one, and the end of an event."""
+    if device.type != "cpu":
+        from vllm.platforms import current_platform
+
+        current_platform.set_device(device)
 
 
 def may_wait() -> contextlib.AbstractContextManager[None]:

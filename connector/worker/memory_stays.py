@@ -7,17 +7,22 @@ peers with what they have mapped: requests would be done with what stood there b
 of it.
 
 What frees that memory is a sleep-mode backend, which vLLM lets others provide. So the worker's is replaced by one that
-refuses.
+gives nothing up. Where it is the only worker of its engine it refuses, and whoever asked gets the error. Of several
+workers none may: vLLM stops listening at the first one that has failed, and takes the answers of the others, which
+stay in their queues, for those to its next step, with which the engine ends. So these say it in the log and go on; the
+engine passes for one that sleeps until it is woken up, and everything is as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 
-from vllm.config import ModelConfig
+from vllm.config import VllmConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 
-NAME = "nixl_actor_memory_stays"
+from connector.observe.log import get_logger
+
+NAME, NAME_OF_SEVERAL = "nixl_actor_memory_stays", "nixl_actor_memory_stays_of_several"
 
 _WHAT_TO_DO = (
     "NIXL reads and writes the memory of this engine's KV cache, and vLLM does not say when it goes and comes: use "
@@ -37,13 +42,13 @@ class MemoryIsRegistered(RuntimeError):
 
 
 class MemoryStays(SleepModeBackend):
-    """Gives nothing up."""
+    """Gives nothing up, and refuses to."""
 
     def suspend(self, level: int = 1) -> None:
-        raise MemoryIsRegistered(f"sleep level {level}")
+        self._refuse(MemoryIsRegistered(f"sleep level {level}"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        raise MemoryIsRegistered(f"release of {', '.join(tags)}")
+        self._refuse(MemoryIsRegistered(f"release of {', '.join(tags)}"))
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Everything is there."""
@@ -52,9 +57,22 @@ class MemoryStays(SleepModeBackend):
     def preserves_communicators(cls) -> bool:
         return True
 
+    def _refuse(self, refusal: MemoryIsRegistered) -> None:
+        raise refusal
 
-def keep_memory(model_config: ModelConfig) -> None:
+
+class MemoryStaysOfSeveral(MemoryStays):
+    """Gives nothing up, and says so in the log alone."""
+
+    def _refuse(self, refusal: MemoryIsRegistered) -> None:
+        get_logger().error("MemoryIsRegistered: %s. No memory was given up", refusal)
+
+
+def keep_memory(vllm_config: VllmConfig) -> None:
     """From now on this worker gives no memory up."""
-    with contextlib.suppress(ValueError):  # several connectors of one process: it is registered
-        SleepModeBackendFactory.register_backend(NAME, __name__, MemoryStays.__name__)
-    model_config.sleep_mode_backend = NAME
+    backends = {NAME: MemoryStays, NAME_OF_SEVERAL: MemoryStaysOfSeveral}
+    for name, backend in backends.items():
+        with contextlib.suppress(ValueError):  # several connectors of one process: it is registered
+            SleepModeBackendFactory.register_backend(name, __name__, backend.__name__)
+    is_alone = vllm_config.parallel_config.world_size == 1
+    vllm_config.model_config.sleep_mode_backend = NAME if is_alone else NAME_OF_SEVERAL

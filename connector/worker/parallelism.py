@@ -14,6 +14,7 @@ and serves nobody, because it takes every stage for the first one. Here the rank
 from __future__ import annotations
 
 import msgspec
+from vllm import envs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.parallel_state import (
     get_pcp_group,
@@ -39,6 +40,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: int
     is_copy: bool
     """Holds the same as another rank, which is the one that peers are told about."""
+
+    is_last_stage: bool
 
     @property
     def number(self) -> int:
@@ -73,6 +76,7 @@ def placement(vllm_config: VllmConfig) -> Placement:
         dcp_size=dcp_size,
         pcp_size=pcp_size,
         is_copy=pcp_rank > 0 and not prefills_split_tokens,
+        is_last_stage=pp_rank == parallel.pipeline_parallel_size - 1,
     )
 
 
@@ -85,6 +89,10 @@ def require_supported_parallelism(vllm_config: VllmConfig) -> None:
         if getattr(parallel, name) > 1 and reads:
             expected = "1, or any with kv_role kv_producer and without bidirectional_kv_xfer"
             raise UnsupportedCache(f"{name} of an engine that reads KV,", getattr(parallel, name), expected)
+    if parallel.pipeline_parallel_size > 1 and parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        # vLLM hears of the last stage alone there, and waits for all before it frees what was lent.
+        stages = f"0 with pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        raise UnsupportedCache("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", stages, "1, which is vLLM's default")
     tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     pcp_size = parallel.prefill_context_parallel_size
     if dcp_size == 1:

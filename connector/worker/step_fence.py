@@ -46,9 +46,10 @@ class StepEnd(Protocol):
         ...
 
 
-def writes_late(vllm_config: VllmConfig, *, has_states: bool) -> bool:
-    """Whether steps go on writing to the KV cache when vLLM knows what they came to."""
-    drafts = vllm_config.speculative_config
+def writes_late(vllm_config: VllmConfig, *, has_states: bool, is_last_stage: bool) -> bool:
+    """Whether steps go on writing to the KV cache of this rank when vLLM knows what they came to. Of several pipeline
+    stages the last one drafts."""
+    drafts = vllm_config.speculative_config if is_last_stage else None
     if vllm_config.use_v2_model_runner:
         return drafts is not None or has_states
     return drafts is not None and drafts.disable_padded_drafter_batch

@@ -263,16 +263,18 @@ def test_devices_that_are_left_unused() -> None:
 )
 def test_what_ucx_opens_is_not_told_again_by_what_its_variable_says(environment: dict[str, str], advice: str) -> None:
     d = engine("d", environment=environment, memory_kind="DRAM")
-    (finding,) = [each for each in diagnose(Survey([d]), opened={"d": Opened((TCP, CUDA))}) if each.level == "warning"]
+    (finding,) = [
+        each for each in diagnose(Survey([d]), opened={("d", 0): Opened((TCP, CUDA))}) if each.level == "warning"
+    ]
     assert "UCX opens none of the RDMA devices mlx5_0" in finding.what
     assert advice in finding.advice
     d = engine("d", environment={"UCX_TLS": "tcp"})
-    found_vram = [each for each in diagnose(Survey([d]), opened={"d": Opened((TCP,))}) if each.level == "problem"]
+    found_vram = [each for each in diagnose(Survey([d]), opened={("d", 0): Opened((TCP,))}) if each.level == "problem"]
     assert [(each.what, each.advice) for each in found_vram] == [
         ("d: its KV cache is in device memory, and UCX opens no transport for it",
          "add cuda (or rocm) to UCX_TLS, or unset it"),
     ]  # fmt: skip
-    unknown = diagnose(Survey([d]), opened={"d": Opened(problem="ModuleNotFoundError: nixl")})
+    unknown = diagnose(Survey([d]), opened={("d", 0): Opened(problem="ModuleNotFoundError: nixl")})
     assert any("UCX_TLS=tcp has no transport for it" in each.what for each in unknown)
 
 
@@ -304,7 +306,7 @@ SYSV, CUDA = Transport("intra-node", "sysv", ("memory",)), Transport("accelerato
 )
 def test_what_ucx_opens(opened: Opened | None, memory_kind: str, level: str, word: str) -> None:
     d = engine("d", memory_kind=memory_kind)
-    findings = diagnose(Survey([d]), opened={} if opened is None else {"d": opened})
+    findings = diagnose(Survey([d]), opened={} if opened is None else {("d", 0): opened})
     found = [each for each in findings if each.check == "transports"]
     assert any(each.level == level and word in each.what for each in found)
     assert all(each.level == "note" or each.level == level for each in found)
@@ -555,3 +557,38 @@ def test_a_call_of_nixl_that_does_not_return_is_a_problem_of_that_rank() -> None
     assert finding.what.startswith("d rank 0: NIXL has not returned from a call for 40 s")
     assert "py-spy dump" in finding.advice
     assert found(engine("d", counts={NIXL_LAG_SECONDS: 0}), check="answers") == []
+
+
+def two_ranks(here: dict[str, Any], there: dict[str, Any]) -> EngineReport:
+    one, other = engine("d", **here), engine("d", **there)
+    (row,) = other.of(EngineRow)
+    second = replace(other.ranks[0], rank=(0, 1), rows=(msgspec.structs.replace(row, rank=1),))
+    return replace(one, ranks=(*one.ranks, second))
+
+
+def test_each_worker_may_have_a_network_card_of_its_own() -> None:
+    """vLLM chooses it by VLLM_GPU_NIC_PCIE_MAPPING."""
+    d = two_ranks(
+        {"environment": {"UCX_NET_DEVICES": "mlx5_0:1"}, "devices": ("mlx5_0",)},
+        {"environment": {"UCX_NET_DEVICES": "mlx5_7:1"}, "devices": ("mlx5_0",)},
+    )
+    opened = {("d", 0): Opened((RC, CUDA)), ("d", 1): Opened((), ("device 'mlx5_7:1' is not available",), "NIXL_ERR")}
+    (problem,) = [
+        each
+        for each in diagnose(Survey([d]), opened=opened)
+        if each.level == "problem" and "is not available" in each.what
+    ]
+    assert problem.what.startswith("d rank 1: UCX, told what this engine tells it, says: device 'mlx5_7:1'")
+
+
+def test_workers_that_are_alike_are_one_finding() -> None:
+    d = two_ranks({}, {})
+    findings = [each for each in diagnose(Survey([d])) if each.check == "transports"]
+    assert findings
+    assert all(each.what.startswith("d: ") for each in findings)
+
+
+def test_an_engine_on_several_machines_that_is_found_at_two_addresses_is_one() -> None:
+    d = two_ranks({"host_name": "host-1", "process_id": 7}, {"host_name": "host-2", "process_id": 7})
+    again = replace(d, address=Address("d.example", 5600))
+    assert "engine ids" not in {each.check for each in diagnose(Survey([d, again]))}

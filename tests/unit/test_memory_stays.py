@@ -16,10 +16,10 @@ from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_frees_the_cache_is_refused(tmp_path: Path, times: int) -> None:
     """As `Worker.sleep` and `Worker.discard` find it, also beside another connector of the same process."""
-    model_config = engine_config(write_model(tmp_path)).model_config
+    config = engine_config(write_model(tmp_path))
     for _ in range(times):
-        keep_memory(model_config)
-    backend = SleepModeBackendFactory.create_backend(model_config)
+        keep_memory(config)
+    backend = SleepModeBackendFactory.create_backend(config.model_config)
     for level in (1, 2):
         with pytest.raises(MemoryIsRegistered, match=rf"sleep level {level} is refused.*kv_buffer_device cpu"):
             backend.suspend(level)
@@ -27,6 +27,23 @@ def test_what_frees_the_cache_is_refused(tmp_path: Path, times: int) -> None:
         backend.discard(("kv_cache",))
     assert backend.state() == "RUNNING"
     backend.resume()
+
+
+def test_of_several_workers_none_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would take the other ranks' answers for those to its next step, and end."""
+    config = engine_config(write_model(tmp_path))
+    monkeypatch.setattr(config.parallel_config, "world_size", 2)
+    keep_memory(config)
+    backend = SleepModeBackendFactory.create_backend(config.model_config)
+    backend.suspend(1)
+    backend.discard(("kv_cache",))
+    backend.resume()
+    said = [each for each in caplog.messages if each.startswith("MemoryIsRegistered: ")]
+    assert len(said) == 2
+    assert "sleep level 1 is refused" in said[0]
+    assert all(each.endswith("No memory was given up") for each in said)
 
 
 def test_a_worker_keeps_what_it_has_registered(tmp_path: Path) -> None:

@@ -154,6 +154,19 @@ def test_an_engine_that_would_go_on_after_a_failed_step_is_refused(config: dict[
     VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), parallel_config=parallel)
 
 
+@pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, NAMED)], ids=["alone", "named", "one of several"])
+def test_an_engine_whose_number_of_workers_may_change_is_refused(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """Whether such an engine could be started here is not the matter."""
+    parallel = ParallelConfig()
+    monkeypatch.setattr(parallel, "enable_elastic_ep", True)
+    with pytest.raises(UnsupportedCache, match="leave --enable-elastic-ep out") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), parallel_config=parallel)
+    assert refused.value.field == "enable_elastic_ep"
+    VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), parallel_config=parallel)
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 @pytest.mark.parametrize(
     "inside", [lambda config: config, lambda config: several(ANOTHER, config)], ids=["alone", "in"]

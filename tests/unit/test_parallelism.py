@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_placement(
     assert (place.rank, place.size, place.is_copy) == (rank, size, is_copy)
     assert (place.tp_rank, place.tp_size) == (sizes.tp_rank, sizes.tp)
     assert place.number == rank[0] * size + rank[1]
+    assert place.is_last_stage is (sizes.pp_rank == sizes.pp - 1)
     assert ranks_of(config.parallel_config) == sizes.pp * size
 
 
@@ -126,6 +128,21 @@ def test_what_is_refused_at_start(
         require_supported_parallelism(config)
     assert caught.value.field.startswith(field)
     assert caught.value.found.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("pp", "backend", "is_new", "is_refused"),
+    [(2, "ray", False, True), (2, "ray", True, False), (2, "mp", False, False), (1, "ray", False, False)],
+)
+def test_stages_want_the_executor_of_ray_that_hears_all_of_them(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, pp: int, backend: str, is_new: bool, is_refused: bool
+) -> None:
+    Sizes(pp=pp).apply(config, monkeypatch)
+    monkeypatch.setattr(config.kv_transfer_config, "kv_role", "kv_producer")
+    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", backend)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", str(int(is_new)))
+    with pytest.raises(UnsupportedCache, match="RAY_V2") if is_refused else contextlib.nullcontext():
+        require_supported_parallelism(config)
 
 
 def test_heads_are_not_split_by_tokens(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from connector.config import ConnectorOptions
 from connector.protocol import (
@@ -23,7 +24,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.step_metadata import StepMetadata
-from connector.worker import connector_worker
+from connector.worker import connector_worker, device_stream
 from connector.worker.connector_worker import ACTORS_THREAD, ConnectorWorker
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
@@ -113,7 +114,9 @@ def test_which_steps_write_when_vllm_knows_what_they_came_to(
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: is_second))
     speculative = SimpleNamespace(disable_padded_drafter_batch=drafts != "padded")
     monkeypatch.setattr(config, "speculative_config", None if drafts is None else speculative)
-    assert writes_late(config, has_states=has_states) is expected
+    assert writes_late(config, has_states=has_states, is_last_stage=True) is expected
+    of_states = is_second and has_states
+    assert writes_late(config, has_states=has_states, is_last_stage=False) is of_states, "only the last one drafts"
 
 
 def test_the_worker_tells_the_actors_what_a_read_waits_for_and_waits_for_a_prompt_to_lend(tmp_path: Path) -> None:
@@ -143,28 +146,35 @@ def test_the_worker_tells_the_actors_what_a_read_waits_for_and_waits_for_a_promp
             worker.shutdown()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_thread_that_asks_the_device_has_made_it_current(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+def test_the_threads_that_call_cuda_have_made_the_device_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA asks about an event on the current device, and makes a context on the first one where there is none."""
+    """Also for a question about an event CUDA takes the current device, and makes a context where there is none."""
     config = engine_config(write_model(tmp_path / "model"))
     (tmp_path / "rendezvous").mkdir()
     caches = cache_config(attention_spec())
     made_current: list[tuple[str, torch.device]] = []
 
-    def set_device(device: torch.device) -> None:
-        made_current.append((threading.current_thread().name, device))
+    def make_current(device: torch.device) -> None:
+        made_current.append((threading.current_thread().name.partition("-")[0], device))
 
     with single_rank(config, tmp_path / "rendezvous"):
-        monkeypatch.setattr(
-            connector_worker, "end_of_steps_on", lambda device: Device().end_of_steps if waits else None
-        )
-        monkeypatch.setattr(connector_worker, "writes_late", lambda config, has_states: True)
-        monkeypatch.setattr(connector_worker.current_platform, "set_device", set_device, raising=False)
+        monkeypatch.setattr(connector_worker, "make_current", make_current)
         worker = ConnectorWorker(config, caches, ConnectorOptions())
         try:
             worker.register_kv_caches(allocate(caches))
         finally:
             worker.shutdown()
-    assert made_current == ([(ACTORS_THREAD, torch.device("cpu"))] if waits else [])
+    assert sorted(made_current) == [
+        (name, torch.device("cpu")) for name in sorted(("nixl", ACTORS_THREAD.partition("-")[0]))
+    ]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", ["cuda:1"]), ("cpu", [])])
+def test_a_processor_is_nobodys_current_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: list[str]
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(current_platform, "set_device", lambda found: made.append(str(found)), raising=False)
+    device_stream.make_current(torch.device(device))
+    assert made == expected

@@ -70,5 +70,5 @@ def test_only_engines_of_this_machine_are_tried_and_the_same_variables_once(monk
         engine("eeeee", host_name="another"),
         replace(engine("ffffff"), ranks=()),
     ]
-    assert set(opened_for(engines)) == {"a", "bb", "ccc"}
+    assert set(opened_for(engines)) == {("a", 0), ("bb", 0), ("ccc", 0)}
     assert len(tried) == 2

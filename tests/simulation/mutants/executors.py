@@ -341,8 +341,8 @@ READS = (
     Mutant(
         name="the device of another rank is asked",
         broken="the actors ask whether a step is over in a thread without a current device; CUDA asks the first one",
-        changes=(Edit(ConnectorWorker._make_supervisor, "if self._fence is not None:", "if False:"),),
-        place=ByTest("tests/unit/test_step_fence.py::test_the_thread_that_asks_the_device_has_made_it_current"),
+        changes=(Edit(ConnectorWorker._make_supervisor, "make_current(device)", "pass"),),
+        place=ByTest("tests/unit/test_step_fence.py::test_the_threads_that_call_cuda_have_made_the_device_current"),
     ),
     Mutant(
         name="a device that has failed holds up nobody",
