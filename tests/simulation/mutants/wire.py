@@ -15,7 +15,7 @@ from connector.wire.handshake import HandshakeError, HandshakeReply, decode_repl
 from connector.wire.notifications import Heartbeat, Notification, Release
 from statemachine.failures import WrongEngine
 from tests.simulation.faults import Kind
-from tests.simulation.mutants.executors import GARBAGE, NOT_AN_ERROR_OF_THE_PRODUCT, REPLACEMENTS, level2
+from tests.simulation.mutants.executors import GARBAGE, NOT_AN_ERROR_OF_THE_PRODUCT, level2
 from tests.simulation.mutants.mutant import SEEDS, ByTest, Do, Edit, Mutant, Seeds, Set, fault
 
 
@@ -346,7 +346,7 @@ VERIFICATION = (
                 "self._feed(self._resolve(effect, known))",
             ),
         ),
-        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=7),
+        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=36),
     ),
     Mutant(
         name="sums of samples alone",
@@ -460,7 +460,7 @@ MUTANTS = (
         row=66,
         broken="a handshake succeeds with whatever engine answers at the address",
         changes=(Set(handshake, "decode_reply", _talk_to_anybody),),
-        place=level2("recovery", *REPLACEMENTS, fault(Kind.LONG_QUEUE, "d0", 0.5, 3.0), first=24),
+        place=ByTest("tests/actors/test_peers.py::test_another_engine_at_the_address_is_named"),
     ),
     Mutant(
         name="release by another name",
