@@ -26,7 +26,6 @@ from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABL
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
-    NIXL_LAG_SECONDS,
     EngineFacts,
     EngineRow,
     LocalPrefillRow,
@@ -146,12 +145,12 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                     what=f"{_name(engine)} rank {row.rank} serves no KV any more: {row.stopped}",
                     advice=WHAT_TO_DO["ConnectorStopped"],
                 )
-            if lag_seconds := row.counts.get(NIXL_LAG_SECONDS, 0):
+            if row.nixl_lag_seconds:
                 yield Finding(
                     level="problem",
                     check="answers",
                     engines=(_name(engine),),
-                    what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % lag_seconds}",
+                    what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % row.nixl_lag_seconds}",
                     advice=NIXL_HANGS_ADVICE,
                 )
 

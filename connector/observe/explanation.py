@@ -25,7 +25,6 @@ from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NO_PARAMETERS, N
 from connector.observe.history import History, Story, best_named, histories, stories
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
-    NIXL_LAG_SECONDS,
     AnyRow,
     EngineFacts,
     EngineRow,
@@ -388,8 +387,8 @@ def explain(case: Case, live: Live) -> Explanation:
 def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
     """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
     for engine_id, rank, row in live.engines:
-        if engine_id in (answer.engine_id, answer.peer) and (seconds := row.counts.get(NIXL_LAG_SECONDS, 0)):
-            yield f"{engine_id} rank {rank}: {NIXL_HANGS % seconds}"
+        if engine_id in (answer.engine_id, answer.peer) and row.nixl_lag_seconds:
+            yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.nixl_lag_seconds}"
 
 
 def _explain(case: Case, live: Live) -> Explanation:

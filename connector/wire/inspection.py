@@ -134,6 +134,11 @@ class EngineRow(Row, frozen=True, kw_only=True):
     facts: EngineFacts
     counts: dict[str, int]
 
+    @property
+    def nixl_lag_seconds(self) -> int:
+        """For how long NIXL has not come back from a call; 0 unless that is long."""
+        return self.counts.get(NIXL_LAG_SECONDS, 0)
+
 
 class PeerRow(Row, frozen=True, kw_only=True):
     """A remote engine as this worker reads from it.

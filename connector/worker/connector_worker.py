@@ -162,7 +162,8 @@ class ConnectorWorker:
         Raises UnsupportedCache, NixlCallFailed or ThreadStartError; the engine does not start then.
         """
         place = placement(self._vllm_config)
-        if not is_staged(self._vllm_config):
+        staged = is_staged(self._vllm_config)
+        if not staged:
             keep_memory(self._vllm_config)  # a copy's too: an engine sleeps as a whole
         if place.is_copy:
             self._is_copy = True
@@ -170,7 +171,7 @@ class ConnectorWorker:
         self._rank_number = place.number
         self._log_failure = FailureLog(self._vllm_config.kv_transfer_config.engine_id, place.number)
         registered = kv_caches
-        if is_staged(self._vllm_config):
+        if staged:
             layout_name = advertised_layout_name(self._vllm_config)
             registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)

@@ -17,9 +17,8 @@ import trio
 from connector.ports import zmq_bridge
 from connector.ports.side_channel import LinkLost
 from connector.ports.zmq_bridge import ZmqSideChannel
-from tests.conformance.side_channel_suite import serve
+from tests.conformance.side_channel_suite import HOST, serve
 
-HOST = "127.0.0.1"
 GIVEN_UP_SECONDS = 60
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 

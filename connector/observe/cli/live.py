@@ -538,10 +538,9 @@ def _tables(found: Survey) -> list[Any]:
 
 
 def _lag(row: EngineRow) -> str | None:
-    from connector.wire.inspection import NIXL_LAG_SECONDS
+    from connector.observe.advice import NIXL_HANGS
 
-    seconds = row.counts.get(NIXL_LAG_SECONDS, 0)
-    return f"NIXL has not returned from a call for {seconds} s" if seconds else None
+    return (NIXL_HANGS % row.nixl_lag_seconds).partition(":")[0] if row.nixl_lag_seconds else None
 
 
 def _shown(value: object) -> str:
