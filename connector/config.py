@@ -71,7 +71,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_seconds: _Seconds = 120.0
     """How long a request may wait for its KV in all, from when its blocks are allocated on D."""
     handshake_timeout_seconds: _Seconds = 5.0
-    """How long one attempt to reach a prefill engine may take."""
+    """How long a prefill engine may take for each answer while it is connected. An attempt has three rounds of them:
+    its first rank, the others, their control sockets; 16 ranks at a time."""
     quiesce_timeout_seconds: _Seconds = 30.0
     """How long a failed request waits for its READs in flight before its blocks are quarantined."""
     lease_limit_seconds: _Seconds = 900.0
@@ -88,7 +89,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long a READ that failed may go on writing after its connection was torn down. NIXL reports the first part of
     a READ that fails; the transport may be working on the others. Blocks are not used again before this has passed."""
     transfer_retries: Annotated[int, Meta(ge=0, le=10)] = 1
-    """How often a request whose READ failed is tried again while its lease is proven."""
+    """How often a request whose connection was lost is tried again, unless P has given the blocks up."""
     quarantine_limit: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of the KV cache's blocks that may be in quarantine before nothing new is read; 1: no limit. What is left of
     the pool serves requests that need no KV from elsewhere, and those whose prompt is computed here."""

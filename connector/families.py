@@ -58,13 +58,27 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.layout.shapes import KEYS_AND_VALUES, REPLICATED, RING, Component, LayerShape, attention, latent, mamba
+from connector.layout.shapes import (
+    KEYS_AND_VALUES,
+    REPLICATED,
+    RING,
+    SLOTS,
+    STATE_OF_RANK,
+    Component,
+    LayerShape,
+    attention,
+    latent,
+    mamba,
+)
 from connector.unsupported import UnsupportedCache
 
 _STATES = (MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.MAMBA2, MambaAttentionBackendEnum.GDN_ATTN)
 
 _GROUP_COUNT_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """What models call the number of groups of B and C in their configuration."""
+
+_PLAIN_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Cache types that keep a number in each byte and nothing else, in tensors that do not say so."""
 
 
 class Holds(enum.Enum):
@@ -244,7 +258,7 @@ def _heads(layer: Layer) -> LayerShape:
         # Not one slot for each head, even where there are as many: K and V may have slots of their own, or all heads of
         # K one. Only the attention backend knows.
         units = spec.num_heads * layer.tp_size
-        slots = Component(name="kv_slots", units=units, bytes_per_unit=spec.state_content_size_bytes)
+        slots = Component(name=SLOTS, units=units, bytes_per_unit=spec.state_content_size_bytes)
         return LayerShape(name=layer.name, components=(slots,), group=layer.group, whole_blocks=True, whole_ranks=True)
     heads = spec.num_kv_heads * layer.tp_size
     heads_unknown = False
@@ -304,7 +318,7 @@ def _state(layer: Layer) -> LayerShape:
     split = _split_state(layer.name, spec, layer.group, layer.model_config, layer.tp_size)
     if split is not None:
         return split
-    part = Component(name="state", units=layer.tp_size, bytes_per_unit=spec.state_content_size_bytes)
+    part = Component(name=STATE_OF_RANK, units=layer.tp_size, bytes_per_unit=spec.state_content_size_bytes)
     return LayerShape(name=layer.name, components=(part,), group=layer.group, is_state=True, whole_ranks=True)
 
 
@@ -316,9 +330,15 @@ def _undivided(layer: Layer, component: str, content_bytes: int) -> LayerShape:
 def _has_scales_behind_the_tokens(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> bool:
     """Whether a block may hold the values of all its tokens and then the scales of all, as those of indexers do.
 
-    Bytes that are not elements of a type: of a whole token only where the spec counts them and is not DeepSeek-V4's.
+    Only where the tensor is of plain bytes, and then not where these are elements of FP8, whose scale is no part of the
+    block, nor where the spec counts what a whole token has. DeepSeek-V4 counts, and has scales behind all the same.
     """
-    return spec.dtype is torch.uint8 and (spec.state_content_bytes is None or spec.model_version is not None)
+    if spec.dtype is not torch.uint8:
+        return False
+    if spec.model_version is not None:
+        return True
+    # The name, because vLLM drops the kind of quantization where it makes one spec of those of a group with windows.
+    return spec.state_content_bytes is None and spec.cache_dtype_str not in _PLAIN_FP8
 
 
 def _split_state(layer: str, spec: MambaSpec, group: int, model_config: ModelConfig, tp_size: int) -> LayerShape | None:

@@ -1,9 +1,27 @@
 """The rules of KV transfer: pure state machines, without clock, I/O or threads.
 
-Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enforces it). `kernel` says what a machine
-is; `request`, `peer`, `hold` and `lease` are the four machines. The cores compose them: `remote_engine` on D, `lending`
-on P, with their timers in `deadlines`. `roster` is the core for all remote engines that a rank of D knows. `failures`
-are the typed reasons; `trace` is the record of one transition.
+Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enforces it).
+
+    kernel         what a machine is: states, events, a table of transitions, effects
+
+    request        machine: one request that reads from P, on one rank of D
+    peer           machine: the connection of that rank to one prefill engine
+    hold           machine: one lease of that engine on one of its ranks, as D knows it
+    departure      machine: whether that engine has said that it ends
+    introduction   machine: an engine that is connected before a request needs it
+    lease          machine: one lease, on one rank of P
+    draining       machine: an engine that is to end, in its scheduler's process
+
+    remote_engine  core of a rank of D for one prefill engine: composes request, peer, hold and departure
+    roster         core of a rank of D for all prefill engines that it knows
+    lending        core of a rank of P: all of its leases
+    admission      core of whoever listens: what strangers may cost
+
+    quarantine     when blocks in quarantine are too many to go on reading
+    deadlines      the timers of a core
+    remembered     keys that are remembered, the newest ones
+    failures       why something has failed: types
+    trace          the record of one transition, and who is told of it
 """
 
 DISTRIBUTION = "nixl-actor-connector"

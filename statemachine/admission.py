@@ -11,21 +11,31 @@ time. What is left to decide is how much work anybody can cause, and how much me
   When that is used up, each connection has one of its own, which others cannot use up. A connection that has neither is
   not heard: its messages are dropped, unread, which costs little. One that goes on all the same is cut off. What was
   dropped long ago is forgiven: an engine's connection may last for months, and through many a flood. What is left of a
-  connection that has ended draws on the common allowance alone: who comes and goes has no other.
+  connection that has ended draws on the common allowance alone: who comes and goes has no other. If messages that are
+  left have more frames than any engine sends, their address pays for these: it is shut out when it cannot any more.
+* Nobody owes more than an allowance holds when it is full: for what a flood has cost engines do not suffer for minutes.
 * A newcomer's own allowance is enough for a handshake. It grows while the connection lasts, so a peer that has been
   there for a while is heard in a flood, however many newcomers there are.
 * There is a limit to the connections. For one too many, another is cut off: the oldest that has never said anything
   that was understood; or else, of the address that has most connections, the one that said nothing for longest.
 * Somebody may wait while no descriptor is left. Then the oldest that has never said anything that was understood makes
   room, and no other: who is heard has a quarter of the descriptors at most, so it is somebody else who uses them up.
-* A message has to come to its end. A connection that has received more bytes since its last whole message than all
-  messages that may wait is in the middle of one that is too large, and is cut off; the transport would keep all of it.
-  One over which no message has come at all is allowed less: some old protocols do not show whose a message is.
-  When the unfinished messages of all connections together are too large, the largest goes.
+* A message has to come to its end. What a connection has received beyond its whole messages is of one that has not. If
+  that is more than a message may have, the connection is cut off; the transport would keep all of it. Behind a message
+  that was taken just before, others may wait that are whole. So such a connection may have received more, and does not
+  count when the unfinished messages of all connections together are too large, and the largest goes.
+* A message that has far more frames than any engine sends costs its sender two bytes a frame, and the listener so much
+  work for each, in which it hears nobody else: the transport hands out nothing before the last frame was taken. Whoever
+  sent it is cut off, or has gone by then. Its address is shut out for as long as there is, and so are its connections
+  that have never said anything that was understood; for another one soon afterwards, all that it has. The transport
+  keeps what comes meanwhile. If that is too large, all go of whom more than a few words wait: to end only the largest
+  would leave what it has sent, and room for the next.
 * An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; what
-  connections it has besides stay. So is one that connects more often than any engine.
+  connections it has besides stay. Of one that connects more often than any engine each connection is ended that comes
+  too soon, and nothing is held against it: a thousand engines behind one address come back at once.
 
-All of this costs the same however many connections there are, but for the choice of whom to cut off and `measured`.
+All of this costs the same however many connections there are, but for the choice of whom to cut off; and `measured`, as
+much as it is told.
 """
 
 from __future__ import annotations
@@ -42,11 +52,20 @@ TOO_MANY = "too many connections"
 NO_DESCRIPTORS = "no file descriptor was left for another connection"
 ENDLESS = "a message without end"
 FLOOD = "more messages than any engine sends"
+MANY_FRAMES = "a message of more frames than any engine sends"
+TOO_OFTEN = "its address connects more often than engines do"
 SHUT_OUT = "its address is shut out"
+UNHEARD = "too much has come while nobody could be heard"
 
 SHUT_OUT_DOUBLINGS_MAX = 10
 UNHEARD_BYTES_IN_A_FLOOD = 16 << 10
-"""While messages are dropped of which nobody knows whose they are, for `AdmissionLimits.unheard_bytes_max`."""
+"""While messages are dropped of which nobody knows whose they are, for `AdmissionLimits.unfinished_bytes_max` of a
+connection over which no message has come yet: some protocols do not show whose a message is."""
+FEW_BYTES = 4 << 10
+"""That wait of a connection, for which it is not ended while nobody is heard. 4,096 connections have as much as may be
+unfinished, twice."""
+HANDSHAKE_BYTES_MAX = 1 << 10
+"""What a connection receives beside messages: greetings, and keys if there are any."""
 FORGOTTEN_AT_A_TIME = 2
 """Addresses that are looked at for each new one."""
 
@@ -54,13 +73,16 @@ FORGOTTEN_AT_A_TIME = 2
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes:
     connections_max: open at a time.
-    unfinished_bytes_max: that a connection may have received since its last whole message.
-    unfinished_bytes_total_max: the same of all together.
-    unheard_bytes_max: the same of a connection over which no message has come yet.
+    unfinished_bytes_max: that a connection may have received beyond its whole messages. These are bytes on the wire; of
+        empty frames, which have two, ZMQ keeps 32 times as much.
+    waiting_bytes_max: so much more, if a message of it was taken since it was measured.
+    unfinished_bytes_total_max: the same of all together; 32 times as much is 256 MiB.
     common_units: the common allowance when it is full; `common_units_per_second` is what comes back.
     newcomer_units: a connection's own allowance at first; it grows by `own_units_per_second` up to `own_units`.
     dropped_max, dropped_per_second: messages that are dropped before their connection is cut off, as an allowance.
     connects, connects_per_second: connections of one address, as an allowance.
+    left_frames, left_frames_per_second: frames of messages that have too many, and that were dropped after the
+        connections of an address had ended, as an allowance.
     shut_out_ns: how long an address is shut out the first time; twice as long each time, up to `shut_out_ns_max`, until
         nothing was held against it for that long.
     addresses_max: addresses that are remembered.
@@ -68,8 +90,8 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     connections_max: int
     unfinished_bytes_max: int
-    unheard_bytes_max: int
-    unfinished_bytes_total_max: int = 256 << 20
+    waiting_bytes_max: int
+    unfinished_bytes_total_max: int = 8 << 20
     common_units: int = 20_000
     common_units_per_second: int = 20_000
     newcomer_units: int = 256
@@ -79,6 +101,8 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     dropped_per_second: int = 1
     connects: int = 4_096
     connects_per_second: int = 256
+    left_frames: int = 65_536
+    left_frames_per_second: int = 4_096
     shut_out_ns: int = NS_PER_SECOND // 2
     shut_out_ns_max: int = 30 * NS_PER_SECOND
     addresses_max: int = 4_096
@@ -93,6 +117,16 @@ class Verdict(enum.Enum):
     """Drop it, and end its connection."""
 
 
+class Untaken(enum.Enum):
+    """Which of the messages that have come were not taken yet when connections are measured."""
+
+    NONE = enum.auto()
+    SOME = enum.auto()
+    """Of each connection that had any, others were."""
+    ALL = enum.auto()
+    """Nobody is heard before the last frame of a message has been taken."""
+
+
 class CutOff(msgspec.Struct, frozen=True):
     """End this connection. Said once for each."""
 
@@ -102,7 +136,8 @@ class CutOff(msgspec.Struct, frozen=True):
 
 
 class Allowance:
-    """So many units at most, of which some come back each second. What is spent last may be more than is left."""
+    """So many units at most, of which some come back each second. What is spent last may be more than is left; as many
+    are owed at most."""
 
     __slots__ = ("_at_ns", "_per_second", "_units", "_units_max")
 
@@ -120,31 +155,45 @@ class Allowance:
         return self._units > 0
 
     def spend(self, units: float) -> None:
-        self._units -= units
+        self._units = max(-self._units_max, self._units - units)
 
 
 class _Connection:
-    __slots__ = ("address", "drops", "is_heard", "own", "received_bytes", "unfinished_bytes", "was_heard")
+    __slots__ = (
+        "address",
+        "drops",
+        "finished_bytes",
+        "is_heard",
+        "measured_bytes",
+        "own",
+        "unfinished_bytes",
+        "was_heard",
+    )
 
     def __init__(self, address: str, own: Allowance, drops: Allowance) -> None:
         self.address = address
         self.own = own
         # How often it may go on although it is not heard.
         self.drops = drops
-        # Since it was measured last, a whole message has come.
+        # A whole message has come over it since it was measured last; ever.
         self.is_heard = False
-        # Ever.
         self.was_heard = False
-        self.received_bytes = 0
+        # Of the bytes that it has received: those of whole messages, and what it was in the middle of when measured.
+        self.finished_bytes = 0
         self.unfinished_bytes = 0
+        # All that it had received when it was measured last while no message waited.
+        self.measured_bytes = 0
 
 
 class _Address:
-    __slots__ = ("connects", "open", "shut_out_until_ns", "strikes")
+    __slots__ = ("connects", "has_swamped", "left_frames", "open", "shut_out_until_ns", "strikes")
 
-    def __init__(self, connects: Allowance) -> None:
+    def __init__(self, connects: Allowance, left_frames: Allowance) -> None:
         self.connects = connects
+        self.left_frames = left_frames
         self.strikes = 0
+        # It has sent a message of far too many frames. Forgotten with the strikes.
+        self.has_swamped = False
         self.shut_out_until_ns = 0
         # Its connections, the one that said nothing for longest first.
         self.open: OrderedDict[int, None] = OrderedDict()
@@ -160,6 +209,10 @@ class Admission:
         self._dropped_of_nobody = 0
         # Those that are open and were not cut off.
         self._connections: dict[int, _Connection] = {}
+        # What they have received since their last whole messages, as far as it was measured: the sum over them.
+        self._unfinished_bytes = 0
+        # The same of those that have ended: their whole messages stay until they are taken.
+        self._left_bytes = 0
         # Those of them that have never said anything that was understood, the oldest first.
         self._strange: OrderedDict[int, None] = OrderedDict()
         # Those that were met last come last. One with open connections is never forgotten.
@@ -178,8 +231,7 @@ class Admission:
         if self.is_shut_out(address, now_ns):
             return [CutOff(connection, address, SHUT_OUT)]
         if not known.connects.is_left(now_ns):
-            self._shut_out(known, now_ns)
-            return [CutOff(connection, address, SHUT_OUT)]
+            return [CutOff(connection, address, TOO_OFTEN)]
         known.connects.spend(1)
         cut_off = [self._cut_off_one(TOO_MANY)] if len(self._connections) >= limits.connections_max else []
         own = Allowance(limits.newcomer_units, limits.own_units, limits.own_units_per_second, now_ns)
@@ -193,6 +245,8 @@ class Admission:
         """It has ended, whoever ended it."""
         known = self._connections.pop(connection, None)
         if known is not None:
+            self._unfinished_bytes -= known.unfinished_bytes
+            self._left_bytes += known.unfinished_bytes
             self._strange.pop(connection, None)
             del self._addresses[known.address].open[connection]
 
@@ -204,34 +258,38 @@ class Admission:
         """There is none for a connection that waits to be accepted."""
         return [self._cut_off_one(NO_DESCRIPTORS)] if self._strange else []
 
-    def measured(self, received: Iterable[tuple[int, int]], now_ns: int) -> list[CutOff]:
-        """So many bytes each of these connections has received since it was opened."""
+    def measured(self, received: Iterable[tuple[int, int]], now_ns: int, untaken: Untaken) -> list[CutOff]:
+        """So many bytes each of these connections has received since it was opened. Over the others nothing has come
+        since they were measured."""
         limits = self._limits
         is_flooded = self._dropped_of_nobody > limits.dropped_max
-        unheard_bytes_max = UNHEARD_BYTES_IN_A_FLOOD if is_flooded else limits.unheard_bytes_max
+        unheard_bytes_max = UNHEARD_BYTES_IN_A_FLOOD if is_flooded else limits.unfinished_bytes_max
         self._dropped_of_nobody = 0
         cut_off = []
-        largest, total_bytes = [], 0
         for connection, received_bytes in received:
             known = self._connections.get(connection)
             if known is None:
                 continue
             if known.is_heard:
-                known.is_heard = False
-                known.received_bytes = received_bytes
-            known.unfinished_bytes = received_bytes - known.received_bytes
+                # A message that had not come then has come to its end since, and all before it. What comes beside
+                # messages (a transport's own questions, now and then) would add up in months.
+                known.finished_bytes = max(known.finished_bytes, known.measured_bytes)
+            if untaken is Untaken.NONE:
+                known.measured_bytes = received_bytes
+            # No credit: a message of another connection may have been taken for one of this.
+            known.finished_bytes = min(known.finished_bytes, received_bytes)
+            unfinished_bytes = max(0, received_bytes - known.finished_bytes - HANDSHAKE_BYTES_MAX)
             bytes_max = limits.unfinished_bytes_max if known.was_heard else unheard_bytes_max
-            if known.unfinished_bytes > bytes_max:
+            if known.is_heard:
+                bytes_max += limits.waiting_bytes_max
+            self._set_unfinished(known, 0 if known.is_heard else unfinished_bytes)
+            known.is_heard = False
+            if unfinished_bytes > bytes_max:
                 cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
-            else:
-                total_bytes += known.unfinished_bytes
-                largest.append((known.unfinished_bytes, connection))
-        if total_bytes > self._limits.unfinished_bytes_total_max:
-            largest.sort()
-            while total_bytes > self._limits.unfinished_bytes_total_max:
-                unfinished_bytes, connection = largest.pop()
-                total_bytes -= unfinished_bytes
-                cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
+        if untaken is not Untaken.ALL:
+            self._left_bytes = 0
+        if self._unfinished_bytes + self._left_bytes > limits.unfinished_bytes_total_max:
+            cut_off += self._end_most() if untaken is Untaken.ALL else self._end_largest(now_ns)
         return cut_off
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -252,10 +310,38 @@ class Admission:
         known.drops.spend(1)
         return Verdict.DROP
 
+    def taken(self, connection: int, wire_bytes: int) -> None:
+        """A whole message of so many bytes, served or dropped. Its connection may have ended since."""
+        known = self._connections.get(connection)
+        if known is not None:
+            known.finished_bytes += wire_bytes
+            self._set_unfinished(known, max(0, known.unfinished_bytes - wire_bytes))
+
     def flooded(self, connection: int, now_ns: int) -> list[CutOff]:
         """After `Verdict.CUT_OFF`."""
         known = self._connections.get(connection)
         return [] if known is None else [self._cut_off_for_cause(connection, FLOOD, now_ns)]
+
+    def swamped(self, connection: int, address: str, now_ns: int) -> list[CutOff]:
+        """A message with far too many frames has come from this address. Its connection may have ended since, or be
+        taken for one of another address, which stays."""
+        known = self._meet(address, now_ns)
+        self._forgive(known, now_ns)
+        others = [each for each in known.open if known.has_swamped or each in self._strange]
+        known.has_swamped = True
+        known.strikes = SHUT_OUT_DOUBLINGS_MAX
+        known.shut_out_until_ns = now_ns + self._limits.shut_out_ns_max
+        ended = [each for each in dict.fromkeys([connection, *others]) if each in known.open]
+        return [self._cut_off(each, MANY_FRAMES) for each in ended]
+
+    def left(self, address: str, frames: int, now_ns: int) -> None:
+        """A message with too many frames, so many, was dropped. Its connection, which was of this address, has ended,
+        and pays for nothing."""
+        known = self._meet(address, now_ns)
+        if known.left_frames.is_left(now_ns):
+            known.left_frames.spend(frames)
+        else:
+            self._shut_out(known, now_ns)
 
     def served(self, connection: int, units: int, *, understood: bool, now_ns: int) -> None:
         """A message of this connection has cost so much work. It may have ended meanwhile."""
@@ -277,20 +363,44 @@ class Admission:
         else:
             crowd = max(self._addresses.values(), key=lambda address: len(address.open))
             connection = next(iter(crowd.open))
+        return self._cut_off(connection, why)
+
+    def _end_largest(self, now_ns: int) -> list[CutOff]:
+        """Until what is unfinished is not too much."""
+        cut_off = []
+        smallest_first = sorted(self._connections, key=lambda each: self._connections[each].unfinished_bytes)
+        while self._unfinished_bytes > self._limits.unfinished_bytes_total_max:
+            cut_off.append(self._cut_off_for_cause(smallest_first.pop(), ENDLESS, now_ns))
+        return cut_off
+
+    def _end_most(self) -> list[CutOff]:
+        """They may be engines that had to wait, and may connect again."""
+        most = [each for each, known in self._connections.items() if known.unfinished_bytes > FEW_BYTES]
+        return [self._cut_off(each, UNHEARD) for each in most]
+
+    def _cut_off_for_cause(self, connection: int, why: str, now_ns: int) -> CutOff:
+        cut_off = self._cut_off(connection, why)
+        self._shut_out(self._addresses[cut_off.address], now_ns)
+        return cut_off
+
+    def _cut_off(self, connection: int, why: str) -> CutOff:
         address = self._connections[connection].address
         self.closed(connection)
         return CutOff(connection, address, why)
 
-    def _cut_off_for_cause(self, connection: int, why: str, now_ns: int) -> CutOff:
-        address = self._connections[connection].address
-        self.closed(connection)
-        self._shut_out(self._addresses[address], now_ns)
-        return CutOff(connection, address, why)
+    def _set_unfinished(self, known: _Connection, unfinished_bytes: int) -> None:
+        self._unfinished_bytes += unfinished_bytes - known.unfinished_bytes
+        known.unfinished_bytes = unfinished_bytes
+
+    def _forgive(self, address: _Address, now_ns: int) -> None:
+        """What was long ago."""
+        if now_ns - address.shut_out_until_ns > self._limits.shut_out_ns_max:
+            address.strikes = 0
+            address.has_swamped = False
 
     def _shut_out(self, address: _Address, now_ns: int) -> None:
         limits = self._limits
-        if now_ns - address.shut_out_until_ns > limits.shut_out_ns_max:
-            address.strikes = 0
+        self._forgive(address, now_ns)
         seconds_ns = min(limits.shut_out_ns_max, limits.shut_out_ns << address.strikes)
         address.shut_out_until_ns = max(address.shut_out_until_ns, now_ns + seconds_ns)
         address.strikes = min(address.strikes + 1, SHUT_OUT_DOUBLINGS_MAX)
@@ -299,7 +409,10 @@ class Admission:
         known = self._addresses.get(address)
         if known is None:
             limits = self._limits
-            known = _Address(Allowance(limits.connects, limits.connects, limits.connects_per_second, now_ns))
+            known = _Address(
+                Allowance(limits.connects, limits.connects, limits.connects_per_second, now_ns),
+                Allowance(limits.left_frames, limits.left_frames, limits.left_frames_per_second, now_ns),
+            )
             self._addresses[address] = known
             self._forget_addresses()
         else:

@@ -1,8 +1,10 @@
 """An engine that is to end: what it waits for before it may be taken away.
 
-    serving     it lends draining    nothing new is accepted to be lent; its workers have been told, or are being told;
-    what is lent is served drained     nothing is lent any more, or the grace period is over: the engine may be ended
-    without a request failing
+    serving     it lends
+    draining    nothing new is accepted to be lent; its workers have been told, or are being told; what is lent is
+                served
+    drained     nothing is lent any more, or the grace period is over: the engine may be ended without a request
+                failing
 
 One of these for each engine, in the process of its scheduler. It is drained when every worker has told its decode
 engines, or cannot be told, and nothing is lent or will be. Both are needed: an engine that lends nothing at this moment

@@ -5,7 +5,9 @@ it is a field of the trace record of that transition, and it is what the log lin
 message. `kind` (the class name) is the stable name for dashboards and tests; `str(failure)` is the sentence for people.
 
 Every failure answers: what happened, where (which peer, which field), and what was expected. What a user can do is a
-table by kind (`connector/observe/advice.py`), which whoever shows a failure puts beside its sentence.
+table by kind (`connector/observe/advice.py`), which whoever shows a failure puts beside its sentence. `Incompatible`
+alone has advice of its own, because that depends on the field that differs. Traces and tools get kind and sentence and
+nothing else, so its sentence ends with it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+
+ADVICE_FOLLOWS = "; what to do: "
+"""Between what happened and what to do about it, in a line for people."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -76,6 +81,20 @@ class ControlLinkLost(PeerFailure, frozen=True, kw_only=True):
         return f"the control connection to prefill engine {self.peer} was lost ({self.detail}); it is rebuilt"
 
 
+class PeerSilent(PeerFailure, frozen=True, kw_only=True):
+    """A worker of the peer, `rank` among those that we deal with, has answered nothing of what it was asked about
+    leases, over a connection that stands."""
+
+    rank: int
+    waited_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer}: its rank {self.rank} has answered nothing for {self.waited_seconds:g} s; the "
+            "process hangs or is stopped, or the network between takes connections and loses what is sent"
+        )
+
+
 class ReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
     """READs from this peer did not become quiescent in time; nothing more is read over that connection."""
 
@@ -132,17 +151,17 @@ class WrongEngine(PeerFailure, frozen=True, kw_only=True):
 
 
 class Incompatible(PeerFailure, frozen=True, kw_only=True):
-    """The two engines cannot exchange KV. Both sides' values of the field that differs."""
+    """The two engines cannot exchange KV. Both sides' values of the field that differs, and what to do about it."""
 
     field: str
     local: str
     remote: str
-    advice: str = "start both engines with the same model, dtype, block size and parallel sizes"
+    advice: str
 
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} at {self.address} is incompatible: {self.field} is {self.remote} there and "
-            f"{self.local} here; {self.advice}"
+            f"{self.local} here{ADVICE_FOLLOWS}{self.advice}"
         )
 
 
@@ -215,6 +234,11 @@ class TransferError(PeerFailure, frozen=True, kw_only=True):
         return f"NIXL {self.operation} with prefill engine {self.peer} failed: {self.error}" + (
             "; the connection is rebuilt on the next request" if self.transport_lost else ""
         )
+
+
+def is_transport_lost(failure: Failure | None) -> bool:
+    """Whether the connection to the peer is gone with it, and another one may do better."""
+    return isinstance(failure, TransferError) and failure.transport_lost
 
 
 class BadParams(Failure, frozen=True, kw_only=True):
@@ -448,7 +472,10 @@ class ConnectionCutOff(Failure, frozen=True, kw_only=True):
     why: str
 
     def __str__(self) -> str:
-        return f"a connection from {self.sender} was ended: {self.why}; if that is an engine, it connects again"
+        return (
+            f"a connection from {self.sender} was ended: {self.why}; an engine connects again, at the latest half a "
+            "minute later"
+        )
 
 
 class ConsumerUnknown(Failure, frozen=True, kw_only=True):

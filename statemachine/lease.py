@@ -21,7 +21,8 @@ holds and releases in `computing` are remembered, and the promise that a hold wa
 grant.
 
 A lease that is over never comes back. This is what makes `Held` a proof for everything before it: whoever is told
-`Held` at an instant knows that the blocks were lent at all times until then (design.md section 6).
+`Held` at an instant knows that the blocks were lent at all times until then (docs/architecture.md, "Why the proof is
+right").
 
 The bound. Renewals end at `latest_ns`: a reader that never reads cannot pin our memory for ever.
 """

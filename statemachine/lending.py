@@ -138,7 +138,7 @@ class ReleaseNotified(Event, frozen=True, kw_only=True):
 
 
 class HeartbeatNotified(Event, frozen=True, kw_only=True):
-    """A rank of a built-in decode engine still waits for these requests.
+    """A rank of a built-in decode engine still waits for these requests, each named once.
 
     `or_release`: what else the same text may mean, where a request id begins like a heartbeat; it does if such a
     request is lent.

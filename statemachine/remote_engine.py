@@ -24,6 +24,8 @@ Rules that are nobody's machine:
 * A READ that failed may go on in part. It counts as quiescent when NIXL has shown that it is over, or when its
   connection has been torn down and the grace of the back end has passed.
 * A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read over it.
+* An engine that answers nothing of what is asked for the length of a lease makes its connection suspect: none of its
+  leases has been renewed, and a READ that waits for it would be waited for until its deadline.
 * An engine that had said that it would end, and whose connection has ended, is not waited for (`departure.py`): what
   wants anything of it fails with `PeerLeaving`, and what it is owed is forgotten. What fails because of the engine
   that is in its place says so.
@@ -63,8 +65,10 @@ from statemachine.failures import (
     PeerBackoff,
     PeerLeaving,
     PeerRetired,
+    PeerSilent,
     ReadNeverEnded,
     TransferError,
+    is_transport_lost,
 )
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
@@ -102,7 +106,7 @@ Address: TypeAlias = Hashable
 
 TimerKey: TypeAlias = tuple[str, Any]
 """What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
-("grace", connection), ("backoff" | "again" | "drain", None)."""
+("grace", connection), ("answer", rank of P), ("backoff" | "again" | "drain", None)."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -878,8 +882,7 @@ class RemoteEngine:
     def _take_read_end(self, connection: _Connection, event: ReadEnded, now_ns: int) -> None:
         failure = event.failure
         # The peer first: a request that may try again must find it draining, not ready on a broken connection.
-        transport_lost = isinstance(failure, TransferError) and failure.transport_lost
-        if failure is not None and (transport_lost or not event.is_quiescent):
+        if failure is not None and (is_transport_lost(failure) or not event.is_quiescent):
             self._suspect(event.connection, failure, now_ns)
         if not event.is_quiescent:
             connection.unsettled[event.request_id, event.read] = None
@@ -991,9 +994,7 @@ class RemoteEngine:
         if connection is not None and connection.failure is None:
             connection.failure = failure
         if self._current is not None and number == self._current.number:
-            has_ended = isinstance(failure, ControlLinkLost) or (
-                isinstance(failure, TransferError) and failure.transport_lost
-            )
+            has_ended = isinstance(failure, ControlLinkLost) or is_transport_lost(failure)
             if has_ended and self._departure.state is departure.State.LEAVING:
                 failure = self._left(failure)
             self._step_peer(peer.ConnectionSuspect(failure=failure), now_ns)
@@ -1015,9 +1016,7 @@ class RemoteEngine:
         for claim in list(self._claims.values()):
             if not claim.holds:
                 self._begin_holds(claim, max(1, self._ranks))
-            for rank, each in enumerate(claim.holds):
-                if not hold.MACHINE.is_terminal(each):
-                    self._step_hold(claim, rank, hold.GoneAtPeer(why=LEFT))
+            self._lose_holds(claim, LEFT)
             self._drop_if_over(claim)
         self._fail_requests(cause, now_ns)
         self._wanted.clear()
@@ -1028,6 +1027,8 @@ class RemoteEngine:
 
     def _speak_to(self, ranks: int) -> None:
         """From now on say what is to be said of leases to so many ranks; nothing is due yet."""
+        for rank in range(self._ranks):
+            self._timers.cancel(("answer", rank))
         self._ranks = ranks
         self._dues.clear()
 
@@ -1090,12 +1091,11 @@ class RemoteEngine:
         connection, self._current = self._current, None
         assert connection is not None
         self._timers.cancel(("drain", None))
-        waited_seconds = self._limits.quiesce_ns / NS_PER_SECOND
         for reading in list(self._requests.values()):
             if reading.state is request.State.READING and reading.connection == connection.number:
                 self._step_request(reading.request_id, request.PeerLost(failure=failure), now_ns)
                 # It has waited as long as a request that failed by itself.
-                self._step_request(reading.request_id, request.QuiesceTimeout(waited_seconds=waited_seconds), now_ns)
+                self._step_request(reading.request_id, self._quiesce_timeout, now_ns)
 
     # --- claims -----------------------------------------------------------------------------------------------------
 
@@ -1195,9 +1195,7 @@ class RemoteEngine:
     def _drop_claims(self) -> None:
         """Nothing is asked for or said any more: the leases end by themselves."""
         for claim in list(self._claims.values()):
-            for rank, each in enumerate(claim.holds):
-                if not hold.MACHINE.is_terminal(each):
-                    self._step_hold(claim, rank, hold.GoneAtPeer(why=RETIRED))
+            self._lose_holds(claim, RETIRED)
             self._drop(claim)
 
     def _ask_for_proof(self, proving: request.Request, now_ns: int) -> None:
@@ -1210,6 +1208,7 @@ class RemoteEngine:
     def _take_hold_answer(self, event: HoldAnswered, now_ns: int) -> None:
         if self._current is None or event.connection != self._current.number or event.sent_ns > now_ns:
             return
+        self._timers.cancel(("answer", event.rank))
         for lease, remaining_ns in event.held:
             claim = self._claims.get(lease)
             if claim is not None and claim.holds:  # without, P was not asked over this connection
@@ -1240,10 +1239,13 @@ class RemoteEngine:
 
     def _lose_everywhere(self, claim: _Claim, why: str, now_ns: int) -> None:
         """All ranks before anybody is told: the last user to end would release what is left."""
+        self._lose_holds(claim, why)
+        self._tell_gone(claim, why, now_ns)
+
+    def _lose_holds(self, claim: _Claim, why: str) -> None:
         for rank, each in enumerate(claim.holds):
             if not hold.MACHINE.is_terminal(each):
                 self._step_hold(claim, rank, hold.GoneAtPeer(why=why))
-        self._tell_gone(claim, why, now_ns)
 
     def _tell_gone(self, claim: _Claim, why: str, now_ns: int) -> None:
         for user in list(claim.users):
@@ -1251,6 +1253,8 @@ class RemoteEngine:
         self._drop_if_over(claim)
 
     def _take_release_answer(self, event: ReleaseAnswered) -> None:
+        if self._current is not None and event.connection == self._current.number:
+            self._timers.cancel(("answer", event.rank))
         for lease in event.leases:
             claim = self._claims.get(lease)
             if claim is not None and claim.holds and claim.holds[event.rank].state is hold.State.RELEASING:
@@ -1292,6 +1296,8 @@ class RemoteEngine:
             again_ns = now_ns + self._limits.lease_ns // HEARTBEATS_PER_LEASE
         else:
             self._effects.append(SendHold(connection=number, rank=rank, sent_ns=now_ns, leases=leases))
+        if not is_builtin and ("answer", rank) not in self._timers:
+            self._timers.set(("answer", rank), now_ns + self._limits.lease_ns)
         for lease in leases:
             self._dues.set((lease, rank), again_ns)
 
@@ -1313,6 +1319,11 @@ class RemoteEngine:
             case "proof":
                 unproven = request.ProofTimeout(waited_seconds=limits.lease_ns / NS_PER_SECOND)
                 self._step_request(subject, unproven, now_ns)
+            case "answer":
+                assert self._current is not None
+                waited_seconds = limits.lease_ns / NS_PER_SECOND
+                silent = PeerSilent(**self._of_peer(), rank=subject, waited_seconds=waited_seconds)
+                self._suspect(self._current.number, silent, now_ns)
             case "assumed":
                 self._lose_everywhere(self._claims[subject], ASSUMED_OVER, now_ns)
             case "over":

@@ -9,7 +9,7 @@ request lives in this file.
     draining            the request has failed, but READs may still write into its blocks: nothing is reported yet
     done                every byte is here and the lease provably outlived the last READ
     failed              it will not be loaded; `failure` says why
-    expired             the lease is over, or nobody can prove that it was not when the READs ended
+    expired             the lease is over, nobody can prove that it was not when the READs ended, or it took too long
 
 Draining. A READ cannot be cancelled: releasing its handle does not stop the DMA, and an error of one of its requests
 says nothing about the others (docs/nixl.md). So after the first failure the request waits until every READ is
@@ -43,7 +43,7 @@ from statemachine.failures import (
     LeaseOver,
     ParamsFailure,
     Quarantined,
-    TransferError,
+    is_transport_lost,
 )
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
 from statemachine.lease import LeaseName
@@ -294,8 +294,7 @@ def _drain(request: Request, ending: State, failure: Failure, *, is_retryable: b
 def _fail_reading(request: Request, event: ReadFailed) -> tuple[Request, Effects]:
     if event.is_quiescent:
         request = _without(request, event.read)
-    transport_lost = isinstance(event.failure, TransferError) and event.failure.transport_lost
-    return _drain(request, State.FAILED, event.failure, is_retryable=transport_lost)
+    return _drain(request, State.FAILED, event.failure, is_retryable=is_transport_lost(event.failure))
 
 
 def _lose_peer(request: Request, event: PeerLost) -> tuple[Request, Effects]:

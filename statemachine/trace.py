@@ -24,7 +24,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
         mono_ns: monotonic clock of the process, in nanoseconds.
         engine_id, rank, role: who wrote it: the engine, which of its worker processes (only these step machines), and
             the engine's `kv_role`: `kv_producer`, `kv_consumer` or `kv_both`.
-        machine: `request`, `hold`, `peer` or `lease`.
+        machine: `request`, `hold`, `peer` or `lease`. The other machines of the package are not recorded: what they
+            lead to is said in the log.
         subject: request id (request, lease), engine id (peer), `<request id on P>/<rank of P>` (hold).
         from_state: None when the instance was created.
         event: name of the event's type.

@@ -16,5 +16,6 @@ blocks         how the block tables of the two sides are paired
 landing        another order inside of our blocks, for longer stretches or for attention on CPUs
 plan           descriptors made of all that
 plan_cache     one plan for all engines that differ in addresses only
+verification   checksums of blocks: which ones P makes, and which D can compare
 steps          computing that can be interrupted
 """

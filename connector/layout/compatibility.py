@@ -20,6 +20,14 @@ CPU_ATTENTION = "CPU_ATTN"
 SAME_MODEL = "start both engines with the same model, the same --kv-cache-dtype and the same vLLM version"
 SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
 SAME_LAYOUT = "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT"
+SAME_STATES = (
+    "start both engines with the same model, the same num_speculative_tokens in --speculative-config, by which the"
+    " convolution of a state and a ring buffer are longer, and the same --mamba-cache-dtype and --mamba-ssm-cache-dtype"
+)
+SAME_ROWS = (
+    "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT, --kv-cache-dtype and indexer_kv_dtype"
+    " in --attention-config"
+)
 
 
 def is_to_be_packed(local_backend: str, remote_backend: str) -> bool:
@@ -66,10 +74,10 @@ def require_same_sizes(metadata: AgentMetadata, theirs: RankLayout) -> None:
     _require_rows(metadata)
     expected = ssm_sizes(theirs)
     if metadata.ssm_sizes != expected:
-        raise LayoutMismatch(f"ssm_sizes of {theirs.tp_size} ranks", expected, metadata.ssm_sizes, SAME_MODEL)
+        raise LayoutMismatch(f"ssm_sizes of {theirs.tp_size} ranks", expected, metadata.ssm_sizes, SAME_STATES)
     whole_state = replicated_block_length(theirs)
     if metadata.ple_block_len != whole_state:
-        raise LayoutMismatch("ple_block_len", whole_state, metadata.ple_block_len, SAME_MODEL)
+        raise LayoutMismatch("ple_block_len", whole_state, metadata.ple_block_len, SAME_STATES)
     _require_ring_lengths(theirs)
 
 

@@ -42,6 +42,8 @@ from connector.layout.compatibility import (
     SAME_GROUPS,
     SAME_LAYOUT,
     SAME_MODEL,
+    SAME_ROWS,
+    SAME_STATES,
     has_ring_buffers,
     is_to_be_packed,
     require_same_form,
@@ -357,7 +359,7 @@ def _like_ours(ours: OwnRegions, known: Region, layers: Sequence[str], peer: _Pe
         (f"block stride of {known.name}", expected_stride, stride_bytes),
     ):
         if here != there:
-            raise LayoutMismatch(field, here, there, SAME_LAYOUT)
+            raise LayoutMismatch(field, here, there, SAME_ROWS)
     return msgspec.structs.replace(
         known,
         base_address=metadata.kv_caches_base_addr[index],
@@ -436,7 +438,8 @@ def _checked(ours: RankLayout, sizing: Region, known: Region, region: Region, pe
         fits, expected = content_bytes <= length_bytes, f"at least {content_bytes}"
     if not fits:
         ranks = f"rank {peer.tp_rank} of {peer.tp_size}"
-        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, SAME_MODEL)
+        advice = SAME_MODEL if peer.groups[region.group].tokens_per_kernel_block else SAME_STATES
+        raise LayoutMismatch(f"block length of {region.name} on {ranks}", expected, length_bytes, advice)
     return region
 
 

@@ -23,6 +23,10 @@ RING, REPLICATED = "ring", "replicated"
 KEYS, VALUES, KEYS_AND_VALUES = "k", "v", "kv"
 """Components of attention: K and V of a head, and both in a form of the attention back end."""
 
+SLOTS, STATE_OF_RANK = "kv_slots", "state"
+"""Components of which nobody knows how they are divided among ranks: slots in place of heads, and what a rank has of a
+state. Each rank has units of its own."""
+
 
 class ImpossibleShard(ValueError):
     """A model that cannot be split over this many ranks. The engine itself should have refused it."""

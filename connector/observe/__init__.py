@@ -1,14 +1,28 @@
 """What people and dashboards see of the connector. Nothing here decides anything, and nothing here may fail a request.
 
-trace_log  state-transition records as JSON lines, one file per process, and their reader
-stats      figures per interval: vLLM's periodic log line and Prometheus
-log        the few lines that are for people: failures and crashes
-
-flight_recorder  the last steps of all machines of this process, always
+log              lines for people: what runs, what becomes of peers, every request that went wrong
+advice           what to do about each kind of failure, in one line
+hang_notice      says that a thread hangs, once, and when it goes on
+stats            figures per interval: vLLM's periodic log line and Prometheus
+catalogue        every metric, as data
+traced           what is recorded of it: which machines, and the name of the step that makes one
+flight_recorder  the last steps of the machines of this process, always
+trace_log        state-transition records as JSON lines, a sequence of files for each process, and their reader
+trace_writer     the thread that writes them
+sinks            several readers of the same records
+durations        how long something took, in words
 history          records of several processes, put together to what each request went through
+course           one request in one time line
+summary          what all of them come to: outcomes, times, failures
+conformance      whether the records are what the machines allow
+spans            requests as OpenTelemetry spans
+otlp             those spans by way of OpenTelemetry
+perfetto         requests as a file for Perfetto
+timeline         requests as a page
 live             what running engines say of themselves, asked over their sockets
 explanation      why a request is where it is: from histories and live rows to words
 diagnosis        what is wrong with a set of engines, or will be
-ucx_devices      which transports and devices UCX opens on this machine, for it
+administration   what tools change in running engines; all else here only looks
+ucx_devices      which transports and devices UCX opens on this machine, for diagnosis
 cli              the command line `nixl-actor`
 """

@@ -1,9 +1,12 @@
 """What to do about each kind of failure, in one line, for the log and `nixl-actor`. README.md has more room.
 
-The sentence of a failure says what happened; this stands beside it.
+The sentence of a failure says what happened; this stands beside it. One failure, `Incompatible`, brings its own with
+its sentence. `advice_of` knows that of a failure, and `told` of what traces and tools have of one.
 """
 
 from __future__ import annotations
+
+from statemachine.failures import ADVICE_FOLLOWS, Failure, Incompatible
 
 NO_PARAMETERS = "NoTransferParams"
 """Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
@@ -29,7 +32,10 @@ WHAT_TO_DO: dict[str, str] = {
     "HandshakeTimeout": (
         "see whether P runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that D can reach"
     ),
-    "HandshakeMalformed": "check that the port is P's side channel and not another server, and the versions of both",
+    "HandshakeMalformed": (
+        "check that the port is P's side channel and not another server, and the versions of both; does P's log say "
+        "that it has shut this address out?"
+    ),
     "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
     "NotAllowed": (
         "compare allowed_peers and curve_directory of both engines; does each have the other's public key? (README, "
@@ -40,6 +46,7 @@ WHAT_TO_DO: dict[str, str] = {
         "prefill again"
     ),
     "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
+    "PeerSilent": "see whether P hangs or is stopped, or the network to it; it is connected again once it answers",
     "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
     "PeerBackoff": "correct what made P fail; it is tried again by itself",
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
@@ -48,7 +55,7 @@ WHAT_TO_DO: dict[str, str] = {
         "on it if that comes too late"
     ),
     "TooManyPeers": "raise the option peer_limit on D",
-    "Incompatible": "start one of the two engines again with the other's value, unless the line says what else to do",
+    "Incompatible": "start both engines alike; the line of each failure says how",
     "BadParams": "have the router forward kv_transfer_params of P's answer unchanged",
     "ParamsForged": (
         "have the router forward kv_transfer_params of P's answer unchanged, and give P and D the same keys "
@@ -97,3 +104,21 @@ WHAT_TO_DO: dict[str, str] = {
     NOT_READ: "nothing, unless clients should not have left: see for how long requests wait in vLLM's queue on D",
 }
 """By kind; complete for `statemachine/failures.py`."""
+
+
+def advice_of(failure: Failure) -> str:
+    """What to do about this one."""
+    return failure.advice if isinstance(failure, Incompatible) else WHAT_TO_DO[failure.kind]
+
+
+def told(kind: str | None, sentence: str | None, otherwise: str = "") -> tuple[str | None, str]:
+    """Of a failure that another process or a file tells by its kind and its sentence: what happened and what to do.
+
+    The sentence is cut where it brings its own advice, so that both can be shown without saying anything twice.
+    `otherwise`: where nobody knows what to do.
+    """
+    if kind == Incompatible.__name__ and sentence is not None:
+        happened, follows, advice = sentence.rpartition(ADVICE_FOLLOWS)
+        if follows:  # a very long one comes without its end
+            return happened, advice
+    return sentence, WHAT_TO_DO.get(kind or "", otherwise)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from connector.observe.traced import MACHINES
 from statemachine import hold, lease, lending, peer, remote_engine, request
 from statemachine.failures import ConnectionCutOff, ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Machine
@@ -29,7 +30,6 @@ NO_REASON = "none"
 OTHER = "other"
 """Value of a label for what has no name here."""
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
 QUEUED = "queued"
 """State of a request that the connector knows of and vLLM has not scheduled yet; no machine exists for it."""
 
@@ -324,7 +324,6 @@ BUILD_INFO = Metric(
     series=(),
 )
 
-GAUGES_OF_RANKS = (REQUESTS, PEERS, MAILBOX_MESSAGES, LOOP_LAG_SECONDS, NIXL_LAG_SECONDS)
 """Where each rank has a value of its own; but `queued` is the scheduler's."""
 
 # --- histograms -----------------------------------------------------------------------------------------------------
@@ -384,7 +383,7 @@ WAKE_UP_SECONDS = Metric(
 
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
-ABSENT, UNUSABLE, CONTINUED, WINDOW = "absent", "unusable", "continued", "window"
+ABSENT, UNUSABLE, CONTINUED, WINDOW, NO_ROOM = "absent", "unusable", "continued", "window", "no_room"
 DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
 
 COMPLETED = Metric(
@@ -455,10 +454,10 @@ LOCAL_PREFILLS = Metric(
     documentation="Requests whose prompt D computes itself without anybody having asked for that: their "
     "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), are those of a shorter "
     "prompt, with which this one begins (continued), or lack a block that the last token sees and vLLM has freed on P "
-    "(window).",
+    "(window); or vLLM keeps blocks for one whose load has failed and that does not fit beside a quarantine (no_room).",
     side="D",
     labels=("reason",),
-    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,)),
+    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (NO_ROOM,)),
 )
 GRANTED_LEASES = Metric(
     name=f"{PREFIX}granted_leases", kind="counter", documentation="Leases that were granted.", side="P"

@@ -20,10 +20,13 @@ And between D and P, where nothing but the order of what one has heard from the 
 * a lease that P ended because its readers were done is held by none of them any more
 * D was told that a lease is held by a P that has made it
 
+A lease that D calls by its request id alone is compared with none of P's: which one is meant is a guess where records
+of P are missing, and a guess finds no mistake.
+
 Sampling and rotation leave gaps, and so does a file system that does not keep up, anywhere in a file. Then what began
 before the first record that is left, or that follows such a gap, is taken as it is found, and nothing is concluded from
-what is missing: of an engine that requests describe by unlike sizes there may be a peer, and
-holds, that were made before.
+what is missing: of an engine that requests describe by unlike sizes there may be a peer, and holds, that were made
+before.
 """
 
 from __future__ import annotations
@@ -34,19 +37,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from connector.observe.history import LeaseKey
+from connector.observe.history import LeaseKey, begins_process
 from connector.observe.trace_log import ProcessTrace
+from connector.observe.traced import CREATED, MACHINES, TERMINAL
 from statemachine import hold, lease, peer, request
 from statemachine.failures import Failure
 from statemachine.kernel import Event, Machine
 from statemachine.trace import TransitionRecord
 
-CREATED = "Created"
-"""The event of a record that makes an instance."""
-
-MACHINES: dict[str, Machine[Any]] = {
-    machine.name: machine for machine in (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
-}
+_BY_NAME: dict[str, Machine[Any]] = {machine.name: machine for machine in MACHINES}
 
 Located: TypeAlias = tuple[Path | None, int, TransitionRecord]
 """File, line (from 1), and what stands there. Records that come from no file count as its lines."""
@@ -86,7 +85,12 @@ def check(processes: Iterable[ProcessTrace]) -> Verdict:
     missing = 0
     for process in processes:
         missing += sum(gap.missing for file in process.files for _, gap in file.gaps)
-        lives += _lives(_located(process), is_whole=process.is_whole, after_gaps=_first_after_gaps(process))
+        lives += _lives(
+            _located(process),
+            is_whole=process.is_whole,
+            is_one=process.header is not None,
+            after_gaps=_first_after_gaps(process),
+        )
     return _verdict(lives, missing)
 
 
@@ -135,16 +139,21 @@ def _first_after_gaps(process: ProcessTrace) -> frozenset[tuple[Path | None, int
 
 
 def _lives(
-    located: Iterable[Located], *, is_whole: bool, after_gaps: frozenset[tuple[Path | None, int]] = frozenset()
+    located: Iterable[Located],
+    *,
+    is_whole: bool,
+    is_one: bool = False,
+    after_gaps: frozenset[tuple[Path | None, int]] = frozenset(),
 ) -> list[_Life]:
-    """A process has one engine and rank, and its numbers grow from 0: whose number is 0 is the first of another one."""
+    """A process has one engine and rank. `is_one`: no other one has written these records for them, as where files have
+    headers; a number that is lower than the one before is wrong then."""
     found: list[_Life] = []
     latest: dict[tuple[str, str, int], _Life] = {}
     for each in located:
         record = each[2]
         key = (record.engine_id, record.role, record.rank)
         life = latest.get(key)
-        if life is None or record.seq == 0:
+        if life is None or (not is_one and begins_process(record.seq, life.located[-1][2].seq)):
             life = latest[key] = _Life(is_whole, after_gaps)
             found.append(life)
         life.located.append(each)
@@ -175,16 +184,13 @@ class _Rules:
     """The tables by the names that records have."""
 
     def __init__(self) -> None:
-        self.states = {
-            machine.name: {str(state.value): state for state in machine.states} for machine in MACHINES.values()
-        }
+        self.states = {machine.name: {str(state.value): state for state in machine.states} for machine in MACHINES}
         self.events: dict[str, dict[str, type[Event]]] = {
-            machine.name: {event.__name__: event for event in machine.events} for machine in MACHINES.values()
+            machine.name: {event.__name__: event for event in machine.events} for machine in MACHINES
         }
-        self.terminal = {machine.name: {state.value for state in machine.terminal} for machine in MACHINES.values()}
         self.allowed = {
             (machine.name, state.value, event.__name__, target.value)
-            for machine in MACHINES.values()
+            for machine in MACHINES
             for (state, event), transition in machine.table.items()
             for target in transition.targets
         }
@@ -195,7 +201,7 @@ class _Rules:
         name = record.machine
         if (name, record.from_state, record.event, record.to_state) in self.allowed:
             return None
-        machine = MACHINES.get(name)
+        machine = _BY_NAME.get(name)
         if machine is None:
             return f"there is no machine {name}"
         state, event = self.states[name].get(record.from_state or ""), self.events[name].get(record.event)
@@ -216,9 +222,7 @@ _RULES = _Rules()
 _READ = frozenset({request.State.READING.value, request.State.PROVING.value})
 _PROVEN = frozenset({hold.State.HELD.value, hold.State.ASSUMED.value})
 _UNSUCCESSFUL = frozenset({request.State.FAILED.value, request.State.EXPIRED.value})
-_REQUEST, _HOLD, _PEER, _LEASE = (
-    machine.name for machine in (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
-)
+_REQUEST, _HOLD, _PEER, _LEASE = (each.MACHINE.name for each in (request, hold, peer, lease))
 
 _InstanceKey: TypeAlias = tuple[str, str | None, str, int | None]
 """Machine, peer, subject, number of the lease."""
@@ -237,7 +241,7 @@ class _ProcessCheck:
         self.after_gaps = life.after_gaps
         self.located = life.located
         self.live: dict[_InstanceKey, list[str]] = {}
-        self.lease_names: set[tuple[str, int]] = set()
+        self.lease_names: set[LeaseKey] = set()
         # Subjects of holds, by lease.
         self.holds_on: dict[LeaseKey, set[_InstanceKey]] = {}
         # Requests that were read, by lease: where they were done.
@@ -254,11 +258,12 @@ class _ProcessCheck:
             if where[:2] in self.after_gaps:
                 self._forget()
             if record.seq != seq + 1 and (self.is_whole or record.seq <= seq):
-                self._object(where, f"its number is {record.seq}, and that of the record before {seq}")
+                before = f"that of the record before {seq}" if seq >= 0 else "it is the first of its process"
+                self._object(where, f"its number is {record.seq}, and {before}")
             if record.mono_ns < mono_ns:
                 self._object(where, "the clock of its process went back")
             seq, mono_ns = record.seq, max(mono_ns, record.mono_ns)
-            if record.machine not in MACHINES:
+            if record.machine not in _BY_NAME:
                 self._object(where, f"there is no machine {record.machine}")
             elif record.from_state is None:
                 self._make(where)
@@ -277,7 +282,7 @@ class _ProcessCheck:
     def _make(self, where: Located) -> None:
         record = where[2]
         name, key = record.machine, _instance(record)
-        initial = str(MACHINES[name].initial.value)
+        initial = str(_BY_NAME[name].initial.value)
         if record.event != CREATED or record.to_state != initial:
             self._object(where, f"an instance of this machine is made in state {initial}, by {CREATED}")
         states = self.live.setdefault(key, [])
@@ -286,13 +291,13 @@ class _ProcessCheck:
             states.clear()
         states.append(record.to_state)
         if name == _LEASE:
-            lease_name = (record.subject, record.lease_number or 0)
-            if lease_name in self.lease_names and lease_name[1]:
+            lease_name = LeaseKey.of(record)
+            if lease_name in self.lease_names and lease_name.number:
                 self._object(where, "a lease of this name is over, and a lease that is over never comes back")
             self.lease_names.add(lease_name)
             self._note_lease(where)
         elif name == _HOLD:
-            self.holds_on.setdefault(_lease_key(record), set()).add(key)
+            self.holds_on.setdefault(LeaseKey.of(record), set()).add(key)
 
     def _step(self, where: Located) -> None:
         record = where[2]
@@ -310,19 +315,19 @@ class _ProcessCheck:
         if name == _REQUEST:
             self._check_request(where)
         elif name == _HOLD:
-            self.holds_on.setdefault(_lease_key(record), set()).add(key)
+            self.holds_on.setdefault(LeaseKey.of(record), set()).add(key)
             if record.event == hold.HeldByPeer.__name__:
-                self.told_held.setdefault(_lease_key(record), where)
+                self.told_held.setdefault(LeaseKey.of(record), where)
         elif name == _LEASE:
             self._note_lease(where)
-        if record.to_state not in _RULES.terminal[name]:
+        if record.to_state not in TERMINAL[name]:
             states.append(record.to_state)
 
     def _note_lease(self, where: Located) -> None:
         record = where[2]
-        _, events = self.leases.get(_lease_key(record), (where, set()))
+        _, events = self.leases.get(LeaseKey.of(record), (where, set()))
         events.add(record.event)
-        self.leases[_lease_key(record)] = (where, events)
+        self.leases[LeaseKey.of(record)] = (where, events)
 
     def _check_request(self, where: Located) -> None:
         record = where[2]
@@ -336,11 +341,11 @@ class _ProcessCheck:
             if record.reason is not None:
                 self._object(where, f"it is done, and has a reason ({record.reason})")
             if record.from_state in _READ:
-                self.read[_lease_key(record)] = where
+                self.read[LeaseKey.of(record)] = where
                 self._check_proof(where)
 
     def _check_proof(self, where: Located) -> None:
-        keys = self.holds_on.get(_lease_key(where[2]), ())
+        keys = self.holds_on.get(LeaseKey.of(where[2]), ())
         if not keys and self.is_whole:
             self._object(where, "it is done, and nothing was asked about its lease: there is no hold")
         for key in sorted(keys, key=str):
@@ -353,12 +358,6 @@ class _ProcessCheck:
 def _instance(record: TransitionRecord) -> _InstanceKey:
     number = record.lease_number if record.machine in (_HOLD, _LEASE) else None
     return record.machine, record.peer, record.subject, number
-
-
-def _lease_key(record: TransitionRecord) -> LeaseKey:
-    if record.machine == _LEASE:
-        return record.engine_id, record.subject, record.lease_number or 0
-    return record.peer, record.remote_request_id, record.lease_number or 0
 
 
 def _between(checks: list[_ProcessCheck]) -> Iterator[Finding]:
@@ -391,12 +390,12 @@ class _Numbers:
     """The leases that one life of a P has made have numbers in a row."""
 
     def __init__(self, prefill: _ProcessCheck) -> None:
-        numbers = [number for _, _, number in prefill.leases]
+        numbers = [key.number for key in prefill.leases]
         self._engine_id = prefill.located[0][2].engine_id
         self._first, self._last = min(numbers), max(numbers)
 
     def includes(self, key: LeaseKey) -> bool:
-        return key[0] == self._engine_id and 0 < self._first <= key[2] <= self._last
+        return key.engine_id == self._engine_id and 0 < self._first <= key.number <= self._last
 
 
 def _is_done(where: Located) -> bool:

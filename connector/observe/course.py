@@ -24,10 +24,9 @@ import msgspec
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story, histories, stories
 from connector.observe.timeline.clocks import Clock, all_histories, clocks
+from connector.observe.traced import CREATED
 from statemachine import hold, lease, peer
 from statemachine.trace import TransitionRecord
-
-CREATED = "Created"
 
 SIDES = {lease.MACHINE.name: "P"}
 """Whose machine it is, by name; all others are D's."""

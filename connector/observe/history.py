@@ -17,25 +17,65 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from connector.clock import NS_PER_SECOND
-from statemachine import hold, lease, peer, request
+from connector.observe.traced import TERMINAL
+from statemachine import hold, lease, request
+from statemachine.failures import AbortedByClient
 from statemachine.trace import TransitionRecord
 
-TERMINAL: dict[str, frozenset[str]] = {
-    machine.name: frozenset(state.value for state in machine.terminal)
-    for machine in (request.MACHINE, hold.MACHINE, lease.MACHINE, peer.MACHINE)
-}
-"""States that end an instance, by the name of its machine."""
+OUTCOMES = ("failed", "expired", "aborted", "open", "withdrawn", "done")
+"""What one rank came to, the worst first. `open`: it was not over when the records end; `aborted`: its client left;
+`withdrawn`: P never lent it, and no D asked for it."""
+FAILED, EXPIRED, ABORTED, OPEN, WITHDRAWN, DONE = OUTCOMES
 
-LeaseKey: TypeAlias = tuple[str | None, str | None, int]
-"""Engine id of P, request id there, number of the lease (0: the parameters carried none)."""
+_OUTCOME_OF_END = {
+    (request.MACHINE.name, request.State.DONE.value): DONE,
+    (request.MACHINE.name, request.State.FAILED.value): FAILED,
+    (request.MACHINE.name, request.State.EXPIRED.value): EXPIRED,
+    (hold.MACHINE.name, hold.State.RELEASED.value): DONE,
+    (hold.MACHINE.name, hold.State.GONE.value): EXPIRED,
+    (lease.MACHINE.name, lease.State.DONE.value): DONE,
+    (lease.MACHINE.name, lease.State.EXPIRED.value): EXPIRED,
+    (lease.MACHINE.name, lease.State.RELEASED.value): WITHDRAWN,
+}
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class LeaseKey(NamedTuple):
+    """What joins the two sides: engine id of P, request id there, number of the lease (0: the parameters carried
+    none)."""
+
+    engine_id: str | None
+    request_id: str | None
+    number: int
+
+    @classmethod
+    def of(cls, record: TransitionRecord) -> LeaseKey:
+        """Of a lease on P, or of what D calls the lease of a request or a hold."""
+        if record.machine == lease.MACHINE.name:
+            return cls(record.engine_id, record.subject, record.lease_number or 0)
+        return cls(record.peer, record.remote_request_id, record.lease_number or 0)
+
+
+class LeasesGiven:
+    """Leases that P is known to have made, by what P calls them."""
+
+    def __init__(self, keys: Iterable[LeaseKey]) -> None:
+        self._numbers: dict[tuple[str | None, str | None], set[int]] = {}
+        for engine_id, request_id, number in keys:
+            self._numbers.setdefault((engine_id, request_id), set()).add(number)
+
+    def lent_as(self, key: LeaseKey) -> LeaseKey:
+        """What P calls the lease that D calls `key`: without a number it is the one of that id, if P has given the id
+        once, as P takes it too. `key` itself where no such lease is known."""
+        given = self._numbers.get((key.engine_id, key.request_id), set())
+        return key._replace(number=next(iter(given))) if key.number == 0 and len(given) == 1 else key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +128,11 @@ class History:
         return next((record.remote_request_id for record in self.records if record.remote_request_id), None)
 
     @property
+    def lease_key(self) -> LeaseKey:
+        """Of a request, a hold or a lease."""
+        return LeaseKey.of(self.records[0])
+
+    @property
     def states(self) -> tuple[str, ...]:
         """The states in order, each stay counted once."""
         return tuple(visit.state for visit in self.visits)
@@ -100,6 +145,17 @@ class History:
     @property
     def is_over(self) -> bool:
         return self.state in TERMINAL.get(self.machine, frozenset())
+
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES. Of a request, a hold or a lease."""
+        found = _OUTCOME_OF_END.get((self.machine, self.state), OPEN)
+        if self.machine != request.MACHINE.name or found not in (DONE, FAILED):
+            return found
+        if self.reason == AbortedByClient.__name__:
+            return ABORTED
+        # One that was read may have failed after that: a running engine tells why with its end.
+        return FAILED if self.reason is not None else found
 
     @property
     def reason(self) -> str | None:
@@ -134,6 +190,42 @@ class History:
         return max(record.bytes or 0 for record in self.records)
 
 
+class Rank(Protocol):
+    """What a request or a lease went through on one rank, as far as `deciding_rank` asks."""
+
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES."""
+        ...
+
+    @property
+    def reason(self) -> str | None: ...
+
+    @property
+    def whole_seconds(self) -> float:
+        """From when its engine heard of it to the last that is known. The engine's ranks hear of it together, so this
+        compares moments without comparing clocks."""
+        ...
+
+
+R = TypeVar("R", bound=Rank)
+
+
+def deciding_rank(ranks: Iterable[R]) -> R:
+    """The rank whose outcome is that of the whole: the worst of OUTCOMES. `ranks`: one at least.
+
+    Of several that failed it is the first that did, because others may have failed in consequence. Of several that are
+    open, one that has failed and still waits for its READs; otherwise the one in which nothing has happened for
+    longest. Of several that are done, the last, for which vLLM waited.
+    """
+
+    def order(rank: R) -> tuple[int, bool, float]:
+        seconds = -rank.whole_seconds if rank.outcome == DONE else rank.whole_seconds
+        return OUTCOMES.index(rank.outcome), rank.reason is None, seconds
+
+    return min(ranks, key=order)
+
+
 @dataclass(kw_only=True)
 class Story:
     """One request of one D engine, or one lease that no D is known to have read: all ranks, both sides.
@@ -159,6 +251,11 @@ class Story:
         """On D; where D's side is not known, on P."""
         return all(each.is_over for each in self.requests or self.leases)
 
+    @property
+    def deciding(self) -> History:
+        """The rank whose outcome is that of the story: of D; where D's side is not known, of P."""
+        return deciding_rank(self.requests or self.leases)
+
 
 def histories(records: Iterable[TransitionRecord]) -> list[History]:
     """One history for each machine instance, in the order of their first records.
@@ -177,6 +274,13 @@ def histories(records: Iterable[TransitionRecord]) -> list[History]:
     return [History(records=tuple(instance), visits=_visits(instance)) for instance in instances]
 
 
+def begins_process(seq: int, seq_before: int) -> bool:
+    """Whether the record number `seq` of an engine's rank is of another process than the one before it, whose number is
+    `seq_before`. Each process counts its records up from 0; its first ones may be missing, after rotation or in an
+    excerpt, so that any number lower than the one before begins another one."""
+    return seq == 0 or seq < seq_before
+
+
 def stories(all_histories: Iterable[History]) -> list[Story]:
     """One story for each request on D and for each lease that nobody on a known D has asked for, in the order in which
     they began by the wall clock.
@@ -188,19 +292,17 @@ def stories(all_histories: Iterable[History]) -> list[Story]:
     of_machine: dict[str, list[History]] = {}
     for history in all_histories:
         of_machine.setdefault(history.machine, []).append(history)
-    leases = _grouped((_lease_key(each, each.engine_id), each) for each in of_machine.get("lease", ()))
-    holds = _grouped(((each.engine_id, _lease_key(each, each.peer)), each) for each in of_machine.get("hold", ()))
+    leases = _grouped((each.lease_key, each) for each in of_machine.get("lease", ()))
+    holds = _grouped(((each.engine_id, each.lease_key), each) for each in of_machine.get("hold", ()))
     requests = _grouped(
-        ((each.engine_id, each.subject, _lease_key(each, each.peer)), each) for each in of_machine.get("request", ())
+        ((each.engine_id, each.subject, each.lease_key), each) for each in of_machine.get("request", ())
     )
-    numbers = _grouped(((engine_id, request_id), number) for engine_id, request_id, number in leases)
-    holds_of = _grouped(
-        (_lent_as(lease_key, numbers), each) for (_, lease_key), group in holds.items() for each in group
-    )
+    given = LeasesGiven(leases)
+    holds_of = _grouped((given.lent_as(lease_key), each) for (_, lease_key), group in holds.items() for each in group)
     found: list[Story] = []
     read: set[LeaseKey] = set()
     for (engine_id, _, lease_key), instances in requests.items():
-        lent_as = _lent_as(lease_key, numbers)
+        lent_as = given.lent_as(lease_key)
         read.add(lent_as)
         known_holds, known_leases = holds.get((engine_id, lease_key), []), leases.get(lent_as, [])
         found.extend(
@@ -232,20 +334,6 @@ def best_named(candidates: Iterable[V], names_of: Callable[[V], Iterable[str]], 
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
-
-
-def _lease_key(history: History, engine_id: str | None) -> LeaseKey:
-    """`engine_id`: P's."""
-    first = history.records[0]
-    request_id = first.subject if first.machine == "lease" else history.remote_request_id
-    return engine_id, request_id, first.lease_number or 0
-
-
-def _lent_as(key: LeaseKey, numbers: dict[tuple[str | None, str | None], list[int]]) -> LeaseKey:
-    """What P calls the lease. `numbers`: those that P has given, by engine id and request id."""
-    engine_id, request_id, number = key
-    given = numbers.get((engine_id, request_id), [])
-    return (engine_id, request_id, given[0]) if number == 0 and len(given) == 1 else key
 
 
 def _grouped(items: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -13,7 +13,7 @@ Failures are data; this is the only place that makes them into text for a termin
     a bug               with its traceback; what a peer does wrong never has one                   error
 
 The first word of a warning is the kind of the failure, which is also the `reason` in the trace. The sentence of the
-failure says what happened; what to do about its kind (`WHAT_TO_DO`) is put behind it here, and nowhere else in a line.
+failure says what happened; what to do about it (`advice_of`) is put behind it here, and nowhere else in a line.
 What followed from a lost peer is in the lines of the requests that it cost; the line of the peer has the cause.
 
 `EventLog` hears of peers and leases as the recorder does: as an observer of what the cores step. It is told of the
@@ -32,7 +32,6 @@ Three rules hold for every line:
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import time
 import traceback
@@ -41,10 +40,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.advice import WHAT_TO_DO
+from connector.observe.advice import advice_of
 from connector.wire.bounded import shorten
 from statemachine import lease, peer, request
-from statemachine.failures import AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
+from statemachine.failures import ADVICE_FOLLOWS, AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
 from statemachine.kernel import Event
 from statemachine.trace import LogSteps
 
@@ -71,7 +70,8 @@ WAIT_SAID_AFTER_SECONDS = 2.0
 
 SUBJECT_LENGTH_MAX = 200
 SENTENCE_LENGTH_MAX = 1000
-TEXT_LENGTH_MAX = 1700
+ADVICE_LENGTH_MAX = 600
+TEXT_LENGTH_MAX = 1900
 """Longest texts of one line, in characters. The last one has room for a sentence with what to do, and an engine."""
 
 TRACEBACK_LINES_AT_START = 50
@@ -291,6 +291,12 @@ class EventLog:
         what = "in vLLM's queue, for blocks to load its KV into"
         self.write("queued", f"{subject} still waits: {what}; what to do: nixl-actor why {shorten(request_id)}")
 
+    def finds_no_room(self, subject: str, tokens: int, quarantined: int, lent_back: int) -> None:
+        """A request needs more blocks than are left beside those that nobody knows when they come back."""
+        kept = f"{quarantined} blocks are in quarantine and {lent_back} are lent back"
+        what = f"its {tokens} tokens do not fit into the KV cache while {kept}; others are served before it"
+        self.write("no room", f"{subject} waits: {what}; what to do: nixl-actor ps", logging.WARNING)
+
     def leaves(self, engine: str, grace_seconds: float) -> None:
         """An engine is to end."""
         self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")
@@ -404,14 +410,6 @@ def describe_wait(waiting: request.Request, peer_state: peer.State) -> str:
             return f"it is {waiting.state.value}"
 
 
-def distribution_version(name: str) -> str:
-    """Of an installed distribution."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
 def log_crash(actor_name: str, error: BaseException) -> None:
     """One error entry with the traceback: `actor_name` raised `error`, which is a bug.
 
@@ -470,7 +468,9 @@ def _writer(engine_id: str, rank: int) -> str:
 
 def _with_advice(failure: Failure) -> str:
     """What happened, and what to do about it."""
-    return f"{shorten(str(failure), SENTENCE_LENGTH_MAX)}; what to do: {WHAT_TO_DO[failure.kind]}"
+    advice = advice_of(failure)
+    happened = str(failure).removesuffix(ADVICE_FOLLOWS + advice)
+    return f"{shorten(happened, SENTENCE_LENGTH_MAX)}{ADVICE_FOLLOWS}{shorten(advice, ADVICE_LENGTH_MAX)}"
 
 
 def _cause(failure: Failure) -> str:

@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story
-from connector.observe.spans import REQUEST_SPAN, Attribute, PullTimes, exported_ns, slowest, times_of
+from connector.observe.spans import REQUEST_SPAN, Attribute, PullTimes, exported_ns, times_of
 from connector.observe.timeline.clocks import Clock
 
 TRACER = "nixl_actor_connector"
@@ -107,15 +107,13 @@ class _Made:
         self._tracers: dict[str, Tracer] = {}
 
     def spans_of(self, story: Story, clock_of: Mapping[int, Clock]) -> Iterator[ReadableSpan]:
-        of_ranks = [
-            (each, times)
-            for each in story.requests
-            if (times := times_of(each, clock_of[id(each)].zero_ns)) is not None
-        ]
-        if not of_ranks:
+        if not story.requests:
             return
-        times = slowest([times for _, times in of_ranks])
-        engine_id = of_ranks[0][0].engine_id
+        deciding = story.deciding
+        times = times_of(deciding, clock_of[id(deciding)].zero_ns)
+        if times is None:
+            return
+        engine_id = deciding.engine_id
         self._ids.begin(f"{engine_id}/{times.request_id}/{times.start_ns}")
         span = record_spans(self._tracer(engine_id), times, Context())
         below = set_span_in_context(span)
@@ -128,7 +126,7 @@ class _Made:
         first, last = history.records[0], history.records[-1]
         attributes: dict[str, Attribute] = {
             "gen_ai.request.id": history.subject,
-            "kv_transfer.outcome": history.state,
+            "kv_transfer.outcome": history.outcome,
             "kv_transfer.blocks": history.blocks,
             "kv_transfer.rank": history.rank,
         }

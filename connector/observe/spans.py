@@ -68,7 +68,7 @@ class PullTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parts: one after another, without gaps.
-        outcome: its last state.
+        outcome: one of `history.OUTCOMES`, but never open.
         reason, detail: of a failure, its kind and its text.
         retries: attempts after the first.
     """
@@ -93,6 +93,11 @@ class PullTimes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end_ns(self) -> int:
         return self.parts[-1].end_ns
+
+    @property
+    def whole_seconds(self) -> float:
+        """From when D's scheduler heard of it to its end."""
+        return (self.end_ns - self.start_ns) / NS_PER_SECOND
 
     def attributes(self) -> dict[str, Attribute]:
         """Of the request's span."""
@@ -119,11 +124,6 @@ class PullTimes(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def slowest(of_ranks: Sequence[PullTimes]) -> PullTimes:
-    """The rank that the request waited for: one that failed, else the last one."""
-    return max(of_ranks, key=lambda each: (each.reason is not None, each.end_ns))
-
-
 def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
     """Of a request on one rank of D; None while it is not over.
 
@@ -144,7 +144,7 @@ def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
         peer=history.peer,
         remote_request_id=history.remote_request_id,
         parts=tuple(parts),
-        outcome=history.state,
+        outcome=history.outcome,
         reason=history.reason,
         detail=last.detail,
         blocks=history.blocks,

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from connector import DISTRIBUTION
 from connector.observe import catalogue
 from connector.observe.catalogue import (
     COMPLETED_RECEIVES,
@@ -51,6 +51,7 @@ from connector.protocol import (
     TransferFailureNoted,
     TransferMeasured,
 )
+from connector.versions import NIXL, shown_version
 from statemachine.failures import AbortedByClient, Failure
 
 MEBIBYTE = 2**20
@@ -326,12 +327,4 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
 def _versions() -> tuple[str, str, str]:
     """Of this package, of vLLM and of NIXL, whatever their distributions are called."""
-    nixl = next((found for name in ("nixl", "nixl-cu12", "nixl-cu13") if (found := _installed(name))), "unknown")
-    return _installed("nixl-actor-connector") or "unknown", vllm.__version__, nixl
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return shown_version(DISTRIBUTION), vllm.__version__, shown_version(*NIXL)

@@ -16,18 +16,14 @@ import msgspec
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.advice import WHAT_TO_DO
-from connector.observe.history import TERMINAL, History, Story
+from connector.observe.history import DONE, OPEN, History, Story, deciding_rank
+from connector.observe.traced import MACHINES
 from statemachine import lease, peer, request
 
 QUEUED = "(in vLLM's queue)"
 """Stands for a state before the first one: the engine knew the request, and had not scheduled it."""
 
-OPEN = "open"
-"""The outcome of what was not over when the trace ended."""
-
 EXAMPLES_MAX = 3
-
-_DONE = request.State.DONE.value
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +48,7 @@ class StateTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`state` is the last one, or `open`; `reason` the kind of the failure, or P's word for it."""
+    """`state` is one of OUTCOMES; `reason` the kind of the failure, or of what is open the state that it is in."""
 
     state: str
     reason: str | None
@@ -95,7 +91,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request by the rank of D that took longest. `state` cost the most of the time, `state_seconds`."""
+    """A request by the rank of D that took longest. `state` cost the most of the time, `state_seconds`; `outcome` and
+    `reason` are those of the rank that decides, which may be another."""
 
     request_id: str
     remote_request_id: str | None
@@ -135,20 +132,20 @@ def summarize(histories: Sequence[History], stories: Sequence[Story]) -> Summary
     """All of a trace."""
     walls = [wall for each in histories for wall in (each.records[0].wall, each.records[-1].wall)]
     seconds = max(walls, default=0.0) - min(walls, default=0.0)
-    slowest = [_slowest_rank(story.requests) for story in stories if story.requests]
-    length_bytes = sum(each.length_bytes for story in stories for each in story.requests if each.state == _DONE)
+    last = [_last_rank(story.requests) for story in stories if story.requests]
+    length_bytes = sum(each.length_bytes for story in stories for each in story.requests if each.outcome == DONE)
     return Summary(
         records=sum(len(each.records) for each in histories),
         engines=tuple(sorted({each.engine_id for each in histories})),
         seconds=seconds,
-        requests=len(slowest),
-        requests_per_second=len(slowest) / seconds if seconds else 0.0,
+        requests=len(last),
+        requests_per_second=len(last) / seconds if seconds else 0.0,
         bytes=length_bytes,
         bytes_per_second=length_bytes / seconds if seconds else 0.0,
         outcomes=_outcomes(story.requests for story in stories),
         lease_outcomes=_outcomes(_distinct_leases(stories)),
-        queued=_times([each.queued_seconds for each in slowest if each.queued_seconds is not None]),
-        kv_wait=_times([each.seconds for each in slowest if each.is_over]),
+        queued=_times([each.queued_seconds for each in last if each.queued_seconds is not None]),
+        kv_wait=_times([each.seconds for each in last if each.is_over]),
         states=_states(histories),
         peers=_peers(histories),
     )
@@ -156,7 +153,7 @@ def summarize(histories: Sequence[History], stories: Sequence[Story]) -> Summary
 
 def slow(stories: Iterable[Story], count: int) -> list[SlowRequest]:
     """The requests that took longest on D, the slowest first: queue, peer, READ, proof, until vLLM could be told."""
-    found = [_slow_request(_slowest_rank(story.requests)) for story in stories if story.requests]
+    found = [_slow_request(story) for story in stories if story.requests]
     return sorted(found, key=lambda each: -each.seconds)[:count]
 
 
@@ -204,17 +201,17 @@ def _times(seconds: Iterable[float]) -> Times:
     )
 
 
-def _slowest_rank(requests: Sequence[History]) -> History:
-    """The rank that the request waited for: one that has not ended, else one that failed, else the last."""
-    return max(requests, key=lambda each: (not each.is_over, each.state != _DONE, each.seconds))
+def _last_rank(requests: Sequence[History]) -> History:
+    """The rank that vLLM waited for, however it ended: one that has not ended, else the last."""
+    return max(requests, key=lambda each: (not each.is_over, each.whole_seconds))
 
 
 def _outcomes(groups: Iterable[Sequence[History]]) -> tuple[Outcome, ...]:
     counted: Counter[tuple[str, str | None]] = Counter()
     for ranks in groups:
         if ranks:
-            decisive = _slowest_rank(ranks)
-            counted[(decisive.state, decisive.reason) if decisive.is_over else (OPEN, decisive.state)] += 1
+            deciding = deciding_rank(ranks)
+            counted[deciding.outcome, deciding.state if deciding.outcome == OPEN else deciding.reason] += 1
     return tuple(Outcome(state=state, reason=reason, count=count) for (state, reason), count in counted.most_common())
 
 
@@ -249,7 +246,7 @@ def _states(histories: Iterable[History]) -> tuple[StateTimes, ...]:
 
 def _place_of(machine: str) -> int:
     """In the order of the machines; of a later version's, the last."""
-    order = list(TERMINAL)
+    order = [each.name for each in MACHINES]
     return order.index(machine) if machine in order else len(order)
 
 
@@ -270,8 +267,8 @@ def _peers(histories: Sequence[History]) -> tuple[PeerSummary, ...]:
                 engine_id=key[0],
                 peer=key[1],
                 requests=len(pulled),
-                done=sum(each.state == _DONE for each in pulled),
-                bytes=sum(each.length_bytes for each in pulled if each.state == _DONE),
+                done=sum(each.outcome == DONE for each in pulled),
+                bytes=sum(each.length_bytes for each in pulled if each.outcome == DONE),
                 seconds=_times(each.seconds for each in pulled if each.is_over),
                 connections=sum(visit.state == peer.State.READY.value for each in met for visit in each.visits),
                 failures=dict(failed),
@@ -280,7 +277,8 @@ def _peers(histories: Sequence[History]) -> tuple[PeerSummary, ...]:
     return tuple(found)
 
 
-def _slow_request(history: History) -> SlowRequest:
+def _slow_request(story: Story) -> SlowRequest:
+    history, deciding = _last_rank(story.requests), story.deciding
     parts: dict[str, float] = {}
     if history.queued_seconds is not None:
         parts[QUEUED] = history.queued_seconds
@@ -297,8 +295,8 @@ def _slow_request(history: History) -> SlowRequest:
         engine_id=history.engine_id,
         rank=history.rank,
         peer=history.peer,
-        outcome=history.state if history.is_over else OPEN,
-        reason=history.reason,
+        outcome=deciding.outcome,
+        reason=deciding.reason,
         seconds=sum(parts.values()),
         state=state,
         state_seconds=state_seconds,
@@ -315,7 +313,7 @@ def _failures_of(history: History) -> Iterable[_Failed]:
     """Of a request its end; of a lease that nobody released its end; of a peer each time that it was lost."""
     match history.machine:
         case request.MACHINE.name:
-            if history.is_over and history.state != _DONE:
+            if history.is_over and history.outcome != DONE:
                 yield _failed(history, history.reason or history.state, -1)
         case lease.MACHINE.name:
             if history.state == lease.State.EXPIRED.value:

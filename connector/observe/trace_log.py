@@ -6,10 +6,10 @@ records of all processes back, `read_trace_about` those of some requests.
 What a file holds. The first line is a `FileHeader`: the version of the schema, who writes (engine, rank, role, process,
 version of the connector) and which file of the sequence this is. Every other line is one `TransitionRecord` with all
 its fields, or a `TraceGap` in the place of records that are missing (`trace_writer` says when); a field without a value
-is null. The schema has a number, `SCHEMA`. Fields are added without a new one,
-because a reader skips what it does not know and takes what it does not find for null; where a field would change its
-meaning or go, the number grows, and a reader refuses a number that it does not know (`TraceSchemaError`). An excerpt
-without a header, such as grep makes, is read as well.
+is null. The schema has a number, `SCHEMA`. Fields are added without a new one, because a reader skips what it does not
+know and takes what it does not find for null; where a field would change its meaning or go, the number grows, and a
+reader refuses a number that it does not know (`TraceSchemaError`). An excerpt without a header, such as grep makes, is
+read as well.
 
 Size. A file that has reached `file_bytes` is followed by the next one, and the oldest is deleted when there are more
 than `files_kept`. No file is renamed, so that whoever reads one is not disturbed. Numbers of records go on from file to
@@ -43,7 +43,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from io import FileIO
 from operator import lt
 from pathlib import Path
@@ -52,14 +51,14 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 import msgspec
 import structlog
 
+from connector import DISTRIBUTION
 from connector.observe.log import get_logger
+from connector.versions import shown_version
 from connector.wire.bounded import shorten
 from statemachine.trace import TransitionRecord
 
 SCHEMA = 1
 """Of what is written here; the highest that is read."""
-
-PACKAGE = "nixl-actor-connector"
 
 FILE_BYTES = 256 << 20
 FILES_KEPT = 8
@@ -158,19 +157,11 @@ class TraceSchemaError(Exception):
 
     def __init__(self, path: Path, schema: int, version: str) -> None:
         super().__init__(
-            f"{path} has schema {schema}, and this version of {PACKAGE} ({installed_version()}) reads {SCHEMA} at "
-            f"most; read it with version {shorten(version, 50)}, which wrote it, or a later one"
+            f"{path} has schema {schema}, and this version of {DISTRIBUTION} ({shown_version(DISTRIBUTION)}) reads "
+            f"{SCHEMA} at most; read it with version {shorten(version, 50)}, which wrote it, or a later one"
         )
         self.path = path
         self.schema = schema
-
-
-def installed_version() -> str:
-    """Of the connector; `unknown` where it runs without having been installed."""
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -387,7 +378,7 @@ def open_trace_log(
         process="worker",
         pid=os.getpid(),
         host=os.uname().nodename,
-        version=installed_version(),
+        version=shown_version(DISTRIBUTION),
         started=time.time(),
         sample=sample,
     )

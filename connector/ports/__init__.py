@@ -1,6 +1,16 @@
-"""The doors to the outside world.
+"""The doors to the outside world: two contracts (Protocols and plain values; they import neither NIXL nor ZMQ), and the
+real ones behind them. The simulator brings its own. Nobody else in the package imports NIXL or ZMQ, but for
+`observe/ucx_devices.py`, which asks NIXL in a process of its own.
 
-`nixl` and `side_channel` are the contracts (Protocols and plain values; they import neither NIXL nor ZMQ).
-`nixl_agent` and `zmq_bridge` are the real implementations; the simulator brings its own. Nothing else in the package
-calls NIXL or ZMQ.
+nixl           contract: a NIXL agent
+nixl_agent     the real one
+nixl_thread    the one thread that touches it
+command_queue  how commands reach that thread
+side_channel   contract: request and reply between engines, links, listeners
+zmq_bridge     the real one: ZMQ sockets in a trio loop
+doorman        carries out what `statemachine/admission.py` says of the connections of a listener
+gate           who may connect, and to whom: address ranges and keys
+curve_keys     the directory with those keys
+host_names     addresses of hosts
+tcp            what the kernel says of a connection
 """

@@ -3,7 +3,15 @@
 libzmq accepts whoever comes, and keeps what they send until it is whole. It says through a monitor which descriptors it
 has accepted and closed, and with each message over which of them it came. That is enough:
 
-* A descriptor is looked at where it lies (`TCP_INFO` says how much has been received), and never read from.
+* A descriptor is looked at where it lies (`TCP_INFO` says how much has been received), and never read from: libzmq
+  would take the rest for something else. In a crowd it takes a while until each has been measured; but one over which
+  something comes just now, as an epoll says, is measured at once. Who sends without a pause is among them.
+* A whole message that nobody has taken yet must not pass for the beginning of one. So connections are measured when
+  there is none (the ROUTER is empty), or when each has had its turn since: libzmq hands out their messages in turns.
+* When the process stood still between the look for messages and the measurement, whole ones may have come meanwhile.
+  What was measured is forgotten then, and measured again a moment later.
+* What libzmq says of accepted and closed descriptors is read before anything is done about it: a descriptor may have
+  been accepted, closed and accepted anew, and only the last one can be asked for its address.
 * A connection is cut off by shutting its TCP connection down; libzmq then sees its end and closes it. Its I/O thread
   may close the descriptor at any moment, and another part of the process get its number. So it is duplicated first,
   and the duplicate is shut down only if it still is a connection of our port. The duplicate takes the place of a
@@ -13,26 +21,29 @@ has accepted and closed, and with each message over which of them it came. That 
 * Messages that had come before are delivered all the same. They are dropped while the connection is known to be cut
   off, and afterwards are messages of a connection that has ended (`Admission.arrived`).
 
-One connection's messages may be counted as another's for a moment, when its descriptor is used again before they are
-taken. They are few: no more than may wait.
+What an address has left behind of connections that have ended may be counted as that of its newcomer, when that has
+their descriptor. Of other addresses nothing is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+import trio
 import zmq
 
 from connector.clock import NS_PER_SECOND, BootClock
+from connector.ports.host_names import without_interface
 from connector.ports.tcp import peer_address, received_bytes, waiting
-from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
+from statemachine.admission import MANY_FRAMES, Admission, AdmissionLimits, CutOff, Untaken, Verdict
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -41,11 +52,18 @@ DESCRIPTORS_SHARE = 4
 """A listener has at most this part of the descriptors that the process may have."""
 
 MEASURED_EVERY_NS = NS_PER_SECOND // 10
-"""How often connections are measured, up to MEASURED_AT_A_TIME of them; less often in proportion if they are more."""
+"""How often connections are measured."""
 MEASURED_AT_A_TIME = 256
+"""Of them, in turn, and as many of those over which something comes just then."""
 
 MEASURED_IDLE_EVERY_NS = NS_PER_SECOND
-"""The same while there are none."""
+"""How often, while there are none, it is looked whether somebody waits for a descriptor."""
+
+TURNS = 2
+"""So many messages for each connection, and each that had one has had its turn. Once would do if none came or went."""
+
+LATE_NS = NS_PER_SECOND // 10
+"""After the look for messages, and what was measured is too much by what has come since."""
 
 GONE = 0
 """The number of a connection that is not known any more."""
@@ -109,7 +127,16 @@ class Doorman:
         self._ended: set[int] = set()
         self._by_descriptor: dict[int, int] = {}
         self._by_identity: dict[bytes, int] = {}
-        self._measured_ns = self._clock.now_ns()
+        self._looked_ns = self._measured_ns = self._clock.now_ns()
+        # The last measurement was forgotten. The next one is not: who keeps the process busy could go on for ever.
+        self._was_late = False
+        # Those that are still to be measured in this round.
+        self._unmeasured: list[int] = []
+        # Messages since some were measured.
+        self._taken = 0
+        # A message of far too many frames keeps all others waiting, or has until just before.
+        self._is_deaf = False
+        self._newcomers = trio.lowlevel.ParkingLot()
         self.cut_off = 0
         """Connections so far."""
         self.dropped = 0
@@ -120,6 +147,7 @@ class Doorman:
             router.monitor(endpoint, _EVENTS)
             events.connect(endpoint)
             self._both = select.epoll(2)
+            self._busy = select.epoll()
             self._nothing = os.open(os.devnull, os.O_RDONLY)
             self._spare = os.dup(self._nothing)
         except (zmq.ZMQError, OSError):
@@ -136,27 +164,38 @@ class Doorman:
         """When to look again though there is no news."""
         return max(0, self._measured_ns + self._interval_ns() - self._clock.now_ns()) / NS_PER_SECOND
 
-    def look(self) -> None:
-        """Take in what has become of connections, and measure them when it is time."""
+    def look(self, *, is_dropping: bool) -> None:
+        """Take in what has become of connections, and measure them when it is time and each has had its turn, or nobody
+        has: frames of a message are still to be dropped."""
+        self._looked_ns = self._clock.now_ns()
         self._catch_up()
-        if self._clock.now_ns() >= self._measured_ns + self._interval_ns():
-            self._measure()
+        if is_dropping:
+            self._measure_in_time(Untaken.ALL)
+        elif self._taken > TURNS * len(self._connections):
+            self._hear_all()
+            self._measure_in_time(Untaken.SOME)
+
+    def none_waits(self) -> None:
+        """All messages were taken."""
+        self._hear_all()
+        self._measure_in_time(Untaken.NONE)
 
     def is_shut_out(self, address: str) -> bool:
         """For the gate; address: numeric."""
         return self._admission.is_shut_out(address, self._clock.now_ns())
 
+    async def until_heard(self) -> None:
+        """For the gate: while nobody is heard nobody is let in, for what he sends would have to be kept."""
+        while self._is_deaf:
+            await self._newcomers.park()
+
     def hears(self, identity: bytes, first: zmq.Frame) -> bool:
         """Whether a message that came from `identity`, and of which this is the first frame, is to be served."""
+        self._taken += 1
         number = self._by_identity.get(identity)
         if number is None:
             self._catch_up()
-            number = self._by_descriptor.get(_descriptor_of(first), GONE)
-            if number != GONE:
-                connection = self._connections[number]
-                self._by_identity.pop(connection.identity or b"", None)
-                connection.identity = identity
-                self._by_identity[identity] = number
+            number = self._bind(identity, first)
         if number in self._ended:
             self.dropped += 1
             return False
@@ -169,6 +208,42 @@ class Doorman:
             self._carry_out(self._admission.flooded(number, now_ns))
         return False
 
+    def _bind(self, identity: bytes, first: zmq.Frame) -> int:
+        """The connection over which this came first from `identity`."""
+        number = self._by_descriptor.get(_descriptor_of(first), GONE)
+        if number == GONE or self._connections[number].address != _address_of(first):
+            return GONE  # it has ended, and its descriptor is another's by now
+        connection = self._connections[number]
+        self._by_identity.pop(connection.identity or b"", None)
+        connection.identity = identity
+        self._by_identity[identity] = number
+        return number
+
+    def taken(self, identity: bytes, wire_bytes: int) -> None:
+        """A whole message that came from `identity`, of so many bytes on the wire."""
+        self._admission.taken(self._by_identity.get(identity, GONE), wire_bytes)
+
+    def swamped(self, identity: bytes, first: zmq.Frame) -> None:
+        """A message that came from `identity`, and of which this is the first frame, has far too many of them."""
+        address, now_ns = _address_of(first), self._clock.now_ns()
+        number = self._by_identity.get(identity, GONE)
+        is_news = not self._admission.is_shut_out(address, now_ns)
+        cut_off = self._admission.swamped(number, address, now_ns)
+        self._is_deaf = True
+        self._carry_out(cut_off)
+        if is_news and not cut_off:
+            self._on_cut_off(address, MANY_FRAMES)  # it has gone by itself, and is not let in again
+
+    def dropped_frames(self, identity: bytes, first: zmq.Frame, frames: int) -> None:
+        """A message that came from `identity`, and of which this is the first frame, has some too many of them."""
+        if identity in self._by_identity:
+            return  # its connection pays
+        address, now_ns = _address_of(first), self._clock.now_ns()
+        was_shut_out = self._admission.is_shut_out(address, now_ns)
+        self._admission.left(address, frames, now_ns)
+        if not was_shut_out and self._admission.is_shut_out(address, now_ns):
+            self._on_cut_off(address, MANY_FRAMES)
+
     def charge(self, identity: bytes, units: int, *, understood: bool) -> None:
         """What a message has cost; see `Admission.served`."""
         number = self._by_identity.get(identity, GONE)
@@ -176,7 +251,9 @@ class Doorman:
 
     def close(self) -> None:
         """Before the ROUTER is closed."""
+        self._hear_all()
         self._both.close()
+        self._busy.close()
         self._router.disable_monitor()
         self._events.close()
         os.close(self._spare)
@@ -185,46 +262,79 @@ class Doorman:
     # --- connections ------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
+        news = list(self._news())
+        last = {descriptor: at for at, (_, descriptor) in enumerate(news)}
+        for at, (event, descriptor) in enumerate(news):
+            if event == zmq.EVENT_LISTENING:
+                self._listening = descriptor
+                continue
+            self._forget(descriptor)
+            if event == zmq.EVENT_ACCEPTED and last[descriptor] == at:
+                self._open(descriptor)
+
+    def _news(self) -> Iterator[tuple[int, int]]:
+        """Events that libzmq has told of, with their descriptors."""
         while True:
             try:
                 event, descriptor = _EVENT.unpack_from(self._events.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
-            if event & 0xFFFF == zmq.EVENT_ACCEPTED:
-                self._open(descriptor)
-            elif event & 0xFFFF == zmq.EVENT_DISCONNECTED:
-                self._forget(descriptor)
-            else:
-                self._listening = descriptor
+            yield event & 0xFFFF, descriptor
 
     def _open(self, descriptor: int) -> None:
-        self._forget(descriptor)
         number, address = next(self._numbers), peer_address(descriptor)
         self._connections[number] = _Connection(descriptor, address)
         self._by_descriptor[descriptor] = number
+        with contextlib.suppress(OSError):  # it has ended, or is something else by now
+            self._busy.register(descriptor, select.EPOLLIN)
         self._carry_out(self._admission.opened(number, address, self._clock.now_ns()))
 
     def _forget(self, descriptor: int) -> None:
         number = self._by_descriptor.pop(descriptor, None)
         if number is not None:
             connection = self._connections.pop(number)
+            with contextlib.suppress(OSError):  # the kernel has forgotten it
+                self._busy.unregister(descriptor)
             self._ended.discard(number)
             if connection.identity is not None:
                 self._by_identity.pop(connection.identity, None)
             self._admission.closed(number)
 
     def _interval_ns(self) -> int:
-        if not self._connections:
-            return MEASURED_IDLE_EVERY_NS
-        return MEASURED_EVERY_NS * max(MEASURED_AT_A_TIME, len(self._connections)) // MEASURED_AT_A_TIME
+        return MEASURED_EVERY_NS if self._connections else MEASURED_IDLE_EVERY_NS
 
-    def _measure(self) -> None:
-        received = [(number, received_bytes(each.descriptor)) for number, each in self._connections.items()]
+    def _hear_all(self) -> None:
+        self._is_deaf = False
+        self._newcomers.unpark_all()
+
+    def _measure_in_time(self, untaken: Untaken) -> None:
+        if self._clock.now_ns() >= self._measured_ns + self._interval_ns():
+            self._measure(untaken)
+
+    def _measure(self, untaken: Untaken) -> None:
+        if not self._unmeasured:
+            self._unmeasured = list(self._connections)
+        busy = [self._by_descriptor.get(descriptor, GONE) for descriptor, _ in self._busy.poll(0, MEASURED_AT_A_TIME)]
+        in_turn = self._unmeasured[-MEASURED_AT_A_TIME:]
+        del self._unmeasured[-MEASURED_AT_A_TIME:]
+        received = [
+            (number, received_bytes(self._connections[number].descriptor))
+            for number in dict.fromkeys((*busy, *in_turn))
+            if number in self._connections
+        ]
         self._measured_ns = self._clock.now_ns()
-        self._carry_out(self._admission.measured(received, self._measured_ns))
+        if untaken is not Untaken.ALL and self._is_late():
+            self._unmeasured += in_turn
+            return
+        self._taken = 0
+        self._carry_out(self._admission.measured(received, self._measured_ns, untaken))
         # The descriptor of somebody who was cut off comes back first.
         if self._listening != NOWHERE and not self._ended:
             self._make_room()
+
+    def _is_late(self) -> bool:
+        self._was_late = not self._was_late and self._measured_ns - self._looked_ns > LATE_NS
+        return self._was_late
 
     def _make_room(self) -> None:
         """For whoever waits to be accepted while no descriptor is left."""
@@ -255,18 +365,28 @@ class Doorman:
             os.dup2(connection.descriptor, self._spare, inheritable=False)
         except OSError:  # libzmq has closed it
             return
-        duplicate = socket.socket(fileno=self._spare)
+        duplicate = None
         try:
+            duplicate = socket.socket(fileno=self._spare)
             port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
             if duplicate.getsockname()[1] == port and duplicate.getpeername()[0] == connection.address:
                 # So that libzmq's close resets it: a sender that goes on would be left to the kernel for a minute.
                 duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 duplicate.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError, TypeError):  # it has ended, or is something else by now
+        except (OSError, IndexError, TypeError):  # it has ended, or is something else by now, perhaps no socket
             pass
         finally:
-            duplicate.detach()
+            if duplicate is not None:
+                duplicate.detach()
             os.dup2(self._nothing, self._spare, inheritable=False)
+
+
+def _address_of(frame: zmq.Frame) -> str:
+    """Of who sent it, numeric, as `peer_address` says it; empty: libzmq says nothing of it."""
+    try:
+        return without_interface(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return ""
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:

@@ -7,7 +7,7 @@ libzmq asks the gate before a connection that was accepted carries anything; unt
 end sends is handed out, and when it says no libzmq ends the connection, with a code and no word. With keys it asks only
 after the other end has proven that it has the secret of the key that it shows, and that it knows ours. The gate runs in
 a task of its own, beside all others of the trio loop: whoever floods it waits, and so do other newcomers; connections
-that stand do not.
+that stand do not. So do they all while a socket hears nobody.
 
 Every socket that listens has the gate before it, also where nothing is restricted: an address that the doorman has
 shut out (`connector/ports/doorman.py`) is turned away here before libzmq hands out its messages. They would have to be
@@ -31,6 +31,8 @@ from zmq.utils import z85
 
 from connector.observe.log import log_crash
 from connector.ports.curve_keys import CurveKeys
+from connector.ports.doorman import Doorman
+from connector.ports.host_names import without_interface
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -97,16 +99,16 @@ class Gate:
         self._access = access
         self._socket = socket
         self._on_refusal = on_refusal
-        # By the domain of each socket: whether an address is shut out there.
-        self._shut_out: dict[bytes, Callable[[str], bool]] = {}
+        # By the domain of each socket.
+        self._doormen: dict[bytes, Doorman] = {}
         self._domains = itertools.count()
         socket.bind(ZAP_ENDPOINT)
         trio.lowlevel.spawn_system_task(self._answer)
 
-    def guard(self, listening: Socket, is_shut_out: Callable[[str], bool]) -> bytes:
+    def guard(self, listening: Socket, doorman: Doorman) -> bytes:
         """Ask here for everybody who connects to this socket, which is not bound yet; the name for `forget`."""
         domain = b"%d" % next(self._domains)
-        self._shut_out[domain] = is_shut_out
+        self._doormen[domain] = doorman
         listening.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         listening.setsockopt(zmq.ZAP_DOMAIN, domain)
         keys = self._access.keys
@@ -117,7 +119,7 @@ class Gate:
 
     def forget(self, domain: bytes) -> None:
         """Its socket is closed."""
-        self._shut_out.pop(domain, None)
+        self._doormen.pop(domain, None)
 
     @property
     def is_closed(self) -> bool:
@@ -176,10 +178,11 @@ class Gate:
         """What libzmq is told of a newcomer."""
         try:
             _, _, _, _, domain, address_bytes, _, mechanism, *credentials = frames
-            # A link-local address comes with its interface, which is no part of it.
-            address = address_bytes.decode().partition("%")[0]
-            is_shut_out = self._shut_out.get(domain)
-            if is_shut_out is None or is_shut_out(address):
+            address = without_interface(address_bytes.decode())
+            doorman = self._doormen.get(domain)
+            if doorman is not None:
+                await doorman.until_heard()
+            if doorman is None or doorman.is_shut_out(address):
                 return NOT_NOW
             why = await self._find_fault(address, mechanism, credentials)
             if why is None:

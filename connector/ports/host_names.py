@@ -111,5 +111,10 @@ def is_ip_address(host: str) -> bool:
     return True
 
 
+def without_interface(address: str) -> str:
+    """A numeric address as libzmq says it. A link-local one comes with its interface, which is no part of it."""
+    return address.partition("%")[0]
+
+
 def unbracketed(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -31,7 +31,8 @@ Contract
   `receive`, of a link or a listener, loses nothing.
 * A `Listener` hands out each incoming request once, as (reply address, frames), in order of arrival, at most
   `frames_max` frames of `frame_bytes_max` bytes; anything larger is dropped and counted, as is a message without the
-  delimiter or with nothing after it (`frames_untrusted` is never empty). `reply` never blocks: what
+  delimiter or with nothing after it (`frames_untrusted` is never empty). One with more than FRAMES_TOO_MANY_MAX frames
+  too many ends its connection, and its address may not connect again for a while. `reply` never blocks: what
   cannot be queued for a slow or vanished requester is dropped and counted. Messages of one link carry the same reply
   address for as long as the link lives, and each may be answered any number of times, at any time.
 * Whoever serves a request says what it has cost (`Listener.charge`). A connection that costs too much is not heard
@@ -49,6 +50,23 @@ from typing import ClassVar, Protocol, TypeAlias
 import msgspec
 
 ReplyAddress: TypeAlias = bytes
+
+FRAMES_TOO_MANY_MAX = 4096
+"""Frames more than a listener takes, with which a message is still dropped and no more: engines may be behind the same
+address as whoever sends it, and it is dropped within ten milliseconds or so, which its sender pays for."""
+
+SENT_BYTES_PER_UNIT, DECODED_BYTES_PER_UNIT = 8192, 2048
+"""How much can be sent, or looked at by a decoder, for one unit of `Listener.charge`."""
+
+
+def units_to_send(frames: Sequence[bytes]) -> int:
+    """What it costs to send these, beside the work of making them."""
+    return sum(map(len, frames)) // SENT_BYTES_PER_UNIT
+
+
+def units_to_decode(frames: Sequence[bytes]) -> int:
+    """What it costs to decode or refuse these, beside the work that they ask for."""
+    return sum(map(len, frames)) // DECODED_BYTES_PER_UNIT
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,33 +23,41 @@ _WAITING = struct.Struct("24xI")
 
 def received_bytes(descriptor: int) -> int:
     """Since it was opened; 0 when the connection has ended already."""
-    return _asked(descriptor, partial(_tcp_info, _RECEIVED_BYTES), 0)
+    return _tcp_info(descriptor, _RECEIVED_BYTES)
 
 
 def waiting(listener: int) -> int:
     """Connections that wait to be accepted."""
-    return _asked(listener, partial(_tcp_info, _WAITING), 0)
+    return _tcp_info(listener, _WAITING)
 
 
 def peer_address(descriptor: int) -> str:
-    """Empty when the connection has ended already."""
-    return _asked(descriptor, lambda connection: str(connection.getpeername()[0]), "")
-
-
-def _tcp_info(field: struct.Struct, of: socket.socket) -> int:
-    facts = of.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field.size)
-    return int(field.unpack(facts)[0])
-
-
-def _asked(descriptor: int, question: Callable[[socket.socket], T], otherwise: T) -> T:
+    """Numeric; empty when the connection has ended already."""
     try:
-        # What it is said to be spares three calls of the kernel that would find it out, and changes no answer.
-        looked_at = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+        connection = socket.socket(fileno=descriptor)  # the kernel says of which family its addresses are
     except OSError:
-        return otherwise
+        return ""
+    return _asked(connection, lambda connection: str(connection.getpeername()[0]), "")
+
+
+def _tcp_info(descriptor: int, field: struct.Struct) -> int:
     try:
-        return question(looked_at)
+        # What it is said to be spares three calls of the kernel that would find it out. Only addresses depend on it.
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    except OSError:
+        return 0
+
+    def facts(connection: socket.socket) -> int:
+        return int(field.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field.size))[0])
+
+    return _asked(connection, facts, 0)
+
+
+def _asked(connection: socket.socket, question: Callable[[socket.socket], T], otherwise: T) -> T:
+    """The answer; its descriptor stays open."""
+    try:
+        return question(connection)
     except (OSError, struct.error, IndexError, TypeError):  # it has ended, or is something else by now
         return otherwise
     finally:
-        looked_at.detach()
+        connection.detach()

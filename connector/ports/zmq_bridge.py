@@ -33,12 +33,16 @@ Design
   connection inside libzmq as well, and so does a greeting that takes too long.
 * A listener hands out messages of all connections in turn, and libzmq reads no more of a connection while some of its
   messages wait. How many connections there may be, what each may cost, and that a message must end, is for the doorman
-  (`connector/ports/doorman.py`). A message of too many frames is taken and dropped in pieces: no other can be read
-  meanwhile, but other tasks go on.
-* A client is no safer than a listener: where it connects to is what a request says. libzmq keeps the parts of a message
-  until the last one has come, and all whole messages that nobody has taken; so few may wait, and a task of the channel
-  looks at all clients now and then. One that has received more since its last whole message than all those that may
-  wait is lost (a link), or has met something else than a side channel (a requester).
+  (`connector/ports/doorman.py`).
+* libzmq has no limit to the frames of a message, and a ROUTER hands out nothing else before the last one was taken,
+  also when the connection has ended. So a message of too many frames is dropped in pieces: no other can be read
+  meanwhile, but other tasks go on. Whoever sent it is shut out for a while. How many frames there can be is bounded by
+  the bytes that may come: an empty frame has two of them, and takes 64 in memory.
+* A client is no safer than a listener: where it connects to is what a request says. Of a message of too many frames it
+  takes no more than it may have, and closes its socket. libzmq keeps the parts of a message until the last one has
+  come, and all whole messages that nobody has taken; so few may wait, and a task of the channel looks at all clients
+  now and then. One that has received more beyond whole messages than may wait is lost (a link), or has met something
+  else than a side channel (a requester). So is the largest one when all together have received too much.
 * Replies are queued for each connection, and few: who reads none is cut off by the kernel after a while. A large reply
   that is sent to many is kept once.
 """
@@ -66,6 +70,7 @@ from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, NOT_ALLOWED, Access, Gate
 from connector.ports.host_names import HostNames, is_ip_address, unbracketed
 from connector.ports.side_channel import (
+    FRAMES_TOO_MANY_MAX,
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
@@ -86,23 +91,30 @@ SOCKETS_MAX = 3 * 8192
 """Sockets at once (libzmq's own default is 1023): every peer may be shaking hands at the same time, and each requester
 or link has three (its own, and the two ends of its monitor)."""
 
-REPLY_FRAME_BYTES_MAX = 64 * 1024 * 1024
-REPLY_FRAMES_MAX = 16
-"""What a requester takes. 64 MiB is the metadata of some 300,000 regions."""
+REPLY_FRAME_BYTES_MAX = 16 << 20
+REPLY_FRAMES_MAX = 8
+"""What a requester takes, the delimiter included. The largest reply of a peer is a payload (`PAYLOAD_BYTES_MAX` of
+`connector/wire/handshake.py`) and a clock; the rest is room for what encryption adds."""
 
-REPLY_UNFINISHED_BYTES_MAX = 4 * REPLY_FRAME_BYTES_MAX
-"""What a requester may have received without a whole message."""
+REPLY_UNFINISHED_BYTES_MAX = REPLY_FRAME_BYTES_MAX + (1 << 20)
+"""What a requester may have received without a whole message: one frame of a reply is large, and no more."""
 
-LINK_FRAME_BYTES_MAX = 4 * 1024 * 1024
+LINK_FRAME_BYTES_MAX = (2 << 20) + (1 << 16)
 LINK_FRAMES_MAX = 4
-"""What a link takes, the delimiter included."""
+"""What a link takes, the delimiter included. The largest answer of a peer is one frame (`ANSWER_BYTES_MAX` of
+`connector/wire/control.py` and of `inspection.py`); the rest is room for what encryption adds."""
 
-LINK_WAITING_MAX = 16
+LINK_WAITING_MAX = 4
 """Messages that wait in a link to be taken; libzmq reads no further ones meanwhile."""
 
-LINK_UNFINISHED_BYTES_MAX = (LINK_WAITING_MAX + 2) * LINK_FRAMES_MAX * LINK_FRAME_BYTES_MAX
-"""What a link may have received since the last time that a message was taken: those that wait, and what the kernel
-keeps."""
+LINK_UNFINISHED_BYTES_MAX = (LINK_WAITING_MAX + 1) * LINK_FRAME_BYTES_MAX + (1 << 20)
+"""What a link may have received beyond the messages that were taken: those that wait, the one that comes, and what the
+kernel keeps. One frame of an answer is large, and no more."""
+
+CLIENTS_UNFINISHED_BYTES_MAX = 24 << 20
+"""What all clients of a process together may have received without whole messages, for longer than it takes to look at
+them twice. These are bytes on the wire: of empty frames libzmq keeps 32 times as much (64 bytes for two). The largest
+reply fits, and nothing has to be lost for others that come at the same time: hardly any takes so long."""
 
 CLIENTS_MEASURED_EVERY_SECONDS = 0.25
 CLIENTS_MEASURED_AT_A_TIME = 32
@@ -133,21 +145,22 @@ BACKLOG = 1024
 """Connections that the kernel keeps for a listener until they are accepted."""
 
 RECEIVE_BUFFER_BYTES = 256 * 1024
-UNFINISHED_SLACK_BYTES = 1 << 20
-"""Of one connection of a listener, in the kernel: fixed, for `AdmissionLimits.unfinished_bytes_max` covers it."""
+"""Of one connection of a listener or of a link, in the kernel, which may take twice as much."""
+UNFINISHED_SLACK_BYTES = 64 * 1024
+"""What a connection of a listener may have received beyond the largest message, before it is in the middle of one that
+is too large: frames and encryption have headers."""
 
-DROPPED_UNITS = 4
-DROPPED_FRAME_UNITS = 1
-"""What a message out of bounds costs its sender, and each further frame that is dropped; see `Listener.charge`."""
+DROPPED_UNITS, DROPPED_FRAME_UNITS = 4, 1
+"""What a message out of bounds costs its sender, and each frame of it that is dropped; see `Listener.charge`."""
 
 NEWCOMERS = "newcomers"
 """Who are not connected yet, and whose addresses are not known."""
 
-UNHEARD = b""
-"""Instead of the sender, of a message that is dropped because its sender has no allowance: there is none to charge."""
-
-TAKEN_AT_A_TIME = 64
-"""Messages or frames that a listener drops before other tasks have their turn."""
+DROPPED_AT_A_TIME = 512
+"""Frames that a listener drops before other tasks have their turn: a millisecond or so. It hears nobody before the last
+frame of a message was dropped, so turns must not be much shorter either."""
+FRAMES_PER_MESSAGE = 8
+"""To look at a message costs as much as to drop so many frames."""
 
 SHARED_FRAME_BYTES_MIN = 64 * 1024
 SHARED_FRAMES_MAX = 16
@@ -176,6 +189,11 @@ OWN_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """The beginning of one, as far as it takes to be answered by a whole one; it names no mechanism yet."""
 GREETING_BYTES = 64
 MECHANISM_AT = slice(12, 32)
+
+SHORT_BODY_BYTES_MAX, SHORT_HEADER_BYTES, LONG_HEADER_BYTES = 255, 2, 9
+"""Of a frame of ZMTP: flags, and the length in a byte or in eight."""
+ENCRYPTION_BYTES = 33
+"""What CURVE adds to a frame: the name of the command, a nonce, a code of authentication, the flags."""
 
 ADDRESSES_REMEMBERED_MAX = 4096
 """With the key that each had last."""
@@ -263,6 +281,7 @@ class ZmqRequester:
         try:
             dealer = self._socket = self._channel.make_client(address, key)
             dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_FRAME_BYTES_MAX)
+            dealer.setsockopt(zmq.RCVHWM, 1)  # it takes one message
             dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # how long to wait for a greeting is our own business
             monitor = self._monitor = self._channel.monitor(dealer)
             dealer.connect(_endpoint(address, self._port))
@@ -323,17 +342,25 @@ class ZmqRequester:
         except OSError as error:
             raise ConnectionRefused(self._host, self._port, REFUSED) from error
         if not said.startswith(GREETING_FIRST_BYTE):
-            raise self._something_else("it closes the connection instead of greeting as ZMQ does")
+            raise self._something_else(
+                "it closes the connection instead of greeting as ZMQ does, or has shut this address out"
+            )
         return said[MECHANISM_AT].rstrip(b"\0")
 
     def _something_else(self, error: str) -> NotASideChannel:
         return NotASideChannel(self._host, self._port, error)
 
-    def measure(self) -> None:
-        """Give up if what has come is too much."""
-        if self._monitor is not None and self._monitor.received_bytes() > REPLY_UNFINISHED_BYTES_MAX:
-            self._is_endless = True
-            self.close()
+    def measure(self) -> int:
+        """How many bytes have come without a whole message. Gives up if they are too many."""
+        received = 0 if self._monitor is None else self._monitor.received_bytes()
+        if received > REPLY_UNFINISHED_BYTES_MAX:
+            self.give_up()
+        return received
+
+    def give_up(self) -> None:
+        """What it receives has no end."""
+        self._is_endless = True
+        self.close()
 
     def close(self) -> None:
         if not self._closed:
@@ -356,8 +383,11 @@ class ZmqRequester:
 class ZmqLink:
     """One connection to a listener. Made by `ZmqSideChannel.open_link`. Implements `Link`."""
 
-    def __init__(self, channel: ZmqSideChannel, host: str, port: int, dealer: Socket, monitor: Monitor) -> None:
+    def __init__(
+        self, channel: ZmqSideChannel, host: str, port: int, dealer: Socket, monitor: Monitor, *, is_encrypted: bool
+    ) -> None:
         self._channel = channel
+        self._is_encrypted = is_encrypted
         self._host = host
         self._port = port
         self._dealer = dealer
@@ -371,9 +401,8 @@ class ZmqLink:
         self._closed = False
         self._receiving = False
         self._parked: trio.CancelScope | None = None
-        # Whether a whole message was taken since it was measured, and what had been received by the last time of this.
-        self._has_taken = False
-        self._measured_bytes = 0
+        # On the wire, of the messages that were taken.
+        self._finished_bytes = 0
 
     def send(self, frames: Sequence[bytes]) -> bool:
         if self._closed:
@@ -419,7 +448,7 @@ class ZmqLink:
             message = _receive_bounded(self._dealer, LINK_FRAMES_MAX, LINK_FRAME_BYTES_MAX)
             if message is None:
                 return None
-            self._has_taken = True
+            self._finished_bytes += sum(wire_bytes(len(each), self._is_encrypted) for each in message.frames)
             if message.is_delimited:
                 return message.frames[1:]
             self._lose("what the peer sent is not a delimited message within bounds")
@@ -447,17 +476,20 @@ class ZmqLink:
                 self._arrived.append(message.frames[1:])
             self._lose("the peer has closed the connection" if self._monitor.greeted else ENDED)
 
-    def measure(self) -> None:
-        """Lose the connection if too much has come over it since the last whole message."""
+    def measure(self) -> int:
+        """How many bytes have come beyond the messages that were taken. Loses the connection if they are too many."""
         if self._lost is None and not self._closed and self._monitor.has_news:
             self._look_at_connection()
         if self._lost is not None or self._closed:
-            return
-        received = self._monitor.received_bytes()
-        if self._has_taken:
-            self._has_taken = False
-            self._measured_bytes = received
-        elif received - self._measured_bytes > LINK_UNFINISHED_BYTES_MAX:
+            return 0
+        unfinished = max(0, self._monitor.received_bytes() - self._finished_bytes)
+        if unfinished > LINK_UNFINISHED_BYTES_MAX:
+            self.give_up()
+        return unfinished
+
+    def give_up(self) -> None:
+        """What it receives has no end."""
+        if self._lost is None and not self._closed:
             self._lose(ENDLESS)
 
     def _lose(self, error: str) -> None:
@@ -477,6 +509,22 @@ class ZmqLink:
                 self._close_sockets()
 
 
+class _Dropped:
+    """A message that a listener is dropping."""
+
+    __slots__ = ("first", "frames", "has_swamped", "sender", "wire_bytes")
+
+    def __init__(self, sender: bytes, first: zmq.Frame, frames: int = 0, wire_bytes: int = 0) -> None:
+        self.sender = sender
+        # The frame that says whose it is.
+        self.first = first
+        # So many were taken, that one not counted, and so many bytes they had on the wire.
+        self.frames = frames
+        self.wire_bytes = wire_bytes
+        # It has too many frames, and the doorman knows. Their bytes are of no more interest.
+        self.has_swamped = False
+
+
 class ZmqListener:
     """A bound ROUTER. Made by `ZmqSideChannel.listen`."""
 
@@ -490,6 +538,7 @@ class ZmqListener:
         frame_bytes_max: int,
     ) -> None:
         self._channel = channel
+        self._is_encrypted = channel.access.keys is not None
         self._unguard = unguard
         self._router = router
         self._doorman = doorman
@@ -504,8 +553,8 @@ class ZmqListener:
         self._dropped_replies = 0
         # Large frames of replies, the one that was sent last comes last.
         self._shared: OrderedDict[bytes, zmq.Frame] = OrderedDict()
-        # Frames of a message that is being dropped are still to come; who pays for it.
-        self._dropping: bytes | None = None
+        # Frames of it are still to come.
+        self._dropping: _Dropped | None = None
         # Only so much was taken at a time.
         self._has_more = False
 
@@ -544,22 +593,23 @@ class ZmqListener:
         self._has_more = False
         if self._closed:
             raise trio.ClosedResourceError("this listener is closed")
-        self._doorman.look()
-        left = TAKEN_AT_A_TIME
-        while left > 0:
+        self._doorman.look(is_dropping=self._dropping is not None)
+        frames_left = DROPPED_AT_A_TIME
+        while frames_left > 0:
             if self._dropping is not None:
-                left -= self._drop(self._dropping, left)
+                frames_left -= self._drop(self._dropping, frames_left)
                 continue
             try:
                 first = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._doorman.none_waits()
                 return None
-            left -= 1
+            frames_left -= FRAMES_PER_MESSAGE
             identity = first.bytes
             if not self._doorman.hears(identity, first):
-                self._dropping = UNHEARD
+                self._dropping = _Dropped(identity, first)
                 continue
-            frames, oversized = self._receive_rest(identity)
+            frames, oversized = self._receive_rest(identity, first)
             if len(frames) < 2 or frames[0] != b"":
                 self._undelimited_requests += 1
             elif oversized:
@@ -570,32 +620,46 @@ class ZmqListener:
         self._has_more = True
         return None
 
-    def _receive_rest(self, identity: bytes) -> tuple[tuple[bytes, ...], bool]:
+    def _receive_rest(self, identity: bytes, first: zmq.Frame) -> tuple[tuple[bytes, ...], bool]:
         """The frames of a message after the identity, and whether some are missing or were cut."""
         frames: list[bytes] = []
         oversized = False
+        taken_bytes = 0
         while self._router.getsockopt(zmq.RCVMORE):
             if len(frames) > self._frames_max:
-                self._dropping = identity
+                self._dropping = _Dropped(identity, first, len(frames), taken_bytes)
                 return tuple(frames), True
             frame = self._router.recv(zmq.NOBLOCK)
+            taken_bytes += wire_bytes(len(frame), self._is_encrypted)
             is_large = len(frame) > self._frame_bytes_max
             oversized |= is_large
             frames.append(b"" if is_large else frame)
+        self._doorman.taken(identity, taken_bytes)
         return tuple(frames), oversized
 
-    def _drop(self, sender: bytes, frames_max: int) -> int:
-        """Up to so many frames of the message that is being dropped; how many. They are there: libzmq delivers messages
-        whole. Frames are neither copied nor asked for twice: of strangers there may be many."""
+    def _drop(self, message: _Dropped, frames_max: int) -> int:
+        """Up to so many frames of it; how many. They are there: libzmq delivers messages whole. Frames are neither
+        copied nor asked for twice: of strangers there may be many."""
         dropped = 0
         has_more = bool(self._router.getsockopt(zmq.RCVMORE))
         while has_more and dropped < frames_max:
-            has_more = self._router.recv(zmq.NOBLOCK, copy=False).more
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            has_more = frame.more
             dropped += 1
+            if not message.has_swamped:
+                message.wire_bytes += wire_bytes(len(frame), self._is_encrypted)
+        message.frames += dropped
+        if message.frames > self._frames_max + 1 + FRAMES_TOO_MANY_MAX and not message.has_swamped:
+            message.has_swamped = True
+            self._doorman.swamped(message.sender, message.first)
         if not has_more:
             self._dropping = None
-        if sender != UNHEARD:
-            self._doorman.charge(sender, DROPPED_FRAME_UNITS * dropped, understood=False)
+            if not message.has_swamped:
+                self._doorman.taken(message.sender, message.wire_bytes)
+                units = message.frames * DROPPED_FRAME_UNITS
+                self._doorman.charge(message.sender, units, understood=False)
+                if message.frames > self._frames_max + 1:
+                    self._doorman.dropped_frames(message.sender, message.first, message.frames)
         return dropped
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None:
@@ -723,6 +787,7 @@ class ZmqSideChannel:
             dealer.setsockopt(zmq.MAXMSGSIZE, LINK_FRAME_BYTES_MAX)
             dealer.setsockopt(zmq.SNDHWM, LINK_QUEUED_MAX)
             dealer.setsockopt(zmq.RCVHWM, LINK_WAITING_MAX)
+            dealer.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
             dealer.setsockopt(zmq.RECONNECT_IVL, LINK_RECONNECT_SECONDS * 1000)
             monitor = self.monitor(dealer)
         except (zmq.ZMQError, OSError) as error:
@@ -734,7 +799,7 @@ class ZmqSideChannel:
             monitor.close()
             dealer.close()
             raise SideChannelError(host, port, str(error)) from error
-        link = ZmqLink(self, host, port, dealer, monitor)
+        link = ZmqLink(self, host, port, dealer, monitor, is_encrypted=key is not None)
         self._open.add(link)
         self._measure_clients()
         return link
@@ -767,8 +832,8 @@ class ZmqSideChannel:
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
-                unheard_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
-                unfinished_bytes_max=(REQUESTS_QUEUED_MAX + 2) * frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
+                unfinished_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
+                waiting_bytes_max=REQUESTS_QUEUED_MAX * frames_max * frame_bytes_max + 2 * RECEIVE_BUFFER_BYTES,
             )
             gate = self._open_gate()
             events = self.make_socket(zmq.PAIR, ipv6=False)
@@ -777,7 +842,7 @@ class ZmqSideChannel:
         except (zmq.ZMQError, OSError) as error:
             router.close()
             raise SideChannelError(host, port, str(error)) from error
-        unguard = partial(gate.forget, gate.guard(router, doorman.is_shut_out))
+        unguard = partial(gate.forget, gate.guard(router, doorman))
         try:
             router.bind(_endpoint(host, port))
         except zmq.ZMQError as error:
@@ -868,20 +933,35 @@ class ZmqSideChannel:
             trio.lowlevel.spawn_system_task(self._measure_until_none_is_open)
 
     async def _measure_until_none_is_open(self) -> None:
+        before: dict[ZmqRequester | ZmqLink, int] = {}
         try:
             while clients := [each for each in self._open if not isinstance(each, ZmqListener)]:
+                unfinished: dict[ZmqRequester | ZmqLink, int] = {}
                 for number, client in enumerate(clients, start=1):
                     try:
                         if client in self._open:
-                            client.measure()
+                            unfinished[client] = client.measure()
                     except Exception as error:
                         # A task of the run itself must not raise: everything would end.
                         log_crash("measuring of a client of the side channel", error)
                     if number % CLIENTS_MEASURED_AT_A_TIME == 0:
                         await trio.lowlevel.checkpoint()
+                # After a pause of the loop whole messages wait everywhere. By the next time they are taken.
+                self._give_up_largest({each: min(size, before.get(each, 0)) for each, size in unfinished.items()})
+                before = unfinished
                 await trio.sleep(CLIENTS_MEASURED_EVERY_SECONDS)
         finally:
             self._is_measuring = False
+
+    def _give_up_largest(self, unfinished: dict[ZmqRequester | ZmqLink, int]) -> None:
+        """Until the bytes that others have received without a whole message are few enough together."""
+        total = sum(size for client, size in unfinished.items() if client in self._open)
+        for client in sorted(unfinished, key=unfinished.__getitem__, reverse=True):
+            if total <= CLIENTS_UNFINISHED_BYTES_MAX:
+                return
+            if client in self._open:
+                total -= unfinished[client]
+                client.give_up()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -973,33 +1053,39 @@ class Monitor:
         self._events.close()
 
 
+def wire_bytes(frame_bytes: int, is_encrypted: bool) -> int:
+    """What a frame of so many bytes has on the wire."""
+    body_bytes = frame_bytes + ENCRYPTION_BYTES if is_encrypted else frame_bytes
+    return body_bytes + (SHORT_HEADER_BYTES if body_bytes <= SHORT_BODY_BYTES_MAX else LONG_HEADER_BYTES)
+
+
 class _Message(msgspec.Struct, frozen=True):
-    """A whole ZMQ message, cut to its bounds; `oversized` says that something was cut."""
+    """A ZMQ message as it was taken from a socket."""
 
     frames: tuple[bytes, ...]
-    oversized: bool
+    is_whole: bool
+    """Otherwise it was out of bounds. The rest is still in the socket, which is of no more use."""
 
     @property
     def is_delimited(self) -> bool:
         """It is within bounds, and something follows an empty frame."""
-        return not self.oversized and len(self.frames) >= 2 and self.frames[0] == b""
+        return self.is_whole and len(self.frames) >= 2 and self.frames[0] == b""
 
 
 def _receive_bounded(open_socket: Socket, frames_max: int, frame_bytes_max: int) -> _Message | None:
-    """Take one whole message without waiting, keeping no more than the bounds; None when there is none."""
+    """Take one message without waiting; None when there is none. Of one that is out of bounds no more than one frame
+    beyond them is taken: there may be millions, and who sends it is not heard any further."""
     frames: list[bytes] = []
-    oversized = False
-    more = True
-    while more:
+    while True:
         try:
             frame = open_socket.recv(zmq.NOBLOCK)
         except zmq.Again:  # only before the first frame: libzmq delivers messages whole
             return None
-        oversized |= len(frames) == frames_max or len(frame) > frame_bytes_max
-        if len(frames) < frames_max:
-            frames.append(frame if len(frame) <= frame_bytes_max else b"")
-        more = bool(open_socket.getsockopt(zmq.RCVMORE))
-    return _Message(tuple(frames), oversized)
+        if len(frames) == frames_max or len(frame) > frame_bytes_max:
+            return _Message(tuple(frames), is_whole=False)
+        frames.append(frame)
+        if not open_socket.getsockopt(zmq.RCVMORE):
+            return _Message(tuple(frames), is_whole=True)
 
 
 def _check_address(host: str, port: int, *, port_min: int) -> None:

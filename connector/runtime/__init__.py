@@ -1,7 +1,24 @@
-"""The shell around the cores: trio tasks, mailboxes, timers, and the thread that they run in.
+"""The shell around the cores: trio tasks, mailboxes, timers, and the thread that they run in. It carries out what cores
+say, and decides nothing.
 
-`supervisor` starts and restarts actors, as the roster says; `peer_actor` owns one remote engine and the requests that
-read from it, with its `connections`; `reads` stands in front of the NIXL agent; `lease_keeper` holds what this engine
-lends; `listener` answers handshakes in the scheduler process. `thread` is the only place where another thread is
-touched.
+thread         the thread of the actors, seen from the engine thread
+supervisor     starts and restarts the actors of a worker, as the roster says
+context        what they share
+peer_actor     executor of `RemoteEngine`: one prefill engine, and the requests that read from it
+connections    its connections: opened, listened to, spoken over, taken back
+handshake      how one is made
+pace           how much of the interpreter the planning of handshakes may take
+block_tables   from block tables to the descriptors of READs
+reads          READs and remote agents of all of them: what stands in front of the NIXL port
+held_commands  READs that wait for the device, and what must not overtake them
+verification   checksums of what READs have left (option `verify`)
+introductions  executor of `Introductions`: engines that are met before a request needs them
+lease_keeper   executor of `Lending`: what this rank lends, and its control socket
+listener       answers handshakes, in the scheduler's process; it has a thread there, and checks keys in another one
+draining       executor of `Draining`, beside it
+mailbox        how messages reach an actor from others in the trio thread
+restarts       tasks that must go on
+recorder       every step of every core, for the flight recorder and the trace
+figures        counts what the machines do
+inspector      answers the questions of tools about what lives in this worker
 """

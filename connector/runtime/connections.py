@@ -33,7 +33,6 @@ class Connections:
     Args:
         put: how an event reaches the actor.
         on_connected: called when a handshake has succeeded.
-        on_disconnected: called when what it loaded has been taken back.
         on_sums: called with what a rank has answered about checksums.
     """
 
@@ -43,13 +42,11 @@ class Connections:
         put: Callable[[Event], None],
         *,
         on_connected: Callable[[], None],
-        on_disconnected: Callable[[], None],
         on_sums: Callable[[int, int, control.Sums], None],
     ) -> None:
         self._context = context
         self._put = put
         self._on_connected = on_connected
-        self._on_disconnected = on_disconnected
         self._on_sums = on_sums
         self._by_number: dict[int, Connection] = {}
         self._opened = 0
@@ -211,7 +208,6 @@ class Connections:
 
     def _end_take_back(self, number: int) -> None:
         self._put(core.TornDown(connection=number))
-        self._on_disconnected()
 
 
 def _event_of(answer: control.Released | control.HoldAnswer | control.Leaving, connection: int, rank: int) -> Event:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
 from connector.observe.catalogue import Metric
+from connector.observe.traced import MACHINES
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event
 
@@ -231,7 +232,7 @@ def _arrows() -> dict[Any, dict[Any, tuple[Any, ...]]]:
     """By state before (None: the instance was made) and after: every pair of one machine. The fields of an `_Arrow` are
     in a plain tuple, because a named one is taken apart by way of an iterator, for every step."""
     found: dict[Any, dict[Any, tuple[Any, ...]]] = {}
-    for machine in catalogue.MACHINES:
+    for machine in MACHINES:
         gauge = _GAUGE_OF.get(machine.name)
         living = {
             state: _slot(gauge, state.value) if gauge is not None and state not in machine.terminal else None

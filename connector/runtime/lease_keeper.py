@@ -9,10 +9,11 @@ No rule stands here. Events are translated on the way in, effects are carried ou
 through one inbox, so the core sees it in the order in which it came.
 
 Bounds. Commands are never refused: a grant that was lost would be blocks that never come back. Notifications come from
-whoever knows our agent, so only so many may wait; one that does not fit is dropped, and costs at most a lease that
-lasts to its deadline. The task of the control socket takes one message each time the loop comes round, so ZMQ's own
-bound holds for those who send more. Each message is charged to who sent it (`Listener.charge`), a question when it has
-been answered.
+whoever knows our agent, so only so many may wait, and so many bytes of them; one that does not fit is dropped, and
+costs at most a lease that lasts to its deadline. A turn, after which deadlines and other tasks have theirs, ends after
+so many messages, or so many leases that they name. The task of the control socket takes one message each time the loop
+comes round, so ZMQ's own bound holds for those who send more. Each message is charged to who sent it
+(`Listener.charge`): its length before it is looked at, and then what it asks for, a question when it has been answered.
 
 A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback.
 """
@@ -31,7 +32,7 @@ from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.observe.log import is_said
 from connector.ports.nixl import NotificationReceived
-from connector.ports.side_channel import Listener
+from connector.ports.side_channel import Listener, units_to_decode, units_to_send
 from connector.protocol import (
     LateNotificationNoted,
     LeaseComputing,
@@ -60,12 +61,18 @@ LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 RENEWAL_FRACTION = 2 / 3
 """A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
 NOTIFICATIONS_WAITING_MAX = 1 << 16
-MESSAGE_UNITS, SUMS_UNITS, MALFORMED_UNITS = 2, 4, 10
-"""What a message costs who sends it, beside a unit for each lease."""
+NOTIFICATION_BYTES_WAITING_MAX = 64 << 20
+"""Of all of them: a thousand of the largest heartbeats of engines like us."""
+MESSAGE_UNITS, MALFORMED_UNITS = 8, 10
+"""What a message costs who sends it, beside its length, a unit for each lease, and the length of checksums."""
 ASK_UNITS = 256
 """What it costs to have this process connect to a side channel and ask who is there: a socket, a monitor, a task."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
+LEASES_PER_TURN_MAX = 2048
+"""Leases that these name: the message that reaches it is the last one of its turn."""
+NOTIFICATION_BYTES_PER_LEASE = 64
+"""So many bytes of a notification count as a lease, whatever they say: they have to be looked at."""
 
 
 def lending_limits(options: ConnectorOptions) -> LendingLimits:
@@ -125,8 +132,11 @@ class LeaseKeeper:
         self._control = control
         self._leave_secret = leave_secret
         self._inbox: Mailbox[Event | NotificationReceived] = Mailbox()
-        # How many of those in the inbox are notifications.
+        # How many of those in the inbox are notifications, and how many bytes these have.
         self._notifications_waiting = 0
+        self._notification_bytes_waiting = 0
+        # Leases that the messages of this turn have named.
+        self._named_in_turn = 0
         self.notifications_dropped = 0
         # Releases of what is not lent (any more), by readers that were not the ones who ended it.
         self.late_releases = 0
@@ -167,10 +177,12 @@ class LeaseKeeper:
     def notify(self, sender: str, message_untrusted: bytes) -> None:
         """Take a notification that the agent `sender` has sent through NIXL, unless too many wait already."""
         self._hear_engine()
-        if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX:
+        bytes_waiting = self._notification_bytes_waiting + len(message_untrusted)
+        if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX or bytes_waiting > NOTIFICATION_BYTES_WAITING_MAX:
             self._drop_notification()
             return
         self._notifications_waiting += 1
+        self._notification_bytes_waiting = bytes_waiting
         self._inbox.put(NotificationReceived(sender, message_untrusted))
 
     async def run(self) -> None:
@@ -181,10 +193,13 @@ class LeaseKeeper:
                 nursery.start_soon(keep_running, "control socket", serve, self._log_crash)
             while True:
                 await self._inbox.wait(self._seconds_to_deadline())
+                self._named_in_turn = 0
                 for _ in range(MESSAGES_PER_TURN_MAX):
                     if (message := self._inbox.take_one()) is None:
                         break
                     self._step(partial(self._take_in, message))
+                    if self._named_in_turn >= LEASES_PER_TURN_MAX:
+                        break
                 self._step(self._core.advance)
                 self._catch_up()
 
@@ -192,19 +207,23 @@ class LeaseKeeper:
         while True:
             asked = await control.receive()
             self._hear_engine()
+            control.charge(asked.reply_address, units_to_decode(asked.frames_untrusted), understood=False)
             try:
                 message = wire.decode_request(asked.frames_untrusted)
             except (BadFrame, DecodeFailed) as error:
                 # No answer: there is none that such a sender would understand.
                 control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
-                self._log_failure("control socket", MessageMalformed(sender="a decode engine", detail=error.detail))
+                malformed = MessageMalformed(sender="somebody who is connected", detail=error.detail)
+                self._log_failure("control socket", malformed)
                 continue
             match message:
                 case Inspect():  # which the inspector charges for, by what it answers
                     self._inspect(message, asked.reply_address)
                 case wire.AskSums():
-                    control.charge(asked.reply_address, SUMS_UNITS)
-                    self._answer_sums(message, asked.reply_address)
+                    frames = self._sums_frames(message)
+                    control.charge(asked.reply_address, MESSAGE_UNITS + units_to_send(frames))
+                    if frames:
+                        control.reply(asked.reply_address, frames)
                 case Meet(places=places):
                     report, begun = self._meet(message)
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(places) + ASK_UNITS * begun)
@@ -225,13 +244,20 @@ class LeaseKeeper:
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
         if not isinstance(message, NotificationReceived):
+            if isinstance(message, lending.HoldAsked | lending.ReleaseAsked):
+                self._named_in_turn += len(message.leases)
             return self._core.handle(message, now_ns)
+        length_bytes = len(message.message_untrusted)
         self._notifications_waiting -= 1
+        self._notification_bytes_waiting -= length_bytes
+        self._named_in_turn += length_bytes // NOTIFICATION_BYTES_PER_LEASE
         parsed = notifications.parse_notification(message.message_untrusted)
         if isinstance(parsed, notifications.Malformed):
             detail = f"{parsed.reason}: {parsed.found}"
             self._log_failure("notification", MessageMalformed(sender=message.sender, detail=detail))
             return []
+        if isinstance(parsed, notifications.Heartbeat):
+            self._named_in_turn += len(parsed.request_ids)
         return self._core.handle(_notification_event(message.sender, parsed), now_ns)
 
     def _drop_notification(self) -> None:
@@ -283,12 +309,12 @@ class LeaseKeeper:
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")
 
-    def _answer_sums(self, asked: wire.AskSums, reply_to: ReplyAddress) -> None:
+    def _sums_frames(self, asked: wire.AskSums) -> tuple[bytes, ...]:
+        """The answer; empty: there is none."""
         lease = self._core.lent_as(asked.lease)
         encoded = self._sums.get(lease) if lease is not None else None
         answer = wire.sums_answer(asked, encoded) if encoded is not None else None
-        if answer is not None:
-            self._answer(reply_to, answer)
+        return wire.encode_answer(answer) if answer is not None else ()
 
     def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken | MeetReport) -> None:
         assert self._control is not None

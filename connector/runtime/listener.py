@@ -19,7 +19,7 @@ from functools import partial
 
 import trio
 
-from connector.ports.side_channel import Listener, SideChannel
+from connector.ports.side_channel import Listener, SideChannel, units_to_send
 from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
 from connector.wire.administration import encode_report, is_drain
@@ -33,9 +33,8 @@ LOOK_AGAIN_SECONDS = 2.0
 ASKED_BY_A_TOOL = "nixl-actor drain"
 """Why an engine drains that was asked to on its side channel."""
 
-ANSWER_UNITS, ERROR_UNITS = 2, 8
-BYTES_PER_UNIT = 8192
-"""What a request costs who sends it; see `Listener.charge`."""
+REQUEST_UNITS = 8
+"""What a request costs who sends it, beside the length of the answer; see `Listener.charge`."""
 
 
 class HandshakeListener:
@@ -132,7 +131,7 @@ class HandshakeListener:
         while True:
             asked = await self._listener.receive()
             error, payload = self._answer(asked.frames_untrusted)
-            units = ERROR_UNITS if error is not None else ANSWER_UNITS + len(payload) // BYTES_PER_UNIT
+            units = REQUEST_UNITS + (units_to_send([payload]) if error is None else 0)
             self._listener.charge(asked.reply_address, units, understood=error is None)
             if error is not None:
                 self._log_bad_frame(error)

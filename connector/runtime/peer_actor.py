@@ -79,7 +79,7 @@ class PeerActor:
     Args:
         key: of this actor among those of the rank.
         tell_roster: told of what concerns the other actors: connections, and requests that this one is done with.
-        on_disconnected: called when a connection has been taken back.
+        on_disconnected: called when there is no connection any more; READs that hang may still stand on it.
     """
 
     def __init__(
@@ -113,9 +113,10 @@ class PeerActor:
             context,
             self.tell,
             on_connected=lambda: tell_roster(roster.Connected(key=key)),
-            on_disconnected=on_disconnected,
             on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )
+        self._on_disconnected = on_disconnected
+        self._was_connected = False
         self._sums = SumsOfPeer(self._connections.ask_sums)
         # READs whose bytes are here and that the engine thread sums, by ticket.
         self._unverified: dict[int, core.ReadEnded] = {}
@@ -219,6 +220,9 @@ class PeerActor:
                 if self._unverified:
                     self._tell_what_nobody_wants()
                 self._hear_all()
+            was_connected, self._was_connected = self._was_connected, self.core.is_connected
+            if was_connected and not self._was_connected:
+                self._on_disconnected()
         except Exception as error:
             self._crash = error
         finally:

@@ -25,16 +25,15 @@ from connector.observe.flight_recorder import (
     render,
 )
 from connector.observe.log import CrashCount, log_crash
+from connector.observe.traced import MACHINES
 from connector.runtime.figures import Figures
-from statemachine import hold, lease, peer, request
+from statemachine import lease, peer, request
 from statemachine.trace import LogSteps, Observer, StepSeen, TraceSink, TransitionRecord
 
 Amounts: TypeAlias = Callable[[str], AmountsNow]
 """By request id: blocks, bytes, descriptors, as far as they are known."""
 
-_ENDS: frozenset[object] = (
-    request.MACHINE.terminal | peer.MACHINE.terminal | hold.MACHINE.terminal | lease.MACHINE.terminal
-)
+_ENDS: frozenset[object] = frozenset(state for machine in MACHINES for state in machine.terminal)
 
 SET_CLOCK_NOTICED_NS = NS_PER_SECOND // 10
 """After the time of day was set, so long may records have the old one: to read two clocks for each costs as much as

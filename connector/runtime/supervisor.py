@@ -75,7 +75,8 @@ FOREVER_SECONDS = 3.2e9
 """A hundred years: `engine_ttl` 0."""
 
 SHUTDOWN_GRACE_SECONDS = 2.0
-"""How long a stop waits for READs in flight before the memory under them is given up as still in use."""
+"""How long a stop waits for READs in flight, and NIXL's thread for them after that, before the memory under them is
+given up as still in use. The engine thread waits for all of it, for `STOP_TIMEOUT_SECONDS` of the worker at most."""
 
 
 class Supervisor:

@@ -3,8 +3,8 @@
 One per worker process and one in the scheduler process. It is started when there is something to do (after vLLM has
 forked or spawned its processes), posted to without blocking, and joined with a bound.
 
-When it dies, everything fails closed: `death` says why, `post` drops commands, and the owner on the engine thread
-(worker.connector_worker) reports what was open as failed.
+When it dies, everything fails closed: `death` says why, nobody takes what is posted, and the owner on the engine thread
+(worker.connector_worker) posts no more and reports what was open as failed.
 """
 
 from __future__ import annotations

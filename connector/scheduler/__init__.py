@@ -1,1 +1,14 @@
-"""The scheduler-process side of the connector."""
+"""The scheduler-process side of the connector, on the scheduler's thread but for `listener_thread`.
+
+connector_scheduler  which requests pull, which are lent, what the worker is told each step
+cache_groups         which blocks of a request travel, group by group
+far_ends             blocks that vLLM frees with the last token of a prompt, and that D needs
+host_saves           which blocks a step writes that are staged on the host
+kept_blocks          blocks that are in quarantine or lent back, and who has no room beside them
+beside_offloading    has `OffloadingConnector` copy blocks before KV is read into them
+prefix_digest        what a request begins with, as a text that two engines can compare
+draining             ending an engine without a request noticing
+listener_thread      the thread that answers handshakes
+engine_figures       figures that concern a whole engine
+request_spans        OpenTelemetry spans of requests, where vLLM traces
+"""

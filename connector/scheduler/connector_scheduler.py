@@ -18,7 +18,9 @@ queue, which is served after those that hold blocks (`_failed`).
 Until it has blocks again, vLLM reserves as many as it needs: loads are begun only with what is left. Where the queue is
 one of priorities, others stand before it, and if one of these is a load that does not fit beside what is reserved,
 nobody behind it is looked at any more. So while such requests wait (`_to_compute`), a load that has got no blocks lets
-them pass in the step after it, and nobody else (`_lets_pass`).
+them pass in the step after it, and nobody else (`_lets_pass`). One that does not fit beside what is kept from the pool
+(`kept_blocks`) waits for nobody, and nobody for it. But vLLM reserves all the same, so no load would begin: prompts are
+computed here until it has its blocks (`_failed_without_room`).
 
 kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
 fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
@@ -69,7 +71,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -86,7 +88,7 @@ from connector.config import ConnectorOptions, in_force
 from connector.families import Keeps
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
-from connector.observe.log import CrashCount, EventLog, FailureLog, distribution_version, get_logger, is_said
+from connector.observe.log import CrashCount, EventLog, FailureLog, get_logger, is_said
 from connector.observe.stats import EngineStats
 from connector.own_address import is_all_interfaces, told_host
 from connector.protocol import (
@@ -105,17 +107,20 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.runtime.draining import Lent
+from connector.scheduler.beside_offloading import tell_offloading_of_reads
 from connector.scheduler.cache_groups import TransferGroup, transfer_groups
 from connector.scheduler.draining import SchedulerDraining
 from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.far_ends import FarEnds
 from connector.scheduler.host_saves import blocks_to_save
+from connector.scheduler.kept_blocks import KeptBlocks
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests, prompt_digests
 from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.step_overlap import may_read
+from connector.versions import shown_version
 from connector.wire.bounded import shorten
 from connector.wire.control import ID_LENGTH_MAX, is_request_id
 from connector.wire.params import (
@@ -145,6 +150,10 @@ LEFT_TO_REQUESTS = 0.25
 
 TAKEN_MAX = 16_384
 """Leases: more than are taken while a tool that vLLM runs answers."""
+
+QUARANTINE_ASKED_NS = NS_PER_SECOND
+"""How long after a step an idle engine makes another one to hear whether a quarantine has ended, if it is asked."""
+
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _log = get_logger()
@@ -247,6 +256,13 @@ class ConnectorScheduler:
         self._prompts_to_lend: dict[str, Request] = {}
         # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
         self._far_ends = FarEnds(self._groups if not self._tokens_left_to_decode else ())
+        self._kept = KeptBlocks(self._groups)
+        # Requests that were passed over because what is kept leaves no room for them; and those of them whose loads
+        # have failed.
+        self._without_room: set[str] = set()
+        self._failed_without_room: set[str] = set()
+        # When the last step was scheduled.
+        self._stepped_ns = clock.now_ns()
         # Why this engine lends nothing any more; None: it does. The listener's thread may set it too.
         self._stopped: str | None = None
         self._commands: list[Command] = []
@@ -270,7 +286,7 @@ class ConnectorScheduler:
         _log.info(
             "%s %s (vLLM %s) as %s; kv_load_failure_policy=%s, %s; all other options have their defaults [%s]",
             DISTRIBUTION,
-            distribution_version(DISTRIBUTION),
+            shown_version(DISTRIBUTION),
             vllm.__version__,
             vllm_config.kv_transfer_config.kv_role,
             vllm_config.kv_transfer_config.kv_load_failure_policy,
@@ -328,12 +344,19 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many prompt tokens the prefill engine holds beyond the ones that this engine has cached.
 
-        None: ask again in the next step, after those that hold blocks or may pass.
+        None: ask again in the next step, after those that hold blocks or may pass; or because there is no room for it
+        beside blocks that nobody knows when they come back (`kept_blocks`).
         """
         request_id = request.request_id
         if request_id in self._failed:
             self._failed.remove(request_id)
             self._to_compute.add(request_id)
+            return None, False
+        if not self._kept.leave_room(request.num_tokens, num_computed_tokens):
+            if request_id in self._to_compute:
+                self._to_compute.remove(request_id)  # nobody waits for it
+                self._failed_without_room.add(request_id)
+            self._note_no_room(request)
             return None, False
         if self._lets_pass and request_id not in self._to_compute:
             return None, False
@@ -341,6 +364,10 @@ class ConnectorScheduler:
         if pull is None:
             return 0, False
         count = pull.tokens - num_computed_tokens
+        if self._failed_without_room and isinstance(pull.remote, RemotePrefill) and count > 0:
+            # vLLM keeps all that is free, and more, for the one that has failed: no load would begin before it does.
+            self._waiting[request_id] = replace(pull, computed_because=catalogue.NO_ROOM)
+            return 0, False
         if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
             return 0, False
         self._offered.add(request_id)
@@ -363,6 +390,8 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._to_compute.discard(request_id)
         self._offered.discard(request_id)
+        self._without_room.discard(request_id)
+        self._failed_without_room.discard(request_id)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._note_taken(pull.remote)
@@ -391,6 +420,8 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._failed.discard(request_id)
         self._to_compute.discard(request_id)
+        self._without_room.discard(request_id)
+        self._failed_without_room.discard(request_id)
         self._answering.discard(request_id)
         self._heard_ns.pop(request_id, None)
         self._prompts_to_lend.pop(request_id, None)
@@ -413,7 +444,7 @@ class ConnectorScheduler:
         if not self._will_lend(request):
             return False, None
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        lease = self._computing.pop(request_id, None)
+        lease = self._computing.get(request_id)
         keeps = (
             any(block_ids)
             and _computed_tokens(request) > 0
@@ -421,11 +452,15 @@ class ConnectorScheduler:
             and self._lends_at_its_end(request, is_accepted=lease is not None)
         )
         if not completed or not keeps:
+            self._computing.pop(request_id, None)
             if lease is not None:
                 self._commands.append(LeaseWithdrawn(lease=lease))
             self._far_ends.let_go(request_id)
             return False, None
-        return True, self._grant(request, lease or self._new_lease(request_id), block_ids)
+        answer = self._grant(request, lease or self._new_lease(request_id), block_ids)
+        # After it counts as lent: the listener's thread, which counts both, would take this engine for drained.
+        self._computing.pop(request_id, None)
+        return True, answer
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -436,6 +471,7 @@ class ConnectorScheduler:
             self._commands.append(seen)
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
+        self._stepped_ns = self._clock.now_ns()
         self._lets_pass = False
         if self._offered:
             self._lets_pass = len(self._to_compute) > 0
@@ -468,6 +504,7 @@ class ConnectorScheduler:
         for request_id in output.finished_sending or ():
             self._far_ends.let_go(request_id)
         self._figures.end_leases(output.finished_sending or ())
+        self._kept.end(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if self._spans is not None:
             pulls = report.pulls if isinstance(report, WorkerReport) else ()
@@ -490,6 +527,7 @@ class ConnectorScheduler:
                 len(self._computing),
                 draining,
                 is_up=is_up,
+                quarantined_blocks=self._kept.quarantined,
                 loading_since_ns=next(iter(self._loading.values())).began_ns if self._loading else None,
             )
         except Exception as error:
@@ -498,8 +536,8 @@ class ConnectorScheduler:
 
     @property
     def keeps_stepping(self) -> bool:
-        """Whether vLLM has to go on although it has nothing to do: there are commands that the worker has not got, or
-        an engine that is to end has not drained.
+        """Whether vLLM has to go on although it has nothing to do: there are commands that the worker has not got, an
+        engine that is to end has not drained, or a quarantine may have ended.
 
         Commands wait where requests are queued and not served: scheduling is paused, by `/pause` or `/sleep`. Such a
         request does not count as work for vLLM, so an idle engine core would not step until it is resumed, and nobody
@@ -510,7 +548,13 @@ class ConnectorScheduler:
         and none makes new ones by itself: so each of these is put off by a step, and the engine core waits again after
         it. It is a step without a forward pass, which touches no KV cache: vLLM lets no engine sleep that still loads.
         Ranks of data parallelism take no part in it: whether they go on together is decided by unfinished requests.
+
+        That a quarantine has ended is heard of with a step, and while there is one vLLM resets no prefix cache, without
+        which no pause and no sleep is complete. An idle engine is asked here when it is told to do such a thing, and
+        makes one step before it does.
         """
+        if self._kept.quarantined and self._clock.now_ns() - self._stepped_ns >= QUARANTINE_ASKED_NS:
+            return True
         return bool(self._commands) or self._draining.keeps_stepping
 
     @property
@@ -552,6 +596,8 @@ class ConnectorScheduler:
         self._cache_manager = manager
         self._block_pool = manager.block_pool
         self._far_ends.bind(manager.block_pool)
+        self._kept.bind(manager.block_pool)
+        tell_offloading_of_reads()
 
     def shutdown(self) -> None:
         self._draining.forget_sigterm()
@@ -566,14 +612,11 @@ class ConnectorScheduler:
 
         Where steps overlap, one more may be under way then, which writes beyond them: a state is lost with it. Drafts
         that were refused do the same, and a window has moved with them. What is staged on the host is copied there
-        after a prefill only. With ReplaySSM a state is that of some tokens fewer until it is brought up to date every
-        so many steps; how many are missing only that engine knows.
+        after a prefill only.
         """
         overlaps, speculates = vllm_config.scheduler_config.async_scheduling, self._drafts_max > 0
         if self._is_staged:
             why = "its KV is staged in memory of the host (kv_buffer_device cpu)"
-        elif vllm_config.cache_config.use_replayssm:
-            why = "its states are not of all that it has decoded (use_replayssm)"
         elif self._has_states and (overlaps or speculates):
             why = "its model has states, and steps overlap (async scheduling) or speculate"
         elif speculates and not self._keeps_everything:
@@ -670,7 +713,8 @@ class ConnectorScheduler:
             subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
             self._log_failure(subject, error.failure)
             return None
-        if len(remote.block_ids) != len(self._groups):
+        groups = len(self._groups)
+        if len(remote.block_ids) != groups or len(remote.first_tokens) not in (0, groups):
             _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
             return None
         if remote.lease_number is None:
@@ -971,6 +1015,8 @@ class ConnectorScheduler:
             )
         )
         self._figures.grant(request.request_id, blocks, tokens)
+        if not is_for_decode:
+            self._kept.lend_back(request.request_id, lent)
         return build_remote_prefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
@@ -989,19 +1035,23 @@ class ConnectorScheduler:
         )
 
     def _keep_quarantined(self, report: WorkerReport) -> None:
-        pool = self._block_pool
-        if pool is None:
-            return
         if report.quarantined:
             self._event_log.kept_aside(_distinct(report.quarantined))
         for block_ids in report.quarantined:
-            pool.touch([pool.blocks[block_id] for block_id in block_ids])
-            self._figures.quarantine(block_ids)
+            self._kept.quarantine(block_ids)
         if report.lifted:
             self._event_log.given_back(_distinct(report.lifted))
         for block_ids in report.lifted:
-            pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
-            self._figures.lift(block_ids)
+            self._kept.lift(block_ids)
+
+    def _note_no_room(self, request: Request) -> None:
+        """Once for each request."""
+        if request.request_id in self._without_room:
+            return
+        self._without_room.add(request.request_id)
+        self._event_log.finds_no_room(
+            f"request {request.request_id}", request.num_tokens, self._kept.quarantined, self._kept.lent_back
+        )
 
 
 def _distinct(reported: Sequence[Sequence[int]]) -> int:

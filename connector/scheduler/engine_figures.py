@@ -11,7 +11,6 @@ blocks and tokens are right until it wakes up. Peers are shown as they were with
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from connector.clock import NS_PER_SECOND, Clock
@@ -42,14 +41,12 @@ class EngineFigures:
         self._lent: dict[str, tuple[int, int, int]] = {}
         self._lent_blocks = 0
         self._lent_tokens = 0
-        # How many ranks keep each block out of the pool; never 0.
-        self._quarantined: Counter[int] = Counter()
         self._by_rank: dict[int, Mapping[str, float]] = {}
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
         # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains,
-        # whether it is up, ages.
-        self._shown = (0, 0, State.SERVING, True, 0, 0)
+        # whether it is up, blocks in quarantine, ages.
+        self._shown = (0, 0, State.SERVING, True, 0, 0, 0)
 
     @property
     def leases_held(self) -> int:
@@ -72,21 +69,6 @@ class EngineFigures:
             self._lent_blocks -= blocks
             self._lent_tokens -= tokens
             self._has_news = True
-
-    def quarantine(self, block_ids: Iterable[int]) -> None:
-        """A rank keeps these blocks out of the pool."""
-        self._quarantined.update(block_ids)
-        self._has_news = True
-
-    def lift(self, block_ids: Iterable[int]) -> None:
-        """A rank gives them back. What others keep is not looked at: when an engine that hung has ended, hundreds of
-        requests come back in one step."""
-        quarantined = self._quarantined
-        for block_id in block_ids:
-            quarantined[block_id] -= 1
-            if quarantined[block_id] <= 0:
-                del quarantined[block_id]
-        self._has_news = True
 
     def note_wait(self, seconds: float, *, is_loaded: bool) -> None:
         """A request's wait for KV has ended."""
@@ -117,6 +99,7 @@ class EngineFigures:
         draining: State = State.SERVING,
         *,
         is_up: bool = True,
+        quarantined_blocks: int = 0,
         loading_since_ns: int | None = None,
     ) -> EngineStats | None:
         """Figures since the last call; None: nothing has changed.
@@ -126,6 +109,7 @@ class EngineFigures:
             computing: of the leases that are not granted yet.
             draining: whether this engine is to end.
             is_up: it serves KV.
+            quarantined_blocks: kept out of the pool because READs may still write into them.
             loading_since_ns: when the oldest request that loads KV began to; None: there is none.
         """
         oldest_request = oldest_lease = 0
@@ -133,7 +117,7 @@ class EngineFigures:
             oldest_request = self._age(loading_since_ns)
         if self._lent:
             oldest_lease = self._age(next(iter(self._lent.values()))[2])
-        shown = (queued, computing, draining, is_up, oldest_request, oldest_lease)
+        shown = (queued, computing, draining, is_up, quarantined_blocks, oldest_request, oldest_lease)
         if not self._has_news and self._shown == shown:
             return None
         self._has_news, self._shown = False, shown
@@ -142,7 +126,14 @@ class EngineFigures:
         return stats
 
     def _gauges(
-        self, queued: int, computing: int, draining: State, is_up: bool, oldest_request: int, oldest_lease: int
+        self,
+        queued: int,
+        computing: int,
+        draining: State,
+        is_up: bool,
+        quarantined_blocks: int,
+        oldest_request: int,
+        oldest_lease: int,
     ) -> dict[str, float]:
         gauges: dict[str, float] = {}
         for of_rank in self._by_rank.values():
@@ -156,7 +147,7 @@ class EngineFigures:
             _OLDEST_LEASE: oldest_lease,
             _LENT_BLOCKS: self._lent_blocks,
             _LENT_TOKENS: self._lent_tokens,
-            _QUARANTINED: len(self._quarantined),
+            _QUARANTINED: quarantined_blocks,
             _UP: int(is_up),
             _DRAINING: int(draining is not State.SERVING),
             _DRAINED: int(draining is State.DRAINED),

@@ -3,7 +3,7 @@
 Only where vLLM traces (`--otlp-traces-endpoint`). What a request went through on a rank is known in the worker
 (`connector/worker/pull_timer.py`) and comes with its report; whose child the span is, when the request arrived and when
 it had its first token is known here. So spans are made here, when the first token is there or the request has ended,
-with the times that they have had; of several ranks, those of the one that was waited for. vLLM's own span of the
+with the times that they have had; of several ranks, those of the one that decides. vLLM's own span of the
 request, `llm_request`, is made by its front end when the request ends and has a name of its own making: a child of the
 same parent is as near to it as a span can be. Exporting is the business of the tracer that vLLM has set up.
 """
@@ -19,8 +19,9 @@ import msgspec
 from vllm.tracing import extract_trace_context
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.history import deciding_rank
 from connector.observe.log import CrashCount
-from connector.observe.spans import ARRIVAL, HELD, REPORTED, Attribute, Part, PullTimes, makes_spans, slowest
+from connector.observe.spans import ARRIVAL, HELD, REPORTED, Attribute, Part, PullTimes, makes_spans
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -123,7 +124,7 @@ class RequestSpans:
             self._crashes.note("span of a request", error)
 
     def _write(self, found: _Open, end_ns: int) -> None:
-        times = slowest(found.pulls)
+        times = deciding_rank(found.pulls)
         arrived_ns = min(round(found.request.arrival_time * NS_PER_SECOND), found.heard_ns)
         parts = [Part(ARRIVAL, arrived_ns, found.heard_ns)]
         for part in times.parts:

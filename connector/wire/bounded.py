@@ -1,15 +1,19 @@
 """Decoding of untrusted bytes, and short text made from untrusted values.
 
 Two things every decoder of this package needs. `decode_msgpack` turns the several exceptions that hostile input can
-provoke (wrong types, broken UTF-8, nesting deeper than the interpreter's stack) into one. `render_untrusted` makes the
-`found` part of an error message: never longer than asked for, never slower for a bigger value, and free of control
-characters, whatever the value is.
+provoke (wrong types, broken UTF-8, nesting deeper than the interpreter's stack) into one, and looks at the outline of a
+map before it builds any of its values. `render_untrusted` makes the `found` part of an error message: never longer than
+asked for, never slower for a bigger value, and free of control characters, whatever the value is.
+
+What an engine decodes is bounded by its type: every list and every map in it has a `max_length`, which is compared with
+the length that is announced before an element is looked at. A text needs none for that: it costs a copy of its bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,11 +29,19 @@ HOST_LENGTH_MAX = 255
 PLACE_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+:[0-9]{1,5}\Z"
 """host:port of a side channel."""
 
+FIELDS_MAX = 64
+"""Of the outermost map. No message has half as many; a later version may have more of them than this one."""
+
 _SAMPLED_ELEMENTS = 3
 _NESTING_RENDERED = 2
 _INTEGER_BITS_RENDERED = 96
 
 _Decoded = TypeVar("_Decoded")
+
+Fields: TypeAlias = dict[str, msgspec.Raw]
+"""The outermost map of a message, its values as they are encoded."""
+
+_fields_decoder = msgspec.msgpack.Decoder(Fields)
 
 
 def split_place(place: str) -> tuple[str, int]:
@@ -75,16 +87,56 @@ class BadFrame(Exception):
         self.detail = detail
 
 
-def decode_msgpack(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes, *, bytes_max: int) -> _Decoded:
-    """Decode at most `bytes_max` bytes, or raise DecodeFailed."""
+def decode_msgpack(
+    decoder: msgspec.msgpack.Decoder[_Decoded],
+    data: bytes,
+    *,
+    bytes_max: int,
+    look: Callable[[Fields], None] = lambda fields: None,
+) -> _Decoded:
+    """Decode at most `bytes_max` bytes, or raise DecodeFailed.
+
+    `look`: given the fields before any is decoded, raises DecodeFailed for what no type can bound.
+    """
     if len(data) > bytes_max:
         raise DecodeFailed(f"{len(data)} bytes, the limit is {bytes_max}")
     try:
+        look(_fields(data))
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeFailed(shorten(str(error), 200)) from None
     except RecursionError:
         raise DecodeFailed("nested too deeply") from None
+
+
+def require_beside(field: str, fields: Fields, bytes_all: int, bytes_max: int) -> None:
+    """Raise DecodeFailed for more than `bytes_max` bytes, of `bytes_all`, that are not the value of `field`."""
+    rest = bytes_all - memoryview(fields.get(field, b"")).nbytes
+    if rest > bytes_max:
+        raise DecodeFailed(f"{rest} bytes beside {field}, the limit is {bytes_max}")
+
+
+def announced_length(encoded: bytes | memoryview) -> int:
+    """How many elements or fields the head of a message pack array or map announces; 0: it is something else."""
+    kind = encoded[0] if encoded else 0
+    if 0x80 <= kind <= 0x9F:
+        return kind & 0x0F
+    size = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}.get(kind, 0)
+    return int.from_bytes(encoded[1 : 1 + size], "big")
+
+
+def _fields(data: bytes) -> Fields:
+    """Of the outermost map; of anything else there are none. Raises DecodeFailed where one is there twice: msgspec
+    would build each of its values, and keep the last, so that the bounds of one value would bound nothing."""
+    if not data or not (0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF)):
+        return {}
+    announced = announced_length(data)
+    if announced > FIELDS_MAX:
+        raise DecodeFailed(f"{announced} fields, the limit is {FIELDS_MAX}")
+    fields = _fields_decoder.decode(data)
+    if len(fields) != announced:
+        raise DecodeFailed("a field is there twice")
+    return fields
 
 
 def shorten(text: str, length_max: int = RENDERED_LENGTH_MAX) -> str:

@@ -31,9 +31,11 @@ WHY_LENGTH_MAX = 200
 ID_LENGTH_MAX = 512
 """Characters of an engine or request id, as in `kv_transfer_params`."""
 RANKS_MAX = 1024
-MESSAGE_BYTES_MAX = 2 << 20
-"""More than the largest message there is: 512 leases with an id and a reason of the longest kind, 4 bytes to a
-character."""
+ANSWER_BYTES_MAX = 2 << 20
+"""Of what is said to a D. More than the largest there is: 512 leases with an id and a reason of the longest kind, 4
+bytes to a character."""
+REQUEST_BYTES_MAX = (1 << 20) + (1 << 16)
+"""Of what is said to a worker: 512 leases with an id."""
 
 SUMS_PART_BYTES = 1 << 20
 SUMS_PARTS_MAX = 256
@@ -41,6 +43,8 @@ SUMS_PARTS_MAX = 256
 
 _NUMBER_MAX = 2**63 - 1
 _Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
+_LEASES = Meta(max_length=LEASES_PER_MESSAGE_MAX)
+_Leases: TypeAlias = Annotated[tuple[LeaseName, ...], _LEASES]
 _EngineId: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 _is_identifier = re.compile(IDENTIFIER_PATTERN).match
 
@@ -80,7 +84,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
     """How many ranks of that engine deal with this P rank."""
     sent_ns: _Nanoseconds
-    leases: tuple[LeaseName, ...]
+    leases: _Leases
     hears_leaving: bool = False
     """The sender understands Leaving, and wants to be told."""
 
@@ -94,7 +98,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     engine_id: _EngineId
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
-    leases: tuple[LeaseName, ...]
+    leases: _Leases
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)
@@ -105,8 +109,8 @@ class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
 
     sent_ns: _Nanoseconds
     """That of the `Hold`."""
-    held: tuple[HeldLease, ...] = ()
-    gone: tuple[GoneLease, ...] = ()
+    held: Annotated[tuple[HeldLease, ...], _LEASES] = ()
+    gone: Annotated[tuple[GoneLease, ...], _LEASES] = ()
 
     def __post_init__(self) -> None:
         _require_bounded([*self.held, *self.gone])
@@ -121,7 +125,7 @@ class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     """P has counted the release of `leases`, or had nothing to count: it need not be sent again."""
 
-    leases: tuple[LeaseName, ...]
+    leases: _Leases
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)
@@ -218,12 +222,12 @@ def gone_lease(lease: LeaseName, why: str) -> GoneLease:
 
 def decode_request(frames_untrusted: Sequence[bytes]) -> ControlRequest:
     """Read what a D or a tool sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    return decode_msgpack(_request_decoder, _only(frames_untrusted), bytes_max=MESSAGE_BYTES_MAX)
+    return decode_msgpack(_request_decoder, _only(frames_untrusted), bytes_max=REQUEST_BYTES_MAX)
 
 
 def decode_answer(frames_untrusted: Sequence[bytes]) -> ControlAnswer:
     """D: read what a P sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    return decode_msgpack(_answer_decoder, _only(frames_untrusted), bytes_max=MESSAGE_BYTES_MAX)
+    return decode_msgpack(_answer_decoder, _only(frames_untrusted), bytes_max=ANSWER_BYTES_MAX)
 
 
 def _only(frames: Sequence[bytes]) -> bytes:
@@ -240,7 +244,8 @@ def is_request_id(text: str) -> bool:
 
 def _require_bounded(leases: Iterable[LeaseName | HeldLease | GoneLease]) -> None:
     """Raise ValueError for too many leases or an impossible name; msgspec makes it a failed decode."""
-    # Not with msgspec.Meta: LeaseName belongs to the protocol, which has no bounds on text.
+    # The names not with msgspec.Meta: LeaseName belongs to the protocol, which has no bounds on text. The number with
+    # both: the types bound it before anything is built, and this where a message is made and over two lists together.
     for count, lease in enumerate(leases, start=1):
         if count > LEASES_PER_MESSAGE_MAX:
             raise ValueError(f"more than {LEASES_PER_MESSAGE_MAX} leases")

@@ -30,8 +30,10 @@ from connector.wire.bounded import (
     IDENTIFIER_PATTERN,
     BadFrame,
     DecodeFailed,
+    Fields,
     decode_msgpack,
     render_untrusted,
+    require_beside,
     shorten,
 )
 from connector.wire.identity import NOT_PACKED, Difference, KvIdentity, differing_factors, differing_layers
@@ -45,9 +47,18 @@ PUBLIC_KEY_PATTERN = r"\A[!-~]{40}\Z"
 LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
 EXTENSION_VERSION = 2
 RANK_MAX = 1023
-PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + (1 << 20)
+EXTENSION_BYTES_MAX = 1 << 20
+"""Of a payload without its metadata: some two hundred bytes for each layer of `identity`."""
+PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + EXTENSION_BYTES_MAX
 ERROR_LENGTH_MAX = 500
 """Longest error text sent or quoted, in characters."""
+SAME_HASH = (
+    "the hash covers vLLM version, connector version, model, dtype, KV cache dtype, attention backend, hybrid cache "
+    "manager and speculative decoding: start both engines with the same. The option enforce_handshake_compat=false "
+    "skips this comparison"
+)
+"""What to do where hashes differ and nothing says why."""
+
 OTHERS_NAMED_MAX = 5
 """Fields that differ beside the first one."""
 
@@ -217,7 +228,7 @@ def decode_reply(
     if len(frames_untrusted) != 2:
         raise malformed("frames", f"expected 2, got {len(frames_untrusted)}")
     try:
-        payload = decode_msgpack(_payload_decoder, frames_untrusted[0], bytes_max=PAYLOAD_BYTES_MAX)
+        payload = _decode_payload(frames_untrusted[0])
     except DecodeFailed as error:
         raise malformed("payload", error.detail) from None
     if payload.error is not None:
@@ -250,7 +261,7 @@ def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
     """Read an engine's reply, whoever it is. Raises BadFrame for a wrong number of frames, DecodeFailed otherwise."""
     if len(frames_untrusted) != 2:
         raise BadFrame(f"expected 2 frames, got {len(frames_untrusted)}")
-    payload = decode_msgpack(_payload_decoder, frames_untrusted[0], bytes_max=PAYLOAD_BYTES_MAX)
+    payload = _decode_payload(frames_untrusted[0])
     agent_metadata = payload.agent_metadata_bytes
     return Advertisement(
         compatibility_hash=payload.compatibility_hash,
@@ -258,6 +269,13 @@ def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
         actor=payload.actor,
         error=shorten(payload.error, ERROR_LENGTH_MAX) if payload.error is not None else None,
     )
+
+
+def _decode_payload(payload_untrusted: bytes) -> _Payload:
+    def look(fields: Fields) -> None:
+        require_beside("agent_metadata_bytes", fields, len(payload_untrusted), EXTENSION_BYTES_MAX)
+
+    return decode_msgpack(_payload_decoder, payload_untrusted, bytes_max=PAYLOAD_BYTES_MAX, look=look)
 
 
 def incompatibilities(
@@ -293,9 +311,5 @@ def _hash_mismatch(peer: str, address: str, local: str, remote: str) -> Incompat
         field="compatibility_hash",
         local=local,
         remote=remote,
-        advice=(
-            "the hash covers vLLM version, connector version, model, dtype, KV cache dtype, attention backend, hybrid "
-            "cache manager and speculative decoding: start both engines with the same. The option "
-            "enforce_handshake_compat=false skips this comparison"
-        ),
+        advice=SAME_HASH,
     )

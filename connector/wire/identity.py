@@ -10,10 +10,12 @@ built-in ones neither send nor read. If both sides state it, it takes the place 
   and the revision of the model do not matter where both sides state the same weights: another path to the same files is
   the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
 * `layers` say what the bytes of each layer's blocks are: numbers of which type, of which kind of FP8, multiplied by
-  which scales, in which order where the shape of the tensor does not say it. Bytes that are read in another order, or
-  scaled by another number, are other numbers, so nothing skips this part. Only the order of a peer that has that of the
-  shape does not matter to an engine that puts what it reads from such a one in its own (`layout.landing`). Layers that
-  only one side has are the layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ.
+  which scales, in which order where the shape of the tensor does not say it, and how many there are of a head, a latent
+  or a state. Bytes that are read in another order, or scaled by another number, are other numbers, so nothing skips
+  this part. Only the order of a peer that has that of the shape does not matter to an engine that puts what it reads
+  from such a one in its own (`layout.landing`). Layers that only one side has are the layout's affair, and so are the
+  numbers of heads and the sizes of blocks, which may differ. The lengths of blocks in the metadata do not say how many
+  bytes there are: pages are padded to the length of other layers' pages, and a row has pages of several layers.
 
 Values are told as vLLM has them, and two names of the same are taken for one where they are compared, and nowhere else:
 so a version that learns of another pair of names refuses no engine of the version before, which cannot know of it.
@@ -32,8 +34,9 @@ from msgspec import Meta
 from connector.wire.bounded import IDENTIFIER_PATTERN
 
 FACTORS_MAX = 256
-LAYERS_MAX = 10_000
+LAYERS_MAX = 4096
 HEADS_MAX = 1024
+COMPONENTS_MAX = 64
 VALUE_LENGTH_MAX = 256
 
 AS_SHAPED = "as the tensor's shape"
@@ -52,6 +55,8 @@ OF_ROCM = "as ROCm orders an indexer"
 DTYPE = "KV cache dtype"
 
 FP8 = "kind of FP8"
+
+CONTENT = "content"
 
 FNUZ, E4B15 = "FNUZ", "E4B15"
 """Kinds of FP8 that the name of a type does not tell from OCP's: what MI300 and MI325 have, and TurboQuant on GPUs of
@@ -92,6 +97,7 @@ _NAMES_OF_THE_SAME = {
 _Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 _Scales: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=HEADS_MAX)]
+_Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 
 
 class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,6 +111,10 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             head of this rank; empty: nothing.
         first_head: of this rank, among the KV heads of the model.
         heads: KV heads of this rank. 0: it holds something else, or an older engine that does not say.
+        content_bytes: of one unit of each component of the layer (`layout.shapes`), without padding: of K and of V of a
+            head of one token, of a latent, of each part of a state. Whatever the number of ranks: of slots it is what
+            they hold of a KV head, and of a state that is not known to be divided, what all ranks hold. Empty: an older
+            engine that does not say.
     """
 
     dtype: _Value
@@ -114,6 +124,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     v_scales: _Scales = ()
     first_head: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     heads: Annotated[int, Meta(ge=0, le=HEADS_MAX)] = 0
+    content_bytes: Annotated[tuple[_Bytes, ...], Meta(max_length=COMPONENTS_MAX)] = ()
 
 
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +175,7 @@ def differing_layers(
         other = theirs.get(name)
         if other is None or other == layer:
             continue
+        told: list[Difference] = []
         for field, local, remote in (
             (DTYPE, layer.dtype, other.dtype),
             (FP8, layer.fp8 or OCP, other.fp8 or OCP),
@@ -175,11 +187,20 @@ def differing_layers(
             advice = next(named, field)
             found = _of_layer(f"{field} of {name}", local or AS_SHAPED, remote or AS_SHAPED, advice)
             if advice != ORDER or remote:
-                yield found
+                told.append(found)
             elif not_packed:
-                yield msgspec.structs.replace(found, advice=not_packed)
+                told.append(msgspec.structs.replace(found, advice=not_packed))
+        # Bytes of another type or order may be more or fewer, and then that is why.
+        yield from told or _differing_content(name, layer, other)
         for field in ("k_scale", "v_scale"):
             yield from _differing_scales(field, name, layer, other)
+
+
+def _differing_content(name: str, ours: LayerIdentity, theirs: LayerIdentity) -> Iterator[Difference]:
+    local, remote = ours.content_bytes, theirs.content_bytes
+    if local and remote and local != remote:
+        here, there = (f"{', '.join(map(str, sizes))} bytes" for sizes in (local, remote))
+        yield _of_layer(f"{CONTENT} of {name}", here, there, CONTENT)
 
 
 def _is_same(names: Mapping[str, str], local: str, remote: str) -> bool:
@@ -215,7 +236,16 @@ def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:
 
 
 _LAYER_ADVICE = {
-    DTYPE: "start both engines with the same --kv-cache-dtype and the same layers exempt from it",
+    DTYPE: (
+        "start both engines with the same --kv-cache-dtype and the same layers exempt from it; the type of a state is"
+        " that of --mamba-cache-dtype and --mamba-ssm-cache-dtype, an indexer's that of indexer_kv_dtype in"
+        " --attention-config"
+    ),
+    CONTENT: (
+        "start both engines with the same num_speculative_tokens in --speculative-config, by which the convolution of a"
+        " state and a ring buffer are longer, and with the same indexer_kv_dtype in --attention-config; DeepSeek-V4.1"
+        " needs GPUs that keep its latents in the same form"
+    ),
     FP8: (
         "the GPUs of both engines store FP8 in unlike ways, and the same byte is another number: use GPUs that store it"
         " alike, or, if the model allows it, a --kv-cache-dtype without FP8"
@@ -241,6 +271,9 @@ _LAYER_ADVICE = {
 _UNENFORCED = "the option enforce_handshake_compat=false skips this comparison"
 
 
+_AUTO_LENGTH = "auto counts as the length that vLLM takes from the model's configuration, whatever fits into memory"
+
+
 def _advice(name: str) -> str:
     kind = name.removeprefix(DRAFT)
     if kind == WEIGHTS:
@@ -250,13 +283,14 @@ def _advice(name: str) -> str:
     elif kind == LONG_ROPE:
         said = (
             "start both engines with the same --max-model-len: one beyond original_max_position_embeddings of the model"
-            " makes vLLM rotate the keys of all prompts by other factors"
+            f" makes vLLM rotate the keys of all prompts by other factors; {_AUTO_LENGTH}"
         )
     elif kind == TEMPERATURE_TUNING:
         said = (
             "start both engines with a --max-model-len up to 32768, or both with one beyond, where vLLM scales the"
-            " queries of all prompts, or both with the same attn_temperature_tuning in --override-generation-config"
+            " queries of all prompts, or both with the same attn_temperature_tuning in --override-generation-config;"
+            f" {_AUTO_LENGTH}"
         )
     else:
-        said = "start both engines with the same"
+        said = f"start both engines with the same {name}"
     return f"{said}; {_UNENFORCED}"

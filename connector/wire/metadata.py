@@ -3,34 +3,60 @@
 `AgentMetadata` is the map that the built-in connector of the same version sends and expects: same keys, same types. Its
 numbers become addresses that NIXL reads from, so `decode_agent_metadata` bounds all of them and checks that they fit
 together. What they mean belongs to layout: `advertised` makes the map from a `RankLayout`, `remote` reads it.
+
+Whoever answers at the address in a request may have sent it, and decoding keeps the interpreter from the engine. So it
+is bounded by what an engine has, and not only by the size of what came.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import IDENTIFIER_PATTERN, DecodeFailed, decode_msgpack
+from connector.wire.bounded import (
+    IDENTIFIER_PATTERN,
+    DecodeFailed,
+    Fields,
+    announced_length,
+    decode_msgpack,
+    require_beside,
+)
 
-REGIONS_MAX = 100_000
-METADATA_BYTES_MAX = 48 << 20
-AGENT_BYTES_MAX = 16 << 20
-"""NIXL's own part grows with the registered ranges: 440 kB for 10,000."""
+REGIONS_MAX = 4096
+"""Of one rank: a region for each tensor of each layer. The largest models have some hundred layers and a few tensors in
+each."""
+MEMBERS_MAX = 4 * REGIONS_MAX
+"""Layers that all regions of one rank name together. One may have memory in several."""
+AGENT_BYTES_MAX = 8 << 20
+"""NIXL's own part grows with the registered ranges, by 44 bytes each over TCP, and with the network cards."""
+FACTS_BYTES_MAX = 4 << 20
+"""All the rest: a kilobyte for each region."""
+METADATA_BYTES_MAX = AGENT_BYTES_MAX + FACTS_BYTES_MAX
+NAME_LENGTH_MAX = 512
+"""Characters."""
 
 SHARED_GROUP = -1
 """Group id of a region in which several cache groups have their blocks."""
 
 _ADDRESS_MAX = 2**63 - 1
-_Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
+_PER_REGION = Meta(max_length=REGIONS_MAX)
+_Name: TypeAlias = Annotated[str, Meta(max_length=NAME_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+# Of a long list: which characters there are is looked at once for all, for a pattern costs more than making the text.
+_NameInList: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+_is_identifier = re.compile(IDENTIFIER_PATTERN).match
 _Address: TypeAlias = Annotated[int, Meta(ge=1, le=_ADDRESS_MAX)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 40)]
 _BlockCount: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Group: TypeAlias = Annotated[int, Meta(ge=-1, le=4096)]
 _Offset: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
-_Members: TypeAlias = Annotated[list[_Name], Meta(max_length=REGIONS_MAX)]
+_Lengths: TypeAlias = Annotated[list[_Length], _PER_REGION]
+_Members: TypeAlias = Annotated[list[_NameInList], Meta(max_length=MEMBERS_MAX)]
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +69,9 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     device_id: Annotated[int, Meta(ge=0, le=4096)]
     num_blocks: _BlockCount
     """Kernel blocks."""
-    block_lens: list[_Length]
+    block_lens: _Lengths
     """Bytes of one kernel block."""
-    block_strides: list[_Length]
+    block_strides: _Lengths
     """Bytes from one kernel block to the next."""
     kv_cache_layout: _Name
     block_size: _Size
@@ -53,20 +79,22 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ssm_sizes: tuple[_Offset, _Offset]
     attn_backend_name: _Name
     physical_blocks_per_logical_kv_block: _Size
-    region_num_blocks: list[_BlockCount] | None = None
-    region_group_ids: list[_Group] | None = None
-    region_names: list[_Name] | None = None
-    region_mem_types: list[_Name] | None = None
+    region_num_blocks: Annotated[list[_BlockCount], _PER_REGION] | None = None
+    region_group_ids: Annotated[list[_Group], _PER_REGION] | None = None
+    region_names: Annotated[list[_NameInList], _PER_REGION] | None = None
+    region_mem_types: Annotated[list[Literal["DRAM", "VRAM"]], _PER_REGION] | None = None
     dcp_size: _Size = 1
     pcp_size: _Size = 1
     ple_block_len: _Length | None = None
-    region_members: Annotated[list[_Members], Meta(max_length=REGIONS_MAX)] = msgspec.field(default_factory=list)
-    packed_member_layouts: Annotated[dict[_Name, tuple[_Offset, _Length]], Meta(max_length=REGIONS_MAX)] = (
-        msgspec.field(default_factory=dict)
+    region_members: Annotated[list[_Members], _PER_REGION] = msgspec.field(default_factory=list)
+    """MEMBERS_MAX in all."""
+    packed_member_layouts: Annotated[dict[_Name, tuple[_Offset, _Length]], _PER_REGION] = msgspec.field(
+        default_factory=dict
     )
 
 
 _decoder = msgspec.msgpack.Decoder(AgentMetadata)
+_members_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _PER_REGION])
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -77,7 +105,8 @@ def encode_agent_metadata(metadata: AgentMetadata) -> bytes:
 
 def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
     """Read a peer's metadata. Raises DecodeFailed for anything that is malformed or does not fit together."""
-    metadata = decode_msgpack(_decoder, data_untrusted, bytes_max=METADATA_BYTES_MAX)
+    look = partial(_require_bounded, len(data_untrusted))
+    metadata = decode_msgpack(_decoder, data_untrusted, bytes_max=METADATA_BYTES_MAX, look=look)
     regions = len(metadata.kv_caches_base_addr)
     for field in ("block_lens", "block_strides", "region_num_blocks", "region_group_ids", "region_names"):
         _require_length(metadata, field, regions)
@@ -92,10 +121,25 @@ def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
             raise DecodeFailed(f"block stride {stride} is less than block length {length}")
         if address + stride * (count - 1) + length > _ADDRESS_MAX:
             raise DecodeFailed(f"region at {address:#x} runs past the end of the address space")
-    for kind in metadata.region_mem_types or ():
-        if kind not in ("DRAM", "VRAM"):
-            raise DecodeFailed("region_mem_types names an unknown kind of memory")
+    _require_names("region_names", metadata.region_names or ())
+    for members in metadata.region_members:
+        _require_names("region_members", members)
     return metadata
+
+
+def _require_bounded(bytes_all: int, fields: Fields) -> None:
+    require_beside("agent_metadata", fields, bytes_all, FACTS_BYTES_MAX)
+    if "region_members" in fields:
+        regions = _members_decoder.decode(fields["region_members"])
+        members = sum(announced_length(memoryview(region)) for region in regions)
+        if members > MEMBERS_MAX:
+            raise DecodeFailed(f"region_members has {members} names, the limit is {MEMBERS_MAX}")
+
+
+def _require_names(field: str, names: Iterable[str]) -> None:
+    together = "".join(names)
+    if together and _is_identifier(together) is None:
+        raise DecodeFailed(f"{field} has a name with control characters")
 
 
 def _require_length(metadata: AgentMetadata, field: str, regions: int) -> None:

@@ -37,7 +37,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The sender still waits for these requests. Order and repetitions are the sender's."""
+    """The sender still waits for these requests. Each is there once, in the sender's order."""
 
     request_ids: tuple[str, ...]
     or_release: Release | None = None
@@ -105,7 +105,8 @@ def _parse_heartbeat(text: str, message: bytes) -> Heartbeat | Malformed:
     listed = text[len(HEARTBEAT_PREFIX) :]
     if listed.count(",") >= REQUEST_IDS_MAX:
         return _malformed(f"more than {REQUEST_IDS_MAX} request ids", message)
-    request_ids = tuple(request_id for request_id in listed.split(",") if request_id)
+    # Each once: whatever looks for them takes a step for each, and a sender could name one that is lent over and over.
+    request_ids = tuple(request_id for request_id in dict.fromkeys(listed.split(",")) if request_id)
     if any(len(request_id) > REQUEST_ID_LENGTH_MAX for request_id in request_ids):
         return _malformed(f"a request id longer than {REQUEST_ID_LENGTH_MAX} characters", message)
     return Heartbeat(request_ids)

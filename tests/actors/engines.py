@@ -50,7 +50,7 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import REQUEST_BYTES_MAX
 from connector.wire.identity import KvIdentity
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
@@ -69,6 +69,11 @@ HEAD_BYTES = 32
 """K and V of one head of one token."""
 HASH = "same-model"
 HOST = "127.0.0.1"
+LEASE_SECONDS = 4.0
+"""Of a lease that D keeps alive. It renews while more than half is left, so that this process may stand still for two
+seconds, as on a machine that is busy with something else."""
+HELD_SECONDS = 1.5 * LEASE_SECONDS
+"""Longer than a lease lasts that is not renewed, or only once."""
 
 T = TypeVar("T")
 
@@ -441,7 +446,7 @@ def _rank(
     port.clock = clock
     refused: list[str] = []
     side_channel = _channel(channel_access(options), refused)
-    control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+    control = side_channel.listen(HOST, 0, frame_bytes_max=REQUEST_BYTES_MAX)
     trace, outcomes = ListSink(), Outcomes()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
 

@@ -43,7 +43,7 @@ from tests.actors.test_pull import run
 OPTIONS = ConnectorOptions(
     transfer_retries=0, request_timeout_seconds=0.5, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
 )
-UPTIME = re.compile(r'"uptime_seconds": ?[0-9.]+|goes-away/0 +\S+ +[0-9.]+ m?s')
+UPTIME = re.compile(r'"uptime_seconds": ?[0-9.]+|goes-away/0 +\S+ +[0-9.]+ (?:m?s|min [0-9]+ s)')
 """In what `ps` prints, of an engine that answers."""
 EVERYTHING = tuple(Question(what=what) for what in WHATS)
 

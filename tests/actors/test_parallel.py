@@ -16,10 +16,20 @@ from connector.layout.landing import Permute
 from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
 from connector.worker.landing import LandedBlocks, landing_caches
 from statemachine.failures import BadParams
-from tests.actors.engines import BLOCKS, HEADS, LAYERS, Engine, lease_of, parallel_engine, until
+from tests.actors.engines import (
+    BLOCKS,
+    HEADS,
+    HELD_SECONDS,
+    LAYERS,
+    LEASE_SECONDS,
+    Engine,
+    lease_of,
+    parallel_engine,
+    until,
+)
 
 
-def run(test: Callable[[], Awaitable[None]], seconds: float = 30.0) -> None:
+def run(test: Callable[[], Awaitable[None]], seconds: float = 100.0) -> None:
     async def main() -> None:
         with trio.fail_after(seconds):
             await test()
@@ -92,7 +102,7 @@ def test_heads_that_several_ranks_hold_are_read_once() -> None:
 
 def test_heartbeats_reach_every_rank() -> None:
     async def test() -> None:
-        options = ConnectorOptions(kv_lease_duration=1.2)
+        options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
         async with (
             parallel_engine("p", 2, serves=True, options=options) as ps,
             parallel_engine("d", 1, options=options) as (d,),
@@ -102,7 +112,7 @@ def test_heartbeats_reach_every_rank() -> None:
             d.supervisor.deliver(
                 TrackLease(request_id="a", peer=ps[0].address, lease=lease_of("remote-a"), age_seconds=0.0)
             )
-            await trio.sleep(2.5)
+            await trio.sleep(HELD_SECONDS)
             assert [each.sent("remote-a") for each in ps] == [None, None]
 
     run(test)

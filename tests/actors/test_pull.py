@@ -18,7 +18,9 @@ from tests.plain_paths import REQUEST_PATHS_PLAIN
 from tests.rig.network import BlackHole
 
 
-def run(test: Callable[[], Awaitable[None]], seconds: float = 30.0) -> None:
+def run(test: Callable[[], Awaitable[None]], seconds: float = 100.0) -> None:
+    """`seconds`: less than pytest gives. The first agent of a process may take half a minute on a busy machine."""
+
     async def main() -> None:
         with trio.fail_after(seconds):
             await test()

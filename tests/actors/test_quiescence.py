@@ -12,14 +12,16 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
 from connector.protocol import QuarantineLifted, ReceiveEnded
+from connector.runtime.introductions import Introductions
 from statemachine.failures import QuarantineFull, RequestIdInQuarantine
-from tests.actors.engines import BLOCKS, Engine, engine, lend_by_all, until
+from statemachine.roster import PeerKey
+from tests.actors.engines import BLOCKS, HOST, Engine, engine, lend_by_all, until
 from tests.actors.late_reads import Answer, LateReads
-from tests.actors.test_peers import is_served_again, reads
+from tests.actors.test_peers import is_served, is_served_again, reads
 from tests.actors.test_pull import run
 
 OPTIONS = ConnectorOptions(
-    transfer_retries=0, request_timeout_seconds=0.3, quiesce_timeout_seconds=0.3, backoff_initial_seconds=0.1
+    transfer_retries=0, request_timeout_seconds=1.5, quiesce_timeout_seconds=0.3, backoff_initial_seconds=0.1
 )
 THEIRS, NEXT_OWNER = 7, 77
 
@@ -36,7 +38,7 @@ def test_a_read_that_errored_with_requests_in_flight_writes_into_nobody_elses_bl
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
-            await reads(d, p, "before")
+            await is_served(d, p, "before")
             p.memory[:] = THEIRS
             late = LateReads(monkeypatch, d.port.agent_name, answer)
             d.borrow("a", lend_by_all([p], "remote-a"), p.address, [4, 6, 9], [1, 3, 5])
@@ -62,7 +64,7 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
-            await reads(d, p, "before")
+            await is_served(d, p, "before")
             late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
             quarantined = []
             for number in range(6):
@@ -81,6 +83,34 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
     run(test)
 
 
+def test_a_known_peer_whose_read_never_ends_is_not_connected_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is at its place is to be met before the READ has ended, which may be never."""
+    lost: list[PeerKey] = []
+    note_lost = Introductions.note_lost
+
+    def keep(self: Introductions, key: PeerKey) -> None:
+        lost.append(key)
+        note_lost(self, key)
+
+    monkeypatch.setattr(Introductions, "note_lost", keep)
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            options = msgspec.structs.replace(OPTIONS, known_peers=(f"{HOST}:{p.address.port}",))
+            async with engine("d", options=options) as d:
+                await is_served(d, p, "before")
+                late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
+                lost.clear()
+                d.borrow("a", lend_by_all([p], "remote-a"), p.address, [10], [1])
+                assert (await until(lambda: d.received("a"))).quarantined
+                await until(lambda: lost)
+                assert not is_lifted(d, [10])
+                late.let_go()
+                await until(lambda: is_lifted(d, [10]))
+
+    run(test)
+
+
 @pytest.mark.parametrize("seconds_later", [0.0, 0.6])
 def test_an_id_that_is_used_again_while_its_blocks_are_in_quarantine_gets_none_of_them_back(
     monkeypatch: pytest.MonkeyPatch, seconds_later: float
@@ -90,7 +120,7 @@ def test_an_id_that_is_used_again_while_its_blocks_are_in_quarantine_gets_none_o
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
-            await reads(d, p, "before")
+            await is_served(d, p, "before")
             late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT)
             d.borrow("a", lend_by_all([p], "remote-a"), p.address, [4, 6, 9], [1, 3, 5])
             assert (await until(lambda: d.received("a"))).quarantined
@@ -142,12 +172,13 @@ def test_a_full_quarantine_refuses_what_is_new_until_its_blocks_have_come_back(
     the grace of the back end is over, which is later than the request can wait for. Another engine is not to blame, but
     nothing is read from it either, and its blocks are given back to it."""
     hangs = ends == "the READ ends"
-    options = FEW if hangs else msgspec.structs.replace(FEW, backend_grace_seconds=1.5)
+    options = FEW if hangs else msgspec.structs.replace(FEW, backend_grace_seconds=5.0)
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("q", serves=True) as q, engine("d", options=options) as d:
             for each, name in ((p, "before-p"), (q, "before-q")):
-                await reads(d, each, name)
+                await is_served(d, each, name)
+            said.clear()
             late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT if hangs else Answer.ERROR)
             d.borrow("a", lend_by_all([p], "remote-a"), p.address, [10, 11], [1, 2])
             ended = await until(lambda: d.received("a"))
@@ -166,7 +197,7 @@ def test_a_full_quarantine_refuses_what_is_new_until_its_blocks_have_come_back(
             assert refused is not None, "it fails at once"
             assert refused.failure == QuarantineFull(blocks=2, limit=2)
             assert not refused.quarantined
-            await until(lambda: q.sent("remote-b"), 3.0)  # long before its lease is over
+            await until(lambda: q.sent("remote-b"))  # long before its lease is over
             assert late.posted == 1
             assert len(said) == 1
 

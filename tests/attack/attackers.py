@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -20,12 +22,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
 from connector.wire.administration import MEET_PLACES_MAX, Meet, encode_meet
-from connector.wire.control import AskSums, Hold, Release, encode_request
+from connector.wire.control import REQUEST_BYTES_MAX, AskSums, Hold, Release, encode_request
 from connector.wire.handshake import encode_request as encode_handshake
 from connector.wire.inspection import WHATS, Inspect, encode_question
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
-from tests.attack.zmtp import GREETING, HELLO, HELLO_BYTES, endless, frame, message
+from tests.attack.zmtp import EMPTY, GREETING, HELLO, HELLO_BYTES, endless, frame, many_frames, message
 from tests.fuzz.mutations import mutate
 from tests.fuzz.targets import TARGETS
 
@@ -38,6 +42,8 @@ FEW = 64
 """Connections of an attack that says something over each of them."""
 PIECES = 64
 """Messages that are handed to the kernel together."""
+FEW_LARGE = 10
+"""Connections or messages of an attack whose messages keep everybody waiting, itself too."""
 
 _LEASES = tuple(LeaseName(f"cmpl-{number}", number) for number in range(LEASES_PER_MESSAGE_MAX))
 _WHO = {"engine_id": "stranger", "rank": 0, "ranks": 1}
@@ -57,6 +63,11 @@ class Tally:
     """Of those that were handed to the kernel together, only if all were."""
     bytes: int = 0
     problem: str = ""
+
+    @property
+    def tried(self) -> int:
+        """Attempts to connect or messages, whichever are more: a listener that defends itself takes few connections."""
+        return max(self.connections + self.refused, self.messages)
 
 
 @dataclass
@@ -179,13 +190,23 @@ def keep(attack: Attack, count: int, open_one: Callable[[], bool], pause_seconds
         yield
 
 
-def flood(attack: Attack, make: Callable[[], bytes], *, reads: bool = True) -> Step:
+def flood(attack: Attack, make: Callable[[], bytes], *, reads: bool = True, pieces: int = PIECES) -> Step:
     """The same over a few connections as fast as they take it; an ended one is replaced at once."""
 
     def more() -> bytes:
-        return b"".join(make() for _ in range(PIECES))
+        return b"".join(make() for _ in range(pieces))
 
-    return keep(attack, FLOODERS, lambda: attack.connect(HELLO, more, messages=PIECES, reads=reads))
+    return keep(attack, FLOODERS, lambda: attack.connect(HELLO, more, messages=pieces, reads=reads))
+
+
+def after_a_word(attack: Attack, word: bytes, piece: bytes) -> Step:
+    """Over a few connections: what an engine would say, and then the same piece as fast as they take it."""
+
+    def connect() -> bool:
+        said = itertools.chain([word], itertools.repeat(piece))
+        return attack.connect(HELLO, lambda: next(said), messages=1)
+
+    return keep(attack, FLOODERS, connect)
 
 
 def dribble(attack: Attack, count: int, said: bytes, rest: bytes) -> Step:
@@ -219,8 +240,25 @@ def come_and_go(attack: Attack) -> Step:
         yield
 
 
-def hold() -> bytes:
-    return message(*encode_request(Hold(**_WHO, sent_ns=1, leases=_LEASES)))
+def hold(leases: tuple[LeaseName, ...] = _LEASES) -> bytes:
+    return message(*encode_request(Hold(**_WHO, sent_ns=1, leases=leases)))
+
+
+@functools.cache
+def large_holds() -> tuple[bytes, ...]:
+    """As long as a message may be: with more leases than it may name, and with its leases over and over."""
+    one = msgspec.msgpack.encode(["a", 0])
+    head = msgspec.msgpack.encode({"type": "hold", **_WHO, "sent_ns": 1})
+    field = msgspec.msgpack.encode("leases")
+    room = REQUEST_BYTES_MAX - len(head) - 64
+    many = room // len(one)
+    too_many = field + b"\xdd" + many.to_bytes(4, "big") + one * many
+    once = field + msgspec.msgpack.encode([("a", 0)] * LEASES_PER_MESSAGE_MAX)
+    times = room // len(once)
+    return tuple(
+        message(b"\xde" + (head[0] - 0x80 + fields).to_bytes(2, "big") + head[1:] + rest)
+        for fields, rest in ((1, too_many), (times, once * times))
+    )
 
 
 def meet(choose: random.Random) -> bytes:
@@ -247,6 +285,10 @@ def garbage(choose: random.Random) -> bytes:
     return message(mutate(target.seeds, choose))
 
 
+FRAMES_OF_A_REQUEST = 30_000
+FRAMES_OF_A_HOLD = 500_000
+"""Empty ones that are fewer bytes than such a message may have, or hardly more."""
+
 OVERSIZE = frame(bytes(16 << 20))[: 1 << 16]
 """The beginning: the length is said first."""
 
@@ -266,6 +308,13 @@ class Kind:
     """Each connection comes from another address."""
     crowd: int = 0
     """So many connections are all that it is, and it has begun when it has tried them; 0: it is not a crowd."""
+    begun: int = 100
+    """Of one that is no crowd: it has begun when it has tried more connections or messages than this."""
+
+    def has_begun(self, tally: Tally) -> bool:
+        if self.crowd:
+            return tally.connections + tally.refused >= self.crowd
+        return tally.tried > self.begun
 
 
 def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
@@ -297,7 +346,13 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
         "garbage, side channel": Kind(HANDSHAKE, lambda a, c: flood(a, lambda: garbage(c)), "damaged messages"),
         "garbage, control": Kind(CONTROL, lambda a, c: flood(a, lambda: garbage(c)), "damaged messages"),
         "holds": Kind(CONTROL, lambda a, c: flood(a, hold), "of 512 leases that are not lent"),
+        "small holds": Kind(CONTROL, lambda a, c: flood(a, lambda: hold(_LEASES[:1])), "of one lease that is not lent"),
         "holds, unread": Kind(CONTROL, lambda a, c: flood(a, hold, reads=False), "answers unread"),
+        "large holds": Kind(
+            CONTROL,
+            lambda a, c: flood(a, lambda: c.choice(large_holds()), pieces=1),
+            "of 2 MiB: more leases than one may name, or its leases over and over",
+        ),
         "releases": Kind(CONTROL, lambda a, c: flood(a, release), "of 512 leases that are not lent"),
         "questions": Kind(CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "Inspect of every kind"),
         "meets": Kind(CONTROL, lambda a, c: flood(a, lambda: _MEET), "64 places where nobody is, over and over"),
@@ -307,6 +362,28 @@ def kinds(connections: int = CONNECTIONS) -> dict[str, Kind]:
         "sums": Kind(CONTROL, lambda a, c: flood(a, ask_sums), "checksums of leases that are not lent"),
         "oversize frames": Kind(CONTROL, lambda a, c: flood(a, lambda: OVERSIZE), "of 16 MiB, refused by their length"),
         "endless messages": Kind(CONTROL, lambda a, c: flood(a, endless), "parts of 64 KiB, never a last one"),
+        "endless messages, empty frames": Kind(
+            CONTROL, lambda a, c: after_a_word(a, hold(), EMPTY * FRAMES_OF_A_HOLD), "a hold, then never a last frame"
+        ),
+        "many frames": Kind(
+            CONTROL,
+            lambda a, c: after_a_word(a, hold(), many_frames(FRAMES_OF_A_HOLD)),
+            f"a hold, then messages of {FRAMES_OF_A_HOLD:,} empty frames",
+            begun=FEW_LARGE,
+        ),
+        "many frames, side channel": Kind(
+            HANDSHAKE,
+            lambda a, c: after_a_word(a, once_asked, many_frames(FRAMES_OF_A_REQUEST)),
+            f"a request, then messages of {FRAMES_OF_A_REQUEST:,} empty frames",
+            begun=FEW_LARGE,
+        ),
+        "many frames, spread": Kind(
+            CONTROL,
+            lambda a, c: after_a_word(a, hold(), many_frames(FRAMES_OF_A_HOLD)),
+            "the same, each connection from another address",
+            True,
+            begun=FEW_LARGE,
+        ),
         "holds, spread": Kind(CONTROL, lambda a, c: flood(a, hold), "each connection from another address", True),
         "questions, spread": Kind(
             CONTROL, lambda a, c: flood(a, lambda: inspect(c)), "each connection from another address", True

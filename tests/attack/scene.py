@@ -20,8 +20,6 @@ HOST = "127.0.0.1"
 STRANGER = "127.0.0.{}"
 """Each attack comes from an address of its own: who attacked before may be shut out."""
 PROMPT_TOKENS = 96
-BEGUN = 100
-"""Connections or messages that an attack has tried when it is under way, if it is no crowd."""
 BEGIN_SECONDS = 60.0
 """In which an attack has to be under way; attackers have the lowest priority."""
 SETTLED_SECONDS = 15.0
@@ -134,11 +132,10 @@ class Scene:
         self._attacks += 1
         address = source or STRANGER.format(1 + self._attacks)
         with Attacker(name, self.target(name), address, connections) as attacker:
-            crowd, deadline = kinds(connections)[name].crowd, time.monotonic() + BEGIN_SECONDS
+            kind, deadline = kinds(connections)[name], time.monotonic() + BEGIN_SECONDS
             while time.monotonic() < deadline:
                 tally = attacker.tally()
-                tried = tally.connections + tally.refused
-                if tried >= crowd if crowd else max(tried, tally.messages) > BEGUN:
+                if kind.has_begun(tally):
                     break
                 time.sleep(0.2)
             time.sleep(warm_up)

@@ -45,6 +45,15 @@ def endless(part: bytes = bytes(65536)) -> bytes:
     return frame(part, MORE)
 
 
+EMPTY = frame(b"", MORE)
+"""Two bytes on the wire, and 64 in libzmq's memory."""
+
+
+def many_frames(count: int) -> bytes:
+    """A message of so many empty frames, and a last one."""
+    return EMPTY * count + frame(b"end")
+
+
 def connect(address: tuple[str, int], source: str = "", said: Sequence[bytes] = ()) -> socket.socket:
     """A connection from the address `source` of this machine, with some bytes sent; what follows `HELLO` is sent when
     it was answered, as the protocol wants it."""

@@ -60,7 +60,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.runtime.thread import ActorThread
 from connector.wire.control import (
-    MESSAGE_BYTES_MAX,
+    REQUEST_BYTES_MAX,
     HeldLease,
     Hold,
     HoldAnswer,
@@ -193,7 +193,7 @@ async def serve() -> None:
     agents = [RealNixlPort.open(f"prefill-{n}-{uuid.uuid4()}", memory.ranges) for n in range(AGENTS)]
     metadata = [agent.agent_metadata for agent in agents]
     side_channel = ZmqSideChannel()
-    control = side_channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+    control = side_channel.listen(HOST, 0, frame_bytes_max=REQUEST_BYTES_MAX)
     ports: dict[str, list[int]] = {}
     async with trio.open_nursery() as nursery:
         for model in MODELS:

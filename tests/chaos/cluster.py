@@ -29,7 +29,8 @@ PREFILL_BLOCKS = 400
 DECODE_BLOCKS = 160
 """Of 32 tokens: the load of one engine has its place, and freed blocks are soon used again."""
 REQUEST_TIMEOUT_SECONDS = 12.0
-HANDSHAKE_TIMEOUT_SECONDS = 2.0
+HANDSHAKE_TIMEOUT_SECONDS = 4.0
+"""Less than a lease, and more than a busy machine stands still for."""
 QUIESCE_TIMEOUT_SECONDS = 5.0
 BACKOFF_SECONDS_MAX = 2.0
 ENGINE_TTL_SECONDS = 5.0

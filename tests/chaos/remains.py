@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +99,17 @@ def _read(read: Callable[[str], str], directory: str) -> Iterator[str]:
     for name in os.listdir(directory):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield read(f"{directory}/{name}")
+
+
+def fewest(looks: Sequence[Processes]) -> Processes:
+    """Of each process, the look that has seen the fewest threads, sockets and other files."""
+    return {
+        role: min(
+            (look[role] for look in looks if role in look), key=lambda each: each.threads + each.sockets + each.files
+        )
+        for role in ROLES
+        if any(role in look for look in looks)
+    }
 
 
 def grown(before: Processes, after: Processes, *, worker_sockets: int = 0) -> list[str]:

@@ -23,6 +23,7 @@ from tests.chaos.remains import (
     WORKER,
     Life,
     Processes,
+    fewest,
     grown,
     left_in_connector,
     left_in_vllm,
@@ -42,6 +43,9 @@ DELAY_FRACTION = 0.1
 SERVES_SECONDS = 6.0
 """How long a prefill engine is left alone between two faults of its life."""
 LATE_MAX = 2.0
+"""A fault of a prefill engine's life whose turn comes later than after so many times the plan's length is left out."""
+LOOKS = 3
+LOOK_SECONDS = 1.0
 WATCH_SECONDS = 1.0
 MEMORY_SECONDS = 5.0
 SETTLE_SECONDS = 90.0
@@ -51,20 +55,21 @@ SETTLE_POLL_SECONDS = 1.0
 Say = Callable[[str], None]
 
 
-def run(plan: Plan, connector: ConnectorName, directory: Path, say: Say) -> Report:
+def run(plan: Plan, connector: ConnectorName, directory: Path, say: Say, late_max: float = LATE_MAX) -> Report:
     """Carry out the plan. Raises what is a mistake of the run itself, such as an engine that does not start."""
     with ChaosCluster(connector, directory) as cluster:
         say(f"{connector}: two prefill and two decode engines are up; computing the answers to compare with")
         load = Load(cluster, plan.seed)
         try:
-            return _Run(plan, cluster, load, say).carry_out()
+            return _Run(plan, cluster, load, say, late_max).carry_out()
         finally:
             load.close()
 
 
 class _Run:
-    def __init__(self, plan: Plan, cluster: ChaosCluster, load: Load, say: Say) -> None:
+    def __init__(self, plan: Plan, cluster: ChaosCluster, load: Load, say: Say, late_max: float) -> None:
         self._plan = plan
+        self._late_max = late_max
         self._cluster = cluster
         self._load = load
         self._say = say
@@ -145,10 +150,10 @@ class _Run:
 
     def _live(self, name: str, faults: list[Fault]) -> None:
         """The faults of one prefill engine, between which it serves for a while. Where it starts so slowly that they
-        take twice as long as planned, the others are left out."""
+        take much longer than planned, the others are left out."""
         for fault in faults:
             self._sleep_until(fault.at_seconds)
-            if self._now() > LATE_MAX * self._plan.seconds:
+            if self._now() > self._late_max * self._plan.seconds:
                 self._impossible[fault.kind.value] += 1
                 continue
             self._strike(self._cluster.prefill[name], fault)
@@ -266,13 +271,19 @@ class _Run:
             self._report.left += [f"{when}, {each}" for each in problems]
 
     def _settled(self, when: str) -> dict[str, Processes]:
-        """Wait until no engine holds anything, and say what it is if that does not come; their processes then. An
-        engine may end now, too, of what came over it before."""
+        """Wait until no engine holds anything, and say what it is if that does not come; their processes then, which
+        are looked at several times: what leaks is in each look, and a connection that somebody has just opened is not.
+        An engine may end now, too, of what came over it before."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(SETTLE_POLL_SECONDS)
         self._report.left += [f"{when}, {each}" for each in left]
-        return {name: processes(engine) for name, engine in self._cluster.engines.items()}
+        looks = []
+        for look in range(LOOKS):
+            if look:
+                time.sleep(LOOK_SECONDS)
+            looks.append({name: processes(engine) for name, engine in self._cluster.engines.items()})
+        return {name: fewest([look[name] for look in looks]) for name in self._cluster.engines}
 
     def _left(self) -> list[str]:
         live = {str(each.engine.options.engine_id) for each in self._cluster.prefill.values()}

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from connector.ports.side_channel import (
+    FRAMES_TOO_MANY_MAX,
     ConnectionRefused,
     Link,
     LinkLost,
@@ -35,10 +36,14 @@ AT_ONCE_SECONDS = 2.0
 """What is noticed at once is noticed sooner than this (a few milliseconds on a quiet machine)."""
 
 
-async def serve(listener: Listener, answer: Callable[[tuple[bytes, ...]], Sequence[bytes]]) -> None:
-    """Answer every request at once, until cancelled."""
+async def serve(
+    listener: Listener, answer: Callable[[tuple[bytes, ...]], Sequence[bytes]], units: int | None = None
+) -> None:
+    """Answer every request at once, until cancelled; `units`: what each has cost, if that is said."""
     while True:
         request = await listener.receive()
+        if units is not None:
+            listener.charge(request.reply_address, units)
         listener.reply(request.reply_address, answer(request.frames_untrusted))
 
 
@@ -187,9 +192,12 @@ class SideChannelSuite(ABC):
             mute = channel.listen(HOST, 0)
             requester = channel.connect(HOST, mute.port)
             assert requester.reached is Reached.NOTHING
-            with trio.move_on_after(0.3) as patience:
-                await requester.ask([b"hello?"])
-            assert patience.cancelled_caught
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(requester.ask, [b"hello?"])
+                await until(lambda: requester.reached is Reached.LISTENER)
+                await trio.sleep(0.3)
+                assert nursery.child_tasks, "it has ended by itself"
+                nursery.cancel_scope.cancel()
             assert requester.reached is Reached.LISTENER
 
         self.run(scenario)
@@ -308,6 +316,31 @@ class SideChannelSuite(ABC):
                 assert await channel.connect(HOST, listener.port).ask(within) == tuple(within)
                 assert listener.counts().oversized_requests == 2
                 nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_who_sends_far_too_many_frames_is_ended_and_nobody_else(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0, frames_max=2)
+            engine, clumsy, swamper = [await channel.open_link(HOST, listener.port) for _ in range(3)]
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames, 1)
+                for each in (engine, clumsy, swamper):
+                    assert each.send([b"hello"])
+                    assert await each.receive() == (b"hello",)
+                assert clumsy.send([b""] * (2 + FRAMES_TOO_MANY_MAX))
+                assert swamper.send([b""] * (3 + FRAMES_TOO_MANY_MAX))
+                await lost_soon(swamper)
+                for each in (engine, clumsy):
+                    assert each.send([b"hello"])
+                    assert await each.receive() == (b"hello",)
+                late = await channel.open_link(HOST, listener.port)
+                late.send([b"hello"])  # false if it is lost already
+                await lost_soon(late)
+                nursery.cancel_scope.cancel()
+            counts = listener.counts()
+            assert (counts.oversized_requests, counts.undelimited_requests) == (2, 0)
 
         self.run(scenario)
 
@@ -560,10 +593,17 @@ class SideChannelSuite(ABC):
     def test_what_arrived_before_the_end_is_received(self) -> None:
         async def scenario(channel: SideChannel) -> None:
             async with self.peer_process(channel) as peer:
-                link = await channel.open_link(peer.host, peer.port)
+                link, beside = [await channel.open_link(peer.host, peer.port) for _ in range(2)]
+                for each in (link, beside):
+                    assert each.send([b"hello"])
+                    assert await each.receive() == (b"hello",)
                 for number in range(50):
                     assert link.send([b"%d" % number])
-                await trio.sleep(0.5)  # all answers are here
+                # The peer takes the messages of its connections in turn: all are answered when as many are over another
+                # one, and a few more for those that were on their way.
+                for _ in range(60):
+                    assert beside.send([b"and I"])
+                    assert await beside.receive() == (b"and I",)
                 await peer.kill()
                 await trio.sleep(0.5)  # and so is the end
                 for number in range(50):

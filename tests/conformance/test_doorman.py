@@ -7,26 +7,47 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import random
 import resource
+import select
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
-from connector.ports import doorman, zmq_bridge
+from connector.ports import doorman, side_channel, zmq_bridge
+from connector.ports.tcp import peer_address
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from statemachine import admission
-from tests.attack.zmtp import GREETING, HELLO, MORE, connect, endless, frame, is_ended, message
+from tests.attack.zmtp import (
+    EMPTY,
+    GREETING,
+    HELLO,
+    MORE,
+    await_hello,
+    connect,
+    endless,
+    frame,
+    is_ended,
+    many_frames,
+    message,
+)
+from tests.rig import process
+from tests.rig.network import has_ipv6
 
 HOST = "127.0.0.1"
 STRANGER = "127.0.0.2"
+NEIGHBOUR = "127.0.0.3"
 MB = 1 << 20
 SECONDS = 60
+MINUTE_OUTSIDE = partial(admission.AdmissionLimits, shut_out_ns=60 * admission.NS_PER_SECOND)
+"""Who is shut out stays so for as long as a test looks, however slow the machine is."""
 M_TRIM_THRESHOLD = -1
 """Of glibc's malloc.h."""
 
@@ -34,7 +55,7 @@ M_TRIM_THRESHOLD = -1
 class Door:
     """A listener that answers everything with the same."""
 
-    def __init__(self, units: int, **options: int) -> None:
+    def __init__(self, units: int, host: str, **options: int) -> None:
         self.refused: list[tuple[str, str]] = []
         channel = ZmqSideChannel(on_refusal=lambda stranger, said: self.refused.append((stranger, said)))
         self.cut_off: list[tuple[str, str]] = []
@@ -42,7 +63,7 @@ class Door:
         self.units = units
         self.served = 0
         self.listener: ZmqListener = channel.listen(
-            HOST, 0, on_cut_off=lambda address, why: self.cut_off.append((address, why)), **options
+            host, 0, on_cut_off=lambda address, why: self.cut_off.append((address, why)), **options
         )
 
     async def serve(self) -> None:
@@ -56,8 +77,15 @@ class Door:
         """An engine of ours is served."""
         assert await self.channel.connect(HOST, self.listener.port).ask([b"hello"]) == (b"hello",)
 
-    async def stranger(self, *said: bytes) -> socket.socket:
-        return await trio.to_thread.run_sync(connect, (HOST, self.listener.port), STRANGER, said)
+    async def stranger(self, *said: bytes, source: str = STRANGER) -> socket.socket:
+        return await trio.to_thread.run_sync(connect, (HOST, self.listener.port), source, said)
+
+    async def only_descriptor(self) -> int:
+        """Of the one connection that there is, when it is known."""
+        while not self.listener._doorman._by_descriptor:
+            await trio.sleep(0.01)
+        (descriptor,) = self.listener._doorman._by_descriptor
+        return descriptor
 
     async def until_cut_off(self, count: int) -> None:
         while len(self.cut_off) < count:
@@ -65,8 +93,8 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def door(units: int = 1, **options: int) -> AsyncIterator[Door]:
-    made = Door(units, **options)
+async def door(units: int = 1, host: str = HOST, **options: int) -> AsyncIterator[Door]:
+    made = Door(units, host, **options)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.serve)
@@ -105,7 +133,7 @@ def resident_bytes() -> int:
     """Without free pages in the middle of heaps."""
     with contextlib.suppress(AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return process.resident_bytes()
 
 
 def send_until_ended(connection: socket.socket, piece: bytes, bytes_max: int) -> int:
@@ -252,7 +280,9 @@ def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
     run(test)
 
 
-def test_a_flood_is_ended_while_who_was_there_before_is_served() -> None:
+def test_a_flood_is_ended_while_who_was_there_before_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
+
     async def test() -> None:
         async with door(units=1000) as listening:
             link = await listening.channel.open_link(HOST, listening.listener.port)
@@ -298,31 +328,411 @@ def test_what_the_kernel_has_of_a_flood_goes_with_its_connection() -> None:
     run(test)
 
 
+MANY_FRAMES = many_frames(50_000)
+SOME_TOO_MANY = 4_000
+"""Frames that alone shut nobody out."""
+HELLO_AND_A_WORD = (HELLO, message(b"x"))
+
+
 def test_a_message_of_very_many_frames_is_dropped_in_pieces() -> None:
-    """Others have their turn between them."""
+    """Other tasks have their turn between them, and another client is answered afterwards. Whoever sent it is ended
+    before the last frame, and its address shut out."""
 
     async def test() -> None:
         async with door() as listening:
-            stranger = await listening.stranger(HELLO)
-            with stranger:
-                await trio.to_thread.run_sync(stranger.sendall, frame(b"", MORE) * 50_000 + frame(b"end"))
+            engine = await listening.channel.open_link(HOST, listening.listener.port)
+            engine.send([b"hello"])
+            await engine.receive()
+            with await listening.stranger(*HELLO_AND_A_WORD) as stranger:
+                stranger.sendall(MANY_FRAMES)  # the kernel takes them, and this loop does not look yet
+                while not listening.cut_off:
+                    await trio.lowlevel.checkpoint()
+                assert listening.listener._dropping is not None
+                engine.send([b"hello"])
                 turns = 0
-                while not listening.listener.counts().oversized_requests:
-                    await trio.sleep(0.001)
                 while listening.listener._dropping is not None:
                     await trio.lowlevel.checkpoint()
                     turns += 1
-                await listening.ask()
-            assert turns > 100
+                await engine.receive()
+                assert await trio.to_thread.run_sync(is_ended, stranger, 5)
+            assert turns >= 50_000 // zmq_bridge.DROPPED_AT_A_TIME // 2
+            assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)]
+            assert listening.listener.counts().oversized_requests == 1
+            with await listening.stranger(*HELLO_AND_A_WORD) as again:
+                assert await trio.to_thread.run_sync(is_ended, again, 5)
+            await listening.ask()
+            assert listening.served == 4
+
+    run(test)
+
+
+def test_nobody_is_let_in_while_nobody_is_heard() -> None:
+    """What he sent would have to be kept: whoever has many addresses would use up the memory. Afterwards he is."""
+
+    async def test() -> None:
+        async with door(frame_bytes_max=2 * MB) as listening, trio.open_nursery() as nursery:
+            let_in: list[socket.socket] = []
+
+            async def come() -> None:
+                let_in.append(await listening.stranger(*HELLO_AND_A_WORD, source=NEIGHBOUR))
+
+            with await listening.stranger(*HELLO_AND_A_WORD) as stranger:
+                await trio.to_thread.run_sync(stranger.sendall, many_frames(300_000))
+                await listening.until_cut_off(1)
+                served = listening.served
+                nursery.start_soon(come)
+                known = listening.listener._doorman._connections
+                while NEIGHBOUR not in {each.address for each in known.values()}:
+                    assert listening.listener._dropping is not None, "the test shows nothing"
+                    await trio.lowlevel.checkpoint()
+                while listening.listener._dropping is not None:
+                    assert let_in == []
+                    await trio.lowlevel.checkpoint()
+            while listening.served == served or not let_in:
+                await trio.sleep(0.01)
+            (newcomer,) = let_in
+            newcomer.close()
+            assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)]
+
+    run(test)
+
+
+def test_many_messages_of_many_frames_are_dropped_in_pieces() -> None:
+    """Of few enough frames that they are dropped without another word."""
+
+    async def test() -> None:
+        async with door() as listening:
+            frames = 20
+            count = 500
+            with await listening.stranger(HELLO) as stranger:
+                said = many_frames(frames - 1) * count
+                stranger.sendall(said)  # the kernel takes it, and this loop does not look yet
+                turns = 0
+                while listening.listener.counts().oversized_requests < count:
+                    await trio.lowlevel.checkpoint()
+                    turns += 1
+            assert turns >= count * frames // zmq_bridge.DROPPED_AT_A_TIME // 2
+            assert listening.cut_off == []
+
+    run(test)
+
+
+def test_some_frames_too_many_shut_nobody_out_and_are_paid_for() -> None:
+    """Behind its sender's address there may be engines. Who goes on is ended as any flood is."""
+
+    async def test() -> None:
+        async with door() as listening:
+            said = many_frames(4 + side_channel.FRAMES_TOO_MANY_MAX)  # with the delimiter and those that are served
+            began = trio.current_time()
+            with await listening.stranger(HELLO) as stranger:
+                await trio.to_thread.run_sync(stranger.sendall, said)
+                while listening.listener.counts().oversized_requests == 0:
+                    await trio.sleep(0.01)
+                with await listening.stranger(*HELLO_AND_A_WORD):
+                    while listening.served == 0:
+                        await trio.sleep(0.01)
+                assert listening.cut_off == []
+                await trio.to_thread.run_sync(send_until_ended, stranger, said, 64 * MB)
+            # ENDLESS if this loop is so slow that more has come meanwhile than may wait.
+            assert listening.cut_off[0] in ((STRANGER, admission.FLOOD), (STRANGER, admission.ENDLESS))
+            seconds = trio.current_time() - began
+            assert listening.listener.counts().oversized_requests < 20 + 6 * seconds, "five a second, at 20,000 units"
+
+    run(test)
+
+
+def test_who_sends_very_many_frames_and_leaves_is_shut_out() -> None:
+    """Its message is handed out all the same, when its connection is gone."""
+
+    async def test() -> None:
+        async with door() as listening:
+            with await listening.stranger(HELLO) as stranger:
+                stranger.sendall(MANY_FRAMES)
+            time.sleep(0.5)  # libzmq's thread notices the end, while this loop does not look
+            await listening.until_cut_off(1)
+            assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)]
+            with await listening.stranger(*HELLO_AND_A_WORD) as again:
+                assert await trio.to_thread.run_sync(is_ended, again, 5)
+            await listening.ask()
             assert listening.served == 1
+
+    run(test)
+
+
+def wait_for_descriptor(descriptor: int, *, is_open: bool) -> None:
+    """In this process; the loop stands still meanwhile."""
+    deadline = time.monotonic() + SECONDS
+    while os.path.exists(f"/proc/self/fd/{descriptor}") is not is_open:
+        assert time.monotonic() < deadline, f"descriptor {descriptor}"
+        time.sleep(0.01)
+
+
+def test_nobody_is_ended_for_the_frames_of_whose_descriptor_it_has() -> None:
+    """libzmq has closed it, and accepted somebody else with the same one, before the message is taken."""
+
+    async def test() -> None:
+        async with door() as listening:
+            with await listening.stranger(HELLO) as stranger:
+                before = await listening.only_descriptor()
+                stranger.sendall(MANY_FRAMES)
+            # libzmq's thread goes on, while this loop does not look.
+            wait_for_descriptor(before, is_open=False)
+            with socket.create_connection((HOST, listening.listener.port)) as newcomer:
+                wait_for_descriptor(before, is_open=True)
+                await listening.until_cut_off(1)
+                assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)]
+                assert list(listening.listener._doorman._by_descriptor) == [before], "the test shows nothing"
+                assert not await trio.to_thread.run_sync(is_ended, newcomer, 1)
+
+    run(test)
+
+
+def test_what_was_left_is_not_paid_by_whose_descriptor_it_has() -> None:
+    """Somebody of another address, who has said nothing yet."""
+
+    async def test() -> None:
+        async with door() as listening:
+            keeper = listening.listener._doorman
+            with await listening.stranger(HELLO) as stranger:
+                before = await listening.only_descriptor()
+                stranger.sendall(many_frames(SOME_TOO_MANY))
+            # libzmq's thread goes on, while this loop does not look.
+            wait_for_descriptor(before, is_open=False)
+            address = (HOST, listening.listener.port)
+            with socket.create_connection(address, source_address=(NEIGHBOUR, 0)):
+                wait_for_descriptor(before, is_open=True)
+                while not listening.listener.counts().oversized_requests:
+                    await trio.sleep(0.01)
+                newcomer = keeper._connections[keeper._by_descriptor[before]]
+                assert (newcomer.address, newcomer.identity) == (NEIGHBOUR, None)
+                assert listening.cut_off == []
+
+    run(test)
+
+
+def test_who_leaves_frames_behind_and_comes_again_is_shut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection sends messages with some frames too many, and ends before they are taken: nobody pays for them
+    but the address."""
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
+
+    async def test() -> None:
+        async with door() as listening:
+            address, said = (HOST, listening.listener.port), many_frames(SOME_TOO_MANY) * 8
+            while not listening.cut_off:
+                with await trio.to_thread.run_sync(connect, address, STRANGER, (HELLO, said)):
+                    pass
+            assert listening.cut_off[0] == (STRANGER, admission.MANY_FRAMES)
+            with await listening.stranger(*HELLO_AND_A_WORD) as again:
+                assert await trio.to_thread.run_sync(is_ended, again, 5)
+            await listening.ask()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("bound", "address"), [("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")])
+def test_who_comes_over_either_family_is_known_by_his_address(bound: str, address: str) -> None:
+    """And is ended, and nobody else is."""
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+
+    async def test() -> None:
+        async with door(host=bound) as listening:
+            with socket.create_connection((address, listening.listener.port)) as stranger:
+                stranger.sendall(HELLO)
+                await trio.to_thread.run_sync(await_hello, stranger)
+                stranger.sendall(MANY_FRAMES)
+                assert await trio.to_thread.run_sync(is_ended, stranger, 30)
+            (said, why) = listening.cut_off[0]
+            assert ipaddress.ip_address(said) in (ipaddress.ip_address(address), mapped(address))
+            assert why == admission.MANY_FRAMES
+
+    run(test)
+
+
+def test_an_address_of_sixteen_bytes_is_told_whole() -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with (
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as server,
+        socket.create_connection(server.getsockname()[:2]) as client,
+        server.accept()[0] as accepted,
+    ):
+        assert peer_address(accepted.fileno()) == "::1"
+        assert client.send(b"still open") == 10
+        assert accepted.recv(20) == b"still open"
+
+
+def mapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """As a socket of both families says one of IPv4."""
+    return ipaddress.ip_address(address if ":" in address else f"::ffff:{address}")
+
+
+def test_nobody_pays_for_who_had_its_descriptor_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have come and gone over it while the loop did not look."""
+    seldom = partial(admission.AdmissionLimits, connects=5, connects_per_second=0)
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", seldom)
+
+    async def test() -> None:
+        async with door() as listening:
+            keeper, address = listening.listener._doorman, (HOST, listening.listener.port)
+            with await listening.stranger(HELLO):
+                descriptor = await listening.only_descriptor()
+            wait_for_descriptor(descriptor, is_open=False)
+            for _ in range(10):
+                with socket.create_connection(address, source_address=(STRANGER, 0)):
+                    wait_for_descriptor(descriptor, is_open=True)
+                wait_for_descriptor(descriptor, is_open=False)
+            with socket.create_connection(address, source_address=(NEIGHBOUR, 0)) as newcomer:
+                wait_for_descriptor(descriptor, is_open=True)
+                assert not await trio.to_thread.run_sync(is_ended, newcomer, 1)
+                assert listening.cut_off == []
+                assert keeper._connections[keeper._by_descriptor[descriptor]].address == NEIGHBOUR
+
+    run(test)
+
+
+def test_who_sends_very_many_frames_again_is_ended_whole() -> None:
+    """Over connections that it has made, and said something over, before."""
+
+    async def test() -> None:
+        async with door() as listening, contextlib.AsyncExitStack() as stack:
+            strangers = [stack.enter_context(await listening.stranger(*HELLO_AND_A_WORD)) for _ in range(8)]
+            while listening.served < len(strangers):
+                await trio.sleep(0.01)
+            for each in strangers[:2]:
+                await trio.to_thread.run_sync(each.sendall, MANY_FRAMES)
+                while listening.listener.counts().oversized_requests <= strangers.index(each):
+                    await trio.sleep(0.01)
+            await listening.until_cut_off(len(strangers))
+            assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)] * len(strangers)
+            assert [await trio.to_thread.run_sync(is_ended, each, 5) for each in strangers] == [True] * len(strangers)
+            await listening.ask()
+
+    run(test)
+
+
+def test_empty_frames_without_end_share_a_bound_and_their_memory_is_given_back() -> None:
+    """Each has two bytes on the wire, and 64 in memory."""
+
+    async def test() -> None:
+        async with door(frame_bytes_max=2 * MB) as listening, contextlib.AsyncExitStack() as stack:
+            await listening.ask()
+            before = resident_bytes()
+            said = EMPTY * (3 * MB // 2)
+            strangers = [stack.enter_context(await listening.stranger(*HELLO_AND_A_WORD)) for _ in range(4)]
+            while listening.served <= len(strangers):
+                await trio.sleep(0.01)
+            for each in strangers:
+                with contextlib.suppress(OSError):  # the others are shut out for a while
+                    await trio.to_thread.run_sync(each.sendall, said)
+            await listening.until_cut_off(2)
+            assert set(listening.cut_off) == {(STRANGER, admission.ENDLESS)}
+            assert resident_bytes() - before < 400 * MB  # all of them have 12 MB, which is 384 MB
+            await listening.ask()
+            for each in strangers:
+                each.close()
+            while resident_bytes() - before > 16 * MB:
+                await trio.sleep(0.01)
+
+    with memory_goes_back():
+        run(test)
+
+
+def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause of the loop there may be some of each connection, which are larger together than what may be
+    unfinished."""
+    little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", little)
+
+    async def test() -> None:
+        async with door() as listening:
+            links = [await listening.channel.open_link(HOST, listening.listener.port) for _ in range(8)]
+            for link in links:  # each is let in, so that all of them send at once below
+                link.send([b"hello"])
+                await link.receive()
+            for turn in range(2, 7):
+                for link in links:
+                    link.send([bytes(60 << 10)])
+                time.sleep(0.2)  # libzmq's thread goes on
+                while listening.served < turn * len(links):
+                    await trio.sleep(0.01)
+            assert listening.cut_off == []
+
+    run(test)
+
+
+class StandsStill:
+    """The doorman's look for connections over which something comes, in which the process stands still once."""
+
+    def __init__(self, looked: select.epoll, meanwhile: Callable[[], None]) -> None:
+        self._looked = looked
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    def poll(self, seconds: float, events_max: int) -> list[tuple[int, int]]:
+        if self._meanwhile is not None:
+            self._meanwhile()
+            self._meanwhile = None
+            time.sleep(0.3)  # libzmq's thread goes on
+        return self._looked.poll(seconds, events_max)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._looked, name)
+
+
+def test_messages_that_come_while_connections_are_measured_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waited when that began; and then another thread had the interpreter, or garbage was collected."""
+    little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", little)
+
+    async def test() -> None:
+        async with door() as listening:
+            links = [await listening.channel.open_link(HOST, listening.listener.port) for _ in range(8)]
+
+            def all_send() -> None:
+                for link in links:
+                    link.send([bytes(60 << 10)])
+
+            all_send()
+            while listening.served < len(links):
+                await trio.sleep(0.01)
+            await trio.sleep(0.3)  # measured: no message has come since
+            keeper = listening.listener._doorman
+            monkeypatch.setattr(keeper, "_busy", StandsStill(keeper._busy, all_send))
+            while listening.served < 2 * len(links):
+                await trio.sleep(0.01)
+            await trio.sleep(0.3)
+            assert listening.cut_off == []
+
+    run(test)
+
+
+def test_who_sends_without_a_pause_is_not_hidden_by_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured before most of the others have had their turn."""
+    crowd_size = 200
+    monkeypatch.setattr(doorman, "MEASURED_AT_A_TIME", 1)
+    measured: list[int] = []
+    received_bytes = doorman.received_bytes
+
+    def counted(descriptor: int) -> int:
+        measured.append(descriptor)
+        return received_bytes(descriptor)
+
+    async def test() -> None:
+        async with door() as listening, contextlib.AsyncExitStack() as stack:
+            stranger = stack.enter_context(await listening.stranger(*HELLO_AND_A_WORD))
+            for _ in range(crowd_size):
+                stack.enter_context(await listening.stranger(HELLO))
+            monkeypatch.setattr(doorman, "received_bytes", counted)
+            await trio.to_thread.run_sync(send_until_ended, stranger, endless(), 4096 * MB)
+            assert listening.cut_off == [(STRANGER, admission.ENDLESS)]
+            assert len(measured) < crowd_size // 2
 
     run(test)
 
 
 def test_messages_of_an_address_that_is_shut_out_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even those that come with the greeting, before the doorman has looked at the connection: it never does."""
-    minute = partial(admission.AdmissionLimits, shut_out_ns=60 * admission.NS_PER_SECOND)
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", minute)
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
 
     async def test() -> None:
         async with door(units=1000) as listening:
@@ -431,9 +841,12 @@ def test_somebody_elses_descriptor_is_never_shut_down() -> None:
                 with connect(server.getsockname()) as client, server.accept()[0] as accepted:
                     (connection,) = listening.listener._doorman._connections.values()
                     theirs = connection.descriptor
-                    for descriptor in (here.fileno(), accepted.fileno(), 9_999):
+                    reads, writes = os.pipe()
+                    for descriptor in (here.fileno(), accepted.fileno(), reads, 9_999):
                         connection.descriptor = descriptor
                         listening.listener._doorman._shut_down(connection)
+                    for each in (reads, writes):
+                        os.close(each)
                     connection.descriptor = theirs
                     there.send(b"still open")
                     assert here.recv(20) == b"still open"

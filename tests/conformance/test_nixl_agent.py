@@ -723,7 +723,7 @@ class TestRealNixlPort(NixlPortSuite):
                 [sys.executable, "-c", f"from tests.conformance.test_nixl_agent import {how}; {how}()"],
                 cwd=ROOT,
                 env=environment,
-                timeout=60,
+                timeout=250,
                 capture_output=True,
                 text=True,
             )

@@ -16,17 +16,20 @@ import pytest
 import trio
 import zmq
 
-from connector.ports import curve_keys, zmq_bridge
+from connector.ports import curve_keys, tcp, zmq_bridge
 from connector.ports.curve_keys import CurveKeys, KeyDirectoryError, make_pair
 from connector.ports.gate import Access, Gate
 from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
-from connector.ports.zmq_bridge import NO_KEY_HERE, NOT_LET_IN, ZmqSideChannel
+from connector.ports.zmq_bridge import NO_KEY_HERE, NOT_LET_IN, ZmqLink, ZmqSideChannel
+from statemachine import admission
 from tests.conformance.side_channel_suite import AT_ONCE_SECONDS, HOST, serve, until
 from tests.rig.key_files import Fleet
 
 ELSEWHERE = Access(networks=(ip_network("10.0.0.0/8"), ip_network("fd00::/8")))
 LOOPBACK = Access(networks=(ip_network("127.0.0.1"),))
 STRANGERS = 300
+ANSWERED_SECONDS = 20.0
+"""In which a question is answered: many keys may be tried before, and many strangers knock meanwhile."""
 
 
 @pytest.fixture
@@ -47,15 +50,22 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
     trio.run(bounded)
 
 
-async def ask(channel: SideChannel, port: int, question: bytes = b"hello", host: str = HOST) -> tuple[bytes, ...]:
-    with trio.fail_after(AT_ONCE_SECONDS), closing(channel.connect(host, port)) as requester:
+async def ask(
+    channel: SideChannel,
+    port: int,
+    question: bytes = b"hello",
+    host: str = HOST,
+    *,
+    seconds: float = ANSWERED_SECONDS,
+) -> tuple[bytes, ...]:
+    with trio.fail_after(seconds), closing(channel.connect(host, port)) as requester:
         return await requester.ask([question])
 
 
 async def refusal(channel: SideChannel, port: int, host: str = HOST) -> str:
     """What is said to somebody who is not let in, at once."""
     with pytest.raises(NotAllowed) as refused:
-        await ask(channel, port, host=host)
+        await ask(channel, port, host=host, seconds=AT_ONCE_SECONDS)
     return refused.value.error
 
 
@@ -179,6 +189,42 @@ def test_members_hear_each_other_and_nobody_else_reads_along(fleet: Fleet) -> No
     run(main)
     assert len(seen) > 200
     assert b"secret" not in seen
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_was_taken_is_counted_to_the_byte(fleet: Fleet, encrypted: bool) -> None:
+    """At both ends: what is left over of the bytes that have come is taken for a message that has not ended."""
+    one, other = fleet.friends("one", "other")
+    sizes = (0, 1, 222, 223, 255, 256, 20_000)
+
+    async def main() -> None:
+        with (
+            closing(one.channel() if encrypted else ZmqSideChannel()) as serving,
+            closing(other.channel() if encrypted else ZmqSideChannel()) as asking,
+        ):
+            listener = serving.listen(HOST, 0, frames_max=2)
+            link = await asking.open_link(HOST, listener.port, serving.public_key)
+            assert isinstance(link, ZmqLink)
+            beside: list[tuple[int, int]] = []
+            for frames in ([bytes(size)] * count for size in sizes for count in (1, 2, 1)):
+                link.send([b"", *frames, b""])  # dropped: these are too many frames
+                link.send(frames)
+                request = await listener.receive()
+                assert len(request.frames_untrusted) == len(frames)
+                listener.reply(request.reply_address, frames)
+                assert len(await link.receive()) == len(frames)
+                ((number, connection),) = listener._doorman._connections.items()
+                known = listener._doorman._admission._connections[number]
+                beside.append(
+                    (
+                        tcp.received_bytes(connection.descriptor) - known.finished_bytes,
+                        link._monitor.received_bytes() - link._finished_bytes,
+                    )
+                )
+            assert len(set(beside)) == 1
+            assert 0 < max(beside[0]) <= admission.HANDSHAKE_BYTES_MAX
+
+    run(main)
 
 
 def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
@@ -395,7 +441,7 @@ def test_a_folder_that_hangs_leaves_the_keys_of_before(
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(served.run)
                     for _ in range(3):
-                        await ask(asking, served.port)
+                        await ask(asking, served.port, seconds=AT_ONCE_SECONDS)
                     with closing(await asking.open_link(HOST, served.port, serving.public_key)) as link:
                         assert link.send([b"hello"])
                         assert await link.receive() == (b"hello",)

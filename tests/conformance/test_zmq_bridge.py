@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import trio
@@ -35,11 +38,12 @@ from connector.ports.zmq_bridge import (
     ZmqLink,
     ZmqSideChannel,
 )
+from connector.wire import control, handshake, inspection
 from tests.attack import zmtp
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
 from tests.rig.key_files import Fleet
 from tests.rig.name_server import name_server
-from tests.rig.network import OTHER_SERVERS, BlackHole
+from tests.rig.network import OTHER_SERVERS, BlackHole, has_ipv6
 
 ROOT = Path(__file__).parents[2]
 
@@ -266,7 +270,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
     @pytest.mark.parametrize(("bind", "connect"), [("::1", "::1"), ("[::1]", "[::1]"), ("localhost", "localhost")])
     def test_other_ways_to_write_this_machine(self, bind: str, connect: str) -> None:
-        if ":" in bind and not _has_ipv6():
+        if ":" in bind and not has_ipv6():
             pytest.skip("no IPv6 loopback here")
 
         async def scenario(channel: SideChannel) -> None:
@@ -345,13 +349,18 @@ class TestZmqSideChannel(SideChannelSuite):
 
         async def scenario(channel: SideChannel) -> None:
             with socket.create_server((HOST, 0)) as stopped:
+                stopped.settimeout(SOON_SECONDS)
                 requester = channel.connect(HOST, stopped.getsockname()[1])
-                with trio.move_on_after(3 * GREETING_SECONDS) as patience:
-                    await requester.ask([b"hello?"])
-                assert patience.cancelled_caught
-                assert requester.reached is Reached.PORT
-                with closing(stopped.accept()[0]), closing(stopped.accept()[0]) as second:
-                    assert second.recv(100) == A_LINE
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(requester.ask, [b"hello?"])
+                    first, _ = await trio.to_thread.run_sync(stopped.accept)
+                    second, _ = await trio.to_thread.run_sync(stopped.accept)
+                    with first, second:
+                        second.settimeout(SOON_SECONDS)
+                        assert await trio.to_thread.run_sync(second.recv, 100) == A_LINE
+                        await trio.sleep(2 * GREETING_SECONDS)
+                        assert requester.reached is Reached.PORT
+                        nursery.cancel_scope.cancel()
                 stopped.setblocking(False)
                 with pytest.raises(BlockingIOError):  # it looked once
                     stopped.accept()
@@ -466,15 +475,94 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_the_largest_of_what_peers_answer_is_within_the_bounds_of_clients(self) -> None:
+        """With what encryption adds to each frame, and no more room than that for who sends something else."""
+        encryption = 1 << 10
+        reply = handshake.PAYLOAD_BYTES_MAX + encryption
+        answer = max(control.ANSWER_BYTES_MAX, inspection.ANSWER_BYTES_MAX) + encryption
+        assert reply <= zmq_bridge.REPLY_FRAME_BYTES_MAX < zmq_bridge.REPLY_UNFINISHED_BYTES_MAX <= 2 * reply
+        assert zmq_bridge.REPLY_UNFINISHED_BYTES_MAX <= zmq_bridge.CLIENTS_UNFINISHED_BYTES_MAX <= 2 * reply
+        assert answer <= zmq_bridge.LINK_FRAME_BYTES_MAX <= 2 * answer
+        waiting = zmq_bridge.LINK_WAITING_MAX * answer + 2 * zmq_bridge.RECEIVE_BUFFER_BYTES
+        assert waiting < zmq_bridge.LINK_UNFINISHED_BYTES_MAX <= 2 * waiting
+
+    @pytest.mark.parametrize("client", ["requester", "link", "link that has ended"])
+    def test_of_a_message_of_very_many_frames_few_are_taken(
+        self, client: str, frames_taken: FramesTaken, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They cost their sender two bytes each, and this loop would stand still while it takes them."""
+        said = zmtp.many_frames(MANY_FRAMES)
+
+        async def scenario(channel: SideChannel) -> None:
+            with babbler(said, times=1, ends=client == "link that has ended") as port:
+                if client == "requester":
+                    with pytest.raises(NotASideChannel):
+                        await channel.connect(HOST, port).ask([b"who is there?"])
+                else:
+                    link = await channel.open_link(HOST, port)
+                    if client == "link that has ended":
+                        assert isinstance(link, ZmqLink)
+                        await until(lambda: link._lost is not None)  # the channel looks at it now and then
+                    await lost_soon(link)
+
+        self.run(scenario)
+        assert 0 < frames_taken(zmq.DEALER) <= max(zmq_bridge.REPLY_FRAMES_MAX, zmq_bridge.LINK_FRAMES_MAX) + 1
+
+    def test_clients_share_a_bound_and_the_largest_message_without_end_is_lost(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        part = bytes(1 << 20)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_UNFINISHED_BYTES_MAX", 16 << 20)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
+
+        async def scenario(channel: SideChannel) -> None:
+            with ExitStack() as stack:
+                links = [
+                    await channel.open_link(HOST, stack.enter_context(babbler(zmtp.endless(part), times=size)))
+                    for size in (1, 2) * 4
+                ]
+                await trio.sleep(0.5)
+                assert all(link.send([b"still there?"]) for link in links)
+                port = stack.enter_context(babbler(zmtp.endless(part), times=7))
+                with pytest.raises(LinkLost, match="message without end"):
+                    await (await channel.open_link(HOST, port)).receive()
+                assert all(link.send([b"still there?"]) for link in links)
+
+        self.run(scenario)
+
+    def test_messages_that_wait_to_be_taken_are_not_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After a pause of the loop there may be some for each link. The task that measures may have the first turn."""
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_UNFINISHED_BYTES_MAX", 1 << 20)
+        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            links = [await channel.open_link(HOST, listener.port) for _ in range(4)]
+            for link in links:
+                assert link.send([b"hello"])
+            addresses = [(await listener.receive()).reply_address for _ in links]
+            await trio.sleep(0.2)  # they are measured meanwhile
+            for _ in range(5):
+                async with trio.open_nursery() as nursery:
+                    for address in addresses:
+                        listener.reply(address, [bytes(1 << 20)])
+                    for link in links:
+                        nursery.start_soon(link.receive)
+                    time.sleep(0.3)
+                await trio.sleep(0.1)
+
+        self.run(scenario)
+
     def test_other_tasks_have_their_turns_while_many_clients_are_measured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
         measured, in_a_turn = 0, [0]
 
-        def measure(link: ZmqLink) -> None:
+        def measure(link: ZmqLink) -> int:
             nonlocal measured
             measured += 1
+            return 0
 
         monkeypatch.setattr(ZmqLink, "measure", measure)
 
@@ -643,9 +731,32 @@ class TestZmqSideChannel(SideChannelSuite):
             trio.run(main)
 
 
+MANY_FRAMES = 200_000
+
+FramesTaken: TypeAlias = "Callable[[int], int]"
+
+
+@pytest.fixture
+def frames_taken(monkeypatch: pytest.MonkeyPatch) -> FramesTaken:
+    """How many frames were taken from sockets of a kind."""
+    taken: Counter[int] = Counter()
+    recv = zmq.Socket.recv
+
+    def counted(socket: zmq.Socket[bytes], *arguments: Any, **options: Any) -> Any:
+        frame = recv(socket, *arguments, **options)
+        taken[socket.type] += 1
+        return frame
+
+    monkeypatch.setattr(zmq.Socket, "recv", counted)
+    return taken.__getitem__
+
+
 @contextmanager
-def babbler(said: bytes) -> Iterator[int]:
-    """A server that says this again and again, as soon as somebody has greeted it; its port."""
+def babbler(said: bytes, *, times: int | None = None, ends: bool = False) -> Iterator[int]:
+    """A server that says this again and again, as soon as somebody has greeted it; its port.
+
+    `times`: only so often; `ends`: it closes the connection then.
+    """
 
     def talk() -> None:
         with suppress(OSError):
@@ -653,15 +764,19 @@ def babbler(said: bytes) -> Iterator[int]:
             with connection:
                 connection.sendall(zmtp.GREETING + zmtp.ready(b"ROUTER"))
                 zmtp.await_hello(connection)
-                while True:
+                for _ in itertools.count() if times is None else range(times):
                     connection.sendall(said)
+                if not ends:
+                    is_over.wait()
 
+    is_over = threading.Event()
     with socket.create_server((HOST, 0)) as server:
         thread = threading.Thread(target=talk)
         thread.start()
         try:
             yield server.getsockname()[1]
         finally:
+            is_over.set()
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
 
@@ -687,12 +802,3 @@ def _descriptors() -> int:
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def _has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True

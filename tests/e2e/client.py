@@ -9,10 +9,13 @@ Errors of the engine are results here, not exceptions: the tests are about them.
 
 from __future__ import annotations
 
+import http.client
 import json
+import select
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -58,6 +61,18 @@ class Answer:
         return self.status == httpx.codes.OK and self.finish_reason in ("length", "stop")
 
 
+class Leaving:
+    """A client that has sent its call, reads no answer, and goes away when it is told to."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has said anything yet, or has closed the connection."""
+        return bool(select.select([self._connection.sock], [], [], 0)[0])
+
+
 class Client:
     """Calls one engine; of several data-parallel ones, the one with that rank. Threads may share it."""
 
@@ -65,13 +80,15 @@ class Client:
         self, engine: Engine, timeout_seconds: float = CALL_TIMEOUT_SECONDS, data_parallel_rank: int | None = None
     ) -> None:
         self._engine_label = "" if data_parallel_rank is None else f'engine="{data_parallel_rank}"'
+        self._rank_header = {} if data_parallel_rank is None else {"X-data-parallel-rank": str(data_parallel_rank)}
+        self._port = engine.options.http_port
         self._http = httpx.Client(
-            base_url=f"http://{LOOPBACK}:{engine.options.http_port}",
+            base_url=f"http://{LOOPBACK}:{self._port}",
             timeout=httpx.Timeout(timeout_seconds),
             # A connection each: the server closes one that was idle for five seconds, perhaps as a request is sent.
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
             trust_env=False,  # a proxy set for downloads has no business on the loopback
-            headers={} if data_parallel_rank is None else {"X-data-parallel-rank": str(data_parallel_rank)},
+            headers=self._rank_header,
         )
 
     def __enter__(self) -> Client:
@@ -112,6 +129,25 @@ class Client:
         except httpx.HTTPError as error:
             return _no_answer(f"{type(error).__name__}: {error}", time.perf_counter() - started)
         return _answer(response, time.perf_counter() - started)
+
+    @contextmanager
+    def leaving(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = ANSWER_TOKENS,
+        request_id: str | None = None,
+        kv_transfer_params: Any = None,
+    ) -> Iterator[Leaving]:
+        """One completion whose client goes away when the block is left. So it can wait until the engine has come as far
+        as it wants, where a timeout of `complete` leaves that to the machine."""
+        body, headers = _body(prompt, max_tokens, kv_transfer_params), _headers(request_id) | self._rank_header
+        connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=CALL_TIMEOUT_SECONDS)
+        try:
+            connection.request("POST", _path(body), _encoded(body), headers)
+            yield Leaving(connection)
+        finally:
+            connection.close()
 
     def stream(
         self,

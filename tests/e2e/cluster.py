@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from connector.observe.history import TERMINAL, History, Story, histories, matching, stories
+from connector.observe.history import History, Story, histories, matching, stories
 from connector.observe.trace_log import read_trace
+from connector.observe.traced import TERMINAL
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, OVER_TCP, EngineOptions, EngineSet
@@ -37,7 +38,7 @@ DECODE_BLOCKS = 40
 LEASE_SECONDS = 10.0
 HANDSHAKE_TIMEOUT_SECONDS = 12.0
 """Longer than the default: a machine that stands still for some seconds must not use up the time in which others are to
-be served while a request waits for a dead engine."""
+be served while a request waits for a dead engine, nor that of a first request, which fails without its KV."""
 REQUEST_TIMEOUT_SECONDS = 16.0
 PREFILL_ENGINE_ID = "the-prefill-engine"
 
@@ -100,6 +101,12 @@ class Traces:
         return wait_for(
             lambda: _reached(self.both(request_id)[0], set(states)), f"request {request_id} in {' or '.join(states)}"
         )
+
+    def all_in_d(self, request_ids: Iterable[str]) -> None:
+        """Wait until D has begun with each of these. The traces are read once for all: a test that holds many requests
+        open has little time."""
+        wanted = set(request_ids)
+        wait_for(lambda: wanted <= self.request_ids() or None, f"requests {sorted(wanted)} on D")
 
     def ended_request(self, request_id: str) -> History:
         """D's request once it has ended."""
@@ -292,7 +299,14 @@ class BuiltinAndOurs:
         self.traces = Traces(directory / "traces")
         self._engines = EngineSet()
         self.ours, self.builtin = self._engines.start(
-            small_options(directory, "ours", core=0, connector="plugin", trace_directory=self.traces.directory),
+            small_options(
+                directory,
+                "ours",
+                core=0,
+                connector="plugin",
+                trace_directory=self.traces.directory,
+                extra_config={"handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
+            ),
             small_options(
                 directory, "builtin", core=1, connector="builtin", calm_polling=True, extra_config=BUILTIN_CONFIG
             ),

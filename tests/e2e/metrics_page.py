@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from connector.observe import catalogue as c
 from connector.observe.catalogue import METRICS, Metric
+from connector.observe.traced import MACHINES
 from tests.e2e.client import Client, PrefillDecode
 from tests.e2e.cluster import blocks_of, wait_for
 
@@ -152,7 +153,7 @@ def assert_states_agree(client: Client) -> dict[tuple[str, str], float]:
         inside = {
             (machine.name, state): sum(page[c.TRANSITIONS, machine.name, state, reason] for reason in c.reasons(member))
             - page[c.STATE_SECONDS, machine.name, state]
-            for machine in c.MACHINES
+            for machine in MACHINES
             for state, member in ((member.value, member) for member in machine.states)
             if state in c.living_states(machine)
         }

@@ -8,7 +8,7 @@ and releases of what it does not lend any more. So blocks that are free, and wer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.client import CALL_TIMEOUT_SECONDS, PrefillDecode
-from tests.e2e.cluster import BUILTIN_CONFIG, HANDSHAKE_TIMEOUT_SECONDS, Traces, prompt, small_options
+from tests.e2e.client import CALL_TIMEOUT_SECONDS, Client, PrefillDecode
+from tests.e2e.cluster import BUILTIN_CONFIG, HANDSHAKE_TIMEOUT_SECONDS, Traces, prompt, small_options, wait_for
 from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
@@ -30,6 +30,11 @@ OCCUPANTS = 128
 OCCUPANT_TOKENS = 900
 """Answers that keep an engine busy: more than a minute of work for a tiny model."""
 
+LEASE_END_SECONDS = 20.0
+"""After its time, on a busy machine."""
+
+REQUESTS_ENDED = "vllm:request_success_total"
+REQUESTS_GIVEN = ("vllm:num_requests_running", "vllm:num_requests_waiting", REQUESTS_ENDED)
 KV_EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 COUNTERS_OF_TROUBLE = (
     KV_EXPIRED,
@@ -155,13 +160,37 @@ class Way:
 
     def meet(self) -> None:
         """The first request over a connection. A built-in D gives a handshake up after five seconds, which a starved
-        machine makes of a millisecond."""
+        machine makes of a millisecond; then nobody reads what P has lent, and it is waited for that P has it back."""
         for attempt in range(ATTEMPTS):
             key = self.key(f"first-{attempt}")
             answer = self.service.pd(prompt(40, key), key)
             if answer.ok:
                 return
+            lease_seconds = max(self.pair.our_lease_seconds, self.pair.builtin_lease_seconds)
+            assert self.service.prefill_client.blocks_are_free(lease_seconds + LEASE_END_SECONDS)
         raise AssertionError(answer.error)
+
+    def leave_in_queue(self, text: str, key: str, params: Any) -> None:
+        """A client of D goes away when D, which is busy with others, has its request."""
+        d = self.service.decode_client
+        before = given(d)
+        self._leave(text, key, params, lambda: given(d) > before)
+
+    def leave_in_read(self, text: str, key: str, params: Any) -> None:
+        """The client of D's only request goes away when D has ordered all READs for it."""
+        self._leave(text, key, params, lambda: self._reads(key))
+
+    def _leave(self, text: str, key: str, params: Any, is_there: Callable[[], bool]) -> None:
+        with self.service.decode_client.leaving(text, request_id=key, kv_transfer_params=params) as client:
+            wait_for(lambda: is_there() or None, f"request {key} where its client is to leave")
+            assert not client.is_answered
+
+    def _reads(self, key: str) -> bool:
+        """A built-in D orders READs in the step that gives the request its blocks."""
+        if not self.is_to_ours:
+            return self.service.decode_client.metric("vllm:kv_cache_usage_perc") > 0
+        on_ranks = [request.states[-1] for story in self.traces.stories(key) for request in story.requests]
+        return on_ranks == ["reading"] * self.pair.our_ranks
 
 
 @dataclass(frozen=True)
@@ -205,6 +234,12 @@ def both_ways(pair: UnequalPair) -> Iterator[Mixed]:
         yield Mixed(pair, *ways, {engine.name: len(engine.log()) for engine in (pair.ours, pair.builtin)})
 
 
+def given(client: Client) -> float:
+    """How many requests an engine that steps has been given. Exact while none of them is aborted."""
+    page = [line.partition("{")[::2] for line in client.metrics_page().splitlines()]
+    return sum(float(rest.rpartition(" ")[2]) for name, rest in page if name in REQUESTS_GIVEN)
+
+
 @contextmanager
 def occupied(engine: Engine) -> Iterator[None]:
     """What comes to the engine waits in its queue until the block is left: as many requests as run at a time decode,
@@ -213,8 +248,11 @@ def occupied(engine: Engine) -> Iterator[None]:
     # `top_k` 1: vLLM refuses several samples with temperature 0.
     body |= {"temperature": 1.0, "top_k": 1, "ignore_eos": True}
     url = f"http://{LOOPBACK}:{engine.options.http_port}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=CALL_TIMEOUT_SECONDS, trust_env=False) as response:
-        response.raise_for_status()
-        chunks = response.iter_bytes()  # the connection is closed when nobody refers to it
-        next(chunks)
-        yield
+    with Client(engine) as client:
+        before = client.metric(REQUESTS_ENDED)
+        with httpx.stream("POST", url, json=body, timeout=CALL_TIMEOUT_SECONDS, trust_env=False) as response:
+            response.raise_for_status()
+            chunks = response.iter_bytes()  # the connection is closed when nobody refers to it
+            next(chunks)
+            wait_for(lambda: given(client) - before >= OCCUPANTS or None, f"{OCCUPANTS} requests")
+            yield

@@ -72,8 +72,8 @@ def test_degrade_goes_on_without_kv_transfer(room: Room, tmp_path: Path) -> None
 
 
 def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path) -> None:
-    """Started as users do: processes that are forked from the API server share the pipe that wakes it for signals."""
+    """As where users start it, the signal to one process is not one to the API server, too (`own_signals`)."""
     room.clear()
-    with mortal(tmp_path, "exit", forks=False) as engine:
+    with mortal(tmp_path, "exit", changes="tests.e2e.own_signals") as engine:
         assert "on_actor_death=exit" in the_line(engine)
         wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)

@@ -16,7 +16,7 @@ import pytest
 
 from connector.observe import catalogue as c
 from tests.e2e.client import Client, PrefillDecode
-from tests.e2e.cluster import BLOCK_BYTES, Room, Traces, blocks_of, prompt, wait_for
+from tests.e2e.cluster import BLOCK_BYTES, HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, blocks_of, prompt, wait_for
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
 from tests.e2e.metrics_page import (
     BYTES,
@@ -57,7 +57,7 @@ class Combined:
             "logs": directory,
             "context_tokens": 256,
             "trace_directory": self.traces.directory,
-            "extra_config": {"num_threads": 2},
+            "extra_config": {"num_threads": 2, "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
             "arguments": ("--num-gpu-blocks-override", str(BLOCKS)),
         }
         self._engines = EngineSet()

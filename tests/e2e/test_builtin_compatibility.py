@@ -10,21 +10,25 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.client import Answer, PrefillDecode
-from tests.e2e.cluster import BuiltinAndOurs, blocks_of, prompt
+from tests.e2e.cluster import SETTLE_SECONDS, BuiltinAndOurs, blocks_of, prompt
 from tests.plain_paths import LEASE_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 LENGTHS = (1, 20, 32, 33, 500)
 ATTEMPTS = 3
+LEASE_SECONDS = 30.0
+"""The default of both connectors."""
 
 
-def first_that_is_ok(ask: Callable[[int], Answer]) -> Answer:
-    """For a built-in D: it gives a handshake up after five seconds, which a starved machine makes of a millisecond."""
+def first_that_is_ok(service: PrefillDecode, ask: Callable[[int], Answer]) -> Answer:
+    """For a built-in D: it gives a handshake up after five seconds, which a starved machine makes of a millisecond.
+    Then nobody reads what P has lent, and it is waited for that P has it back."""
     for attempt in range(ATTEMPTS):
         answer = ask(attempt)
         if answer.ok:
             break
+        assert service.prefill_client.blocks_are_free(LEASE_SECONDS + SETTLE_SECONDS)
     assert answer.ok, answer.error
     return answer
 
@@ -52,9 +56,9 @@ def test_our_p_serves_a_builtin_d(mixed: BuiltinAndOurs) -> None:
                 keys.append(f"ours-to-builtin-{tokens}-{attempt}")  # noqa: B023
                 return service.pd(text, keys[-1])  # noqa: B023
 
-            answer = first_that_is_ok(ask)
+            answer = first_that_is_ok(service, ask)
             assert answer.token_ids == service.alone(text).token_ids
-            lease = mixed.traces.ended_lease(keys[-1], timeout_seconds=10)
+            lease = mixed.traces.ended_lease(keys[-1])  # by notification: its time is longer than this is waited for
             assert lease.states in LEASE_PATHS_PLAIN
         assert service.prefill_client.blocks_are_free()
 
@@ -83,5 +87,5 @@ def test_the_answer_shows_when_the_kv_is_that_of_another_prompt(mixed: BuiltinAn
     for prefill, decode in ((mixed.builtin, mixed.ours), (mixed.ours, mixed.builtin)):
         with PrefillDecode(prefill, decode) as service:
             asked, other = prompt(200, f"asked {prefill.name}"), prompt(200, f"other {prefill.name}")
-            wrong = first_that_is_ok(lambda attempt: service.decode_from_another(asked, other))  # noqa: B023
+            wrong = first_that_is_ok(service, lambda attempt: service.decode_from_another(asked, other))  # noqa: B023
             assert wrong.token_ids != service.alone(asked).token_ids

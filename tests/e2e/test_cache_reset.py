@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from tests.e2e.client import NO_ANSWER, Answer
 from tests.e2e.cluster import OnePrefillTwoDecode, prompt, wait_for
 from tests.rig.network import BlackHole, dead_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
-CALL_SECONDS = 5.0
+RUNNING_TOKENS = 100
 
 
 def test_of_p_while_blocks_are_lent(cluster: OnePrefillTwoDecode) -> None:
@@ -35,15 +32,10 @@ def test_of_p_with_what_it_computes(cluster: OnePrefillTwoDecode) -> None:
     service, key, text = cluster.fail, "reset-running", prompt(300, "reset running")
     params = service.prefill(text, key).kv_transfer_params
     assert params is not None
-    running: list[Answer] = []
-    client = threading.Thread(
-        target=lambda: running.append(service.prefill_client.complete(prompt(50, key), max_tokens=100))
-    )
-    client.start()
-    wait_for(lambda: service.prefill_client.metric("vllm:num_requests_running") or None, "a request runs on P")
+    tokens = service.prefill_client.stream(prompt(50, key), max_tokens=RUNNING_TOKENS)
+    first = next(tokens)
     assert service.prefill_client.reset_cache(with_running=True) is None
-    client.join()
-    assert running[0].ok, running[0].error
+    assert len([first, *tokens]) == RUNNING_TOKENS
     answer = service.decode(text, params, key)
     assert answer.ok, answer.error
     assert answer.token_ids == service.alone(text).token_ids
@@ -53,20 +45,16 @@ def test_of_p_with_what_it_computes(cluster: OnePrefillTwoDecode) -> None:
 def test_of_d_while_a_request_waits_for_its_kv(cluster: OnePrefillTwoDecode) -> None:
     """Its blocks are in use too."""
     service, key = cluster.fail, "reset-waiting"
+    d = service.decode_client
     with BlackHole() as hole:
-        waiting: list[Answer] = []
         params = dead_params(hole.port, 4)
-        client = threading.Thread(
-            target=lambda: waiting.append(service.decode(prompt(100, key), params, key, timeout_seconds=CALL_SECONDS))
-        )
-        client.start()
-        cluster.traces.request_in(key, "pending_handshake")
-        assert service.decode_client.reset_cache() is False
-        assert service.decode_client.reset_cache(with_running=True) is None
-        client.join()
-        assert waiting[0].status == NO_ANSWER
+        with d.leaving(prompt(100, key), request_id=key, kv_transfer_params=params) as client:
+            cluster.traces.request_in(key, "pending_handshake")
+            assert d.reset_cache() is False
+            assert d.reset_cache(with_running=True) is None
+            assert not client.is_answered
         assert cluster.traces.ended_request(key).reason == "AbortedByClient"
-    wait_for(lambda: service.decode_client.reset_cache() or None, "the blocks are free and the cache is reset")
+    wait_for(lambda: d.reset_cache() or None, "the blocks are free and the cache is reset")
     text = prompt(100, "reset waiting next")
     answer = service.pd(text, "reset-waiting-next")
     assert answer.ok, answer.error

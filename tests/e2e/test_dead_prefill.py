@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 
-from connector.observe.history import TERMINAL
+from connector.observe.traced import TERMINAL
 from tests.e2e.client import Answer, PrefillDecode
 from tests.e2e.cluster import (
     HANDSHAKE_TIMEOUT_SECONDS,
+    LEASE_SECONDS,
     PREFILL_BLOCKS,
     REQUEST_TIMEOUT_SECONDS,
+    SETTLE_SECONDS,
     OnePrefillTwoDecode,
     blocks_of,
     prompt,
@@ -39,14 +41,12 @@ DEADLINE_MARGIN_SECONDS = 5.0
 HEALTHY_LIMIT_SECONDS = 0.5
 NORMAL_TIME_MARGIN_SECONDS = 1.0
 """By how much a request that needs no P may take longer while others wait for a dead one."""
-NOTICED_SECONDS = 5.0
-"""A request for an engine whose port refuses connections ends at once. This is for a busy machine; what waits for an
-answer takes longer."""
+NOTICED_SECONDS = HANDSHAKE_TIMEOUT_SECONDS - 1
+"""A request for an engine whose port refuses connections ends at once. This is for a busy machine, where vLLM's queue
+alone may take five seconds (`stalls`); what waits for an answer takes longer."""
 STALL_SECONDS = 2.0
 """After which D's stacks are taken. vLLM's queue spins for a second before it sleeps."""
 ATTEMPTS = 3
-SHORT_LEASE = {"kv_lease_duration": 3.0, "handshake_timeout_seconds": 2.0}
-"""Options of P, which makes no handshakes; but one must not take as long as a lease."""
 
 
 def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
@@ -183,8 +183,7 @@ def serve_beside_eight_dead_ones(cluster: OnePrefillTwoDecode, time: str) -> Non
             key: pool.submit(service.decode, prompt(20, key), dead_params(port, 1), key)
             for key, port in zip(keys, ports, strict=True)
         }
-        for key in keys:
-            cluster.traces.request_in(key, "pending_handshake")
+        cluster.traces.all_in_d(keys)
         refused = {key: pool.submit(service.decode, prompt(20, key), params, key) for key, params in closed.items()}
         calls = [partial(prefill_and_decode, service, key) for key in healthy]
         answers = assert_in_time(service, calls, HEALTHY_LIMIT_SECONDS + usual.seconds, list(waiting.values()))
@@ -308,8 +307,8 @@ def test_killed_before_the_handshake(unmended: OnePrefillTwoDecode) -> None:
 
 
 def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
-    """At the address where D has only met a dead engine. It lends for three seconds now, which the next test needs."""
-    unmended.restart_prefill(engine_id=None, extra_config=SHORT_LEASE)
+    """At the address where D has only met a dead engine."""
+    unmended.restart_prefill(engine_id=None)
     assert_serves(unmended, "new-id")
 
 
@@ -319,12 +318,10 @@ def test_restarted_with_a_new_engine_id(unmended: OnePrefillTwoDecode) -> None:
 def test_a_lease_that_has_lapsed(cluster: OnePrefillTwoDecode) -> None:
     """P frees the blocks and computes other prompts into them before D is told of them. D must not read them as if they
     were the request's, and says `expired`. Scenario 1."""
-    if cluster.prefill.options.extra_config != SHORT_LEASE:
-        cluster.restart_prefill(extra_config=SHORT_LEASE)
     keys = ["lapsed-fail", "lapsed-recompute"]
     params = [prefilled(service, key) for service, key in zip(cluster.services, keys, strict=True)]
     for key in keys:
-        lease = cluster.traces.ended_lease(key)
+        lease = cluster.traces.ended_lease(key, LEASE_SECONDS + SETTLE_SECONDS)
         assert lease.states == ("computing", "held", "expired")
     overwrite(cluster)
     for service, key, each in zip(cluster.services, keys, params, strict=True):

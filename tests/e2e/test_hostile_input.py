@@ -272,7 +272,7 @@ def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
 
 # --- P's side channel -------------------------------------------------------------------------------------------------
 
-REPLY_SECONDS = 5.0
+REPLY_SECONDS = 20.0
 NO_REPLY_SECONDS = 0.5
 
 GET_METADATA = b"get_meta_msg"

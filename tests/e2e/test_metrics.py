@@ -23,15 +23,14 @@ from connector import DISTRIBUTION
 from connector.observe import catalogue as c
 from connector.observe.administration import require_administration
 from connector.observe.live import Address
-from connector.observe.log import distribution_version
 from connector.ports.gate import ANYBODY
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.versions import NIXL, shown_version
 from connector.wire.control import Release, Released, decode_answer, encode_request
 from statemachine.lease import LeaseName
 from tests.e2e.client import REQUEST_TRANSFER
 from tests.e2e.cluster import (
     BLOCK_BYTES,
-    HANDSHAKE_TIMEOUT_SECONDS,
     LEASE_SECONDS,
     REQUEST_TIMEOUT_SECONDS,
     OnePrefillTwoDecode,
@@ -71,7 +70,7 @@ BLOCKS = blocks_of(TOKENS)
 def assert_start_is_said(engine: Engine, options: str) -> None:
     """Version and `options`; where handshakes are answered; memory, NIXL and its back ends, and the control socket."""
     said = [line for line in engine.log().splitlines() if " INFO " in line]
-    version = f"{DISTRIBUTION} {distribution_version(DISTRIBUTION)} (vLLM {vllm.__version__}) as kv_"
+    version = f"{DISTRIBUTION} {shown_version(DISTRIBUTION)} (vLLM {vllm.__version__}) as kv_"
     started = [line for line in said if version in line]
     assert started
     assert all(options in line and "kv_load_failure_policy=" in line for line in started), started
@@ -79,7 +78,7 @@ def assert_start_is_said(engine: Engine, options: str) -> None:
     assert any(re.search(rf"handshakes are answered at \S+:{port}\b", line) for line in said)
     registered = re.compile(
         r"\d+\.\d\d GB of KV cache in [1-9]\d* memory ranges \(\w+\) are registered with NIXL "
-        rf"{re.escape(distribution_version('nixl'))}, back ends UCX; control socket \S+:[1-9]\d*; TP 0 of 1"
+        rf"{re.escape(shown_version(*NIXL))}, back ends UCX; control socket \S+:[1-9]\d*; TP 0 of 1"
     )
     assert any(registered.search(line) for line in said)
 
@@ -301,16 +300,16 @@ def test_a_request_that_waits_for_the_handshake(cluster: OnePrefillTwoDecode) ->
     service, key = cluster.fail, "metrics-waiting"
     d = service.decode_client
     _, before = meet(service, prompt(TOKENS, "they meet before the hole"))
-    with BlackHole() as hole, ThreadPoolExecutor(1) as pool:
+    with BlackHole() as hole:
         params = dead_params(hole.port, blocks_of(TOKENS))
-        patience_seconds = HANDSHAKE_TIMEOUT_SECONDS - 3
-        answer = pool.submit(service.decode, prompt(TOKENS, key), params, key, timeout_seconds=patience_seconds)
-        page = wait_for(
-            lambda: found if (found := Page.of(d))[c.REQUESTS, "pending_handshake"] else None, "a request that waits"
-        )
-        assert page[c.REQUESTS, "pending_handshake"] == 1
-        assert page[c.PEERS, "handshaking"] - before[c.PEERS, "handshaking"] == 1
-        assert not answer.result().ok
+        with d.leaving(prompt(TOKENS, key), request_id=key, kv_transfer_params=params) as client:
+            page = wait_for(
+                lambda: found if (found := Page.of(d))[c.REQUESTS, "pending_handshake"] else None,
+                "a request that waits",
+            )
+            assert page[c.REQUESTS, "pending_handshake"] == 1
+            assert page[c.PEERS, "handshaking"] - before[c.PEERS, "handshaking"] == 1
+            assert not client.is_answered
         assert cluster.traces.ended_request(key).reason == "AbortedByClient"
     assert d.complete("a step", max_tokens=1).ok
     assert_nothing_is_open(d)

@@ -21,20 +21,23 @@ from typer.testing import CliRunner
 
 from connector.observe.cli.main import app
 from tests.e2e.client import REQUEST_TRANSFER, Answer, Client
-from tests.e2e.cluster import prompt, small_options, wait_for
+from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, prompt, small_options, wait_for
 from tests.e2e.engines import LOOPBACK, Engine, EngineSet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLIENTS = 4
+PAUSE_SECONDS = 0.15
+"""Each of their answers is computed again at the end."""
 TOKENS = 90
 LEASE_SECONDS = 10.0
 GRACE_SECONDS = 30.0
-SHUTDOWN_SECONDS = 40
+SHUTDOWN_SECONDS = 60
 LEARNS_LATE_SECONDS = 1.0
 """How long the router goes on to use an engine that drains."""
-END_SECONDS = 60.0
-LAST, LAST_PROMPT_TOKENS, LAST_TOKENS = 4, 700, 200
+END_SECONDS = 80.0
+LAST, LAST_PROMPT_TOKENS, LAST_TOKENS = 8, 700, 100
+DECODE_OPTIONS = {"handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS}
 
 runner = CliRunner()
 
@@ -98,12 +101,13 @@ class Router:
 
 @contextmanager
 def load(router: Router) -> Iterator[None]:
-    """Clients that never rest."""
+    """Clients that rest for a moment after each answer."""
     is_over = threading.Event()
 
     def client() -> None:
         while not is_over.is_set():
             router.serve()
+            is_over.wait(PAUSE_SECONDS)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [pool.submit(client) for _ in range(CLIENTS)]
@@ -140,7 +144,7 @@ def test_both_prefill_engines_are_restarted_under_load_and_no_request_fails(tmp_
         first, second, decode = engines.start(
             small_options(tmp_path, "first", core=0, **prefill),
             small_options(tmp_path, "second", core=0, engine_id="second-prefill", **prefill),
-            small_options(tmp_path, "decode", core=1, kv_role="kv_consumer"),
+            small_options(tmp_path, "decode", core=1, kv_role="kv_consumer", extra_config=DECODE_OPTIONS),
         )
         with Client(first) as to_first, Client(second) as to_second, Client(decode) as to_decode:
             router = Router(to_decode, {"first": to_first, "second": to_second})
@@ -153,9 +157,13 @@ def test_both_prefill_engines_are_restarted_under_load_and_no_request_fails(tmp_
                 more_lent(router, "second")
             failed = [each for each in router.served if not each.answer.ok]
             assert failed == []
-            for each in router.served:
-                alone = to_decode.complete(prompt(TOKENS, each.key), cache_salt="computed-alone")
-                assert each.answer.token_ids == alone.token_ids, each
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                alone = pool.map(
+                    lambda each: to_decode.complete(prompt(TOKENS, each.key), cache_salt="computed-alone"),
+                    router.served,
+                )
+                for each, answer in zip(router.served, alone, strict=True):
+                    assert each.answer.token_ids == answer.token_ids, each
             assert len({each.key for each in router.served}) == len(router.served) > 20
             assert to_decode.blocks_are_free()
             assert to_decode.metric("vllm:nixl_actor_failed_receives_total") == 0
@@ -216,6 +224,7 @@ def test_a_decode_engine_that_is_ended_finishes_its_answers_and_loads_what_still
                 "decode",
                 core=1,
                 kv_role="kv_consumer",
+                extra_config=DECODE_OPTIONS,
                 arguments=("--shutdown-timeout", str(SHUTDOWN_SECONDS), "--num-gpu-blocks-override", "70"),
             ),
         )
@@ -243,11 +252,10 @@ def test_a_decode_engine_that_is_ended_finishes_its_answers_and_loads_what_still
                     )
                     for key in keys
                 }
-                wait_for(
-                    lambda: True if to_decode.metric("vllm:nixl_actor_completed_receives_total") else None,
+                loaded = wait_for(
+                    lambda: to_decode.metric("vllm:nixl_actor_completed_receives_total") or None,
                     "the first that is loaded",
                 )
-                loaded = to_decode.metric("vllm:nixl_actor_completed_receives_total")
                 assert decode.stop(END_SECONDS), "it went by itself"
             for key, answer in answers.items():
                 assert answer.result().ok, answer.result()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from connector.observe.cli.main import app
 from connector.wire.handshake import encode_request
 from tests.e2e.client import PrefillDecode
-from tests.e2e.cluster import Room, Traces, prompt, small_options, wait_for
+from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt, small_options, wait_for
 from tests.e2e.engines import LOOPBACK, Engine, EngineSet
 from tests.rig.key_files import Fleet, Member
 
@@ -88,7 +88,11 @@ def guarded(room: Room, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
     params_keys = directory / "params.keys"
     assert runner.invoke(app, ["keys", "params", "add", str(params_keys), "--id", "old"]).exit_code == 0
     traces = Traces(directory / "traces")
-    of_all = {"params_keys_file": str(params_keys), "allowed_peers": ["127.0.0.1", "10.255.0.0/16"]}
+    of_all = {
+        "params_keys_file": str(params_keys),
+        "allowed_peers": ["127.0.0.1", "10.255.0.0/16"],
+        "handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS,
+    }
     prefill, decode, _ = members
     with EngineSet() as engines:
         started = engines.start(

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.client import ANSWER_TOKENS, PrefillDecode
-from tests.e2e.cluster import Room, prompt, wait_for
+from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, prompt, wait_for
 from tests.e2e.engines import LOOPBACK, EngineOptions, EngineSet
 from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
 from tests.rig.network import dead_params, free_port
@@ -53,6 +53,7 @@ class Traced:
             "model": tiny_llama(),
             "logs": directory,
             "context_tokens": 4096,
+            "extra_config": {"handshake_timeout_seconds": HANDSHAKE_TIMEOUT_SECONDS},
             "arguments": ("--otlp-traces-endpoint", self.collector.endpoint),
             "environment": {
                 "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": self.collector.protocol,

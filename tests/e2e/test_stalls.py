@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.e2e.stalls import Stall, stacks_of, watched
+from tests.e2e.cluster import wait_for
+from tests.e2e.stalls import DUMP_TIMEOUT_SECONDS, Stall, stacks_of, watched
 
 SLEEPER = "import sys, time\ndef stands_here():\n    print('up', flush=True)\n    time.sleep(60)\nstands_here()"
 
@@ -28,7 +28,7 @@ def engine() -> Iterator[Any]:
 
 def test_takes_the_stacks_of_what_is_late(engine: Any) -> None:
     with watched(engine, 0.05) as stall:
-        time.sleep(0.2)
+        wait_for(lambda: stall.stacks or None, "the stacks of what is late", 2 * DUMP_TIMEOUT_SECONDS)
     assert "stands_here" in str(stall)
 
 

@@ -48,6 +48,9 @@ TOKENS = 100
 _log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = "10"
 """For each engine: the machine is busy, and a slow answer must not be taken for none."""
+SILENT_SECONDS = "4"
+"""For an engine that does not answer: a command that waits for it is through before the request that waits for it,
+too, has used up its time."""
 STARTS_MAX = 2
 """Of the command, whose work an answer may take, its own start included: an operator has it within a second."""
 BYTECODE = ROOT / ".state" / "bytecode"
@@ -221,22 +224,24 @@ def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
     """All of its processes, in the middle of a READ. The request waits."""
     service, engine, key = cluster.recompute, cluster.recomputing, "why-stopped"
     assert service.pd(prompt(TOKENS, "why-before-the-stop"), "why-before-the-stop").ok
+    compile_command()
     params = prefilled(service, key)
     cluster.prefill.pause()
     try:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
             cluster.traces.request_in(key, "reading", "proving")
-            said = timed(key, run("why", key, *engine_option(engine), "--timeout", "1.5"))
+            said = run("why", key, *engine_option(engine), "--timeout", SILENT_SECONDS)
+            ps = run("ps", *engine_option(engine), "--timeout", SILENT_SECONDS, "--json")
+            cluster.prefill.resume()
+            timed(key, said)
             assert_names(said, "HandshakeTimeout", "does not answer", "the-prefill-engine", status=4)
-            ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
-            assert ps.status == 0
+            assert ps.status == 0, ps.text
             decode, *known = json.loads(ps.text)["engines"]
             problems = {each["address"]: each["problem_kind"] for each in known}
             assert problems[f"{LOOPBACK}:{cluster.prefill.options.side_channel_port}"] == "HandshakeTimeout"
             (row,) = decode["ranks"][0]["requests"]
             assert key in row["request_id"]
-            cluster.prefill.resume()
             assert answer.result().ok
     finally:
         cluster.prefill.resume()
@@ -335,7 +340,7 @@ def two_prefill(room: Room) -> Iterator[TwoPrefillOneDecode]:
 
 def quarantines(engine: Engine) -> list[dict[str, Any]]:
     """What `ps` says of the blocks that this decode engine keeps aside."""
-    ps = run("ps", *engine_option(engine), "--timeout", "1.5", "--json")
+    ps = run("ps", *engine_option(engine), "--timeout", TIMEOUT_SECONDS, "--json")
     assert ps.status == 0, ps.text
     found: list[dict[str, Any]] = json.loads(ps.text)["engines"][0]["ranks"][0].get("quarantines", [])
     return found

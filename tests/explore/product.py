@@ -53,6 +53,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         is_builtin: P has the built-in connector: it is notified, never asked, and its leases are assumed.
         restarts: P may crash, and a new life with the same engine id is there at once.
         leaves: P may be told to leave, and ends then.
+        hangs: a rank of P may hang: it takes nothing and does nothing, and may go on later.
         dies: decode engines may crash for good.
         supervised: the executor may crash, and the supervisor may give the engine up.
         aborts: the client may abort, or be served by the prefix cache before it is scheduled.
@@ -67,6 +68,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     is_builtin: bool = False
     restarts: bool = False
     leaves: bool = False
+    hangs: bool = False
     dies: bool = False
     supervised: bool = False
     aborts: bool = True
@@ -95,6 +97,9 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),
     Product(name="two engines, one lease", requests=((0, 0), (1, 0)), deviations=2, restarts=True, dies=True),
+    Product(name="P hangs", deviations=2, hangs=True),
+    Product(name="P hangs, two requests", requests=_TWO, deviations=1, hangs=True, restarts=True),
+    Product(name="P hangs, two ranks of P", prefill_ranks=2, deviations=1, hangs=True, restarts=True),
     Product(name="P leaves", requests=_TWO, deviations=2, leaves=True),
     Product(name="P leaves, two requests, one lease", requests=((0, 0), (0, 0)), deviations=2, leaves=True),
     Product(name="P leaves, two ranks of P", prefill_ranks=2, deviations=1, leaves=True, restarts=True),

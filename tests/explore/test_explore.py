@@ -83,10 +83,9 @@ NOT_TAKEN: dict[str, set[tuple[str, str, str]]] = {
         ("lease", "computing", "Withdrawn"),
     },
     "every request names blocks that P has": {("request", "pending_handshake", "ParamsRejected")},
-    "it takes one deviation until a request is proving, and more than one until P does not answer": {
+    "it takes one deviation until a request is proving, and another one to end it": {
         ("request", "proving", "Aborted"),
         ("request", "proving", "DeadlinePassed"),
-        ("request", "proving", "ProofTimeout"),
         ("request", "proving", "ShellFailed"),
     },
     "it takes two deviations until P is disconnecting slowly": {("peer", "disconnecting", "Retired")},

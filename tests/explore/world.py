@@ -7,7 +7,8 @@ choice that the search makes both ways:
 
     the engines     a request is announced, started, settled, aborted; a grant reaches a rank of P; P crashes and its
                     next life is there at once, under the same id; P leaves, and ends when nothing is lent any more or
-                    its grace period is over, with a next life or without one; a decode engine crashes for good
+                    its grace period is over, with a next life or without one; a rank of P hangs, for a while or for
+                    good; a decode engine crashes for good
     the executors   a command, the end of a READ or a deadline is noticed late; the executor crashes
     NIXL            a READ completes, fails, fails and goes on writing, or never ends; a handshake succeeds or fails
     the links       a message arrives, is lost, is late, or comes twice; a link is reset
@@ -142,6 +143,9 @@ TO_PEER = (HOLD, RELEASE, HEARTBEAT, NOTIFY)
 
 FREED_BY_CRASH = 2
 
+UNANSWERED_MAX = 3
+"""Handshakes in a row that fail because P hangs; the next one lasts until it goes on. The back-off grows no more."""
+
 # P stays, is to end, is to end and takes its time, has ended and nobody has taken its place.
 STAYS, LEAVES, LINGERS, LEFT = range(4)
 
@@ -273,6 +277,8 @@ class World(NamedTuple):
         leaving_ns: on P's clock since it was told to leave, up to its grace period.
         bereaved: of each core of D, whether its connection has ended over which it had heard that P leaves, and nothing
             new is wanted since.
+        hung: one bit for each rank of P: it hangs. What is sent to it waits; of several messages of one kind from one
+            core the last one does, which says what those before it say.
     """
 
     budget: int
@@ -291,6 +297,7 @@ class World(NamedTuple):
     bereaved: tuple[bool, ...]
     leaving: int = STAYS
     leaving_ns: int = 0
+    hung: int = 0
 
 
 class Choice(NamedTuple):
@@ -313,7 +320,7 @@ TURN_LOST = TransferError(peer="p", operation="READ", error="lost", transport_lo
 TURN_REFUSED = TransferError(peer="p", operation="READ", error="refused", transport_lost=False)
 UNREACHABLE = HandshakeTimeout(peer="p", timeout_seconds=5)
 NOBODY_THERE = ConnectionRefused(peer="p")
-UNLIKE = Incompatible(peer="p", field="dtype", local="float16", remote="bfloat16")
+UNLIKE = Incompatible(peer="p", field="dtype", local="float16", remote="bfloat16", advice="start it alike")
 CRASH = ActorCrashed(actor="peer actor of p", error="KeyError()")
 STOPPED = ConnectorStopped(detail="shutdown")
 
@@ -467,7 +474,7 @@ class Rules:
             f"lease {lease} is held by rank {rank} of P"
             for lease, lent in enumerate(world.leases)
             for rank, each in enumerate(lent.ranks)
-            if not (each.freed or each.grant)
+            if not (each.freed or each.grant or world.hung >> rank & 1)
         ]
 
     def reads(self, world: World, core: int) -> Iterator[tuple[int, int, Read]]:
@@ -591,6 +598,7 @@ class Rules:
             move(world.bereaved, cores),
             world.leaving,
             world.leaving_ns,
+            world.hung,
         )
 
     # --- choices ----------------------------------------------------------------------------------------------------
@@ -603,7 +611,7 @@ class Rules:
         due = [
             core
             for core, number in enumerate(world.cores)
-            if number != DEAD and not world.is_late[core] and self._is_due(number)
+            if number != DEAD and not (world.is_late[core] or self._hangs(world, core)) and self._is_due(number)
         ]
         if due:
             found = [Choice(f"{self.name(core)} does what is due", 0, _of(Turn.wake, core)) for core in due]
@@ -611,9 +619,11 @@ class Rules:
             return found
         found = []
         for core, number in enumerate(world.cores):
-            if number != DEAD and world.is_late[core] and self._is_due(number):
+            if number != DEAD and world.is_late[core] and not self._hangs(world, core) and self._is_due(number):
                 found.append(Choice(f"{self.name(core)} does what was due", 0, _of(Turn.wake, core)))
         for index, message in enumerate(world.parked):
+            if message.kind in TO_PEER and world.hung >> message.rank & 1:
+                continue
             found.append(Choice(f"{self._said(message)} arrives late", 0, _of(Turn.arrive_late, index), True))
         for request in range(len(world.requests)):
             found += self._request_choices(world, request)
@@ -632,6 +642,9 @@ class Rules:
         next_ns = self.shelf.deadline(number)
         return next_ns is not None and next_ns <= 0
 
+    def _hangs(self, world: World, core: int) -> bool:
+        return core >= self.decode_cores and bool(world.hung >> (core - self.decode_cores) & 1)
+
     def _said(self, message: Message) -> str:
         leases = ", ".join(str(lease) for lease, _ in message.leases)
         ends = self.name(message.core), f"rank {message.rank} of P"
@@ -643,6 +656,8 @@ class Rules:
             return []
         message = world.mail[0]
         said = self._said(message)
+        if message.kind in TO_PEER and world.hung >> message.rank & 1:
+            return [Choice(f"{said} is not taken", 0, Turn.wait_to_be_taken)]
         found = [
             Choice(f"{said} arrives", 0, Turn.arrive),
             Choice(f"{said} is late", 1, Turn.park),
@@ -729,6 +744,13 @@ class Rules:
         is_slow = world.handshakes[core] == SLOW
         if world.handshakes[core] and world.leaving == LEFT:
             found.append(Choice(f"{name} is refused", 0, _of(Turn.be_refused, core), is_slow))
+        elif world.handshakes[core] and world.hung:
+            kept = self.shelf.core(world.cores[core])
+            assert isinstance(kept, RemoteEngine)
+            if kept.view().peer.failures < UNANSWERED_MAX:
+                found.append(Choice(f"{name} is not answered", 0, _of(Turn.fail_to_connect, core), is_slow))
+            elif not is_slow:
+                return [Choice(f"{name} waits for an answer", 0, _of(Turn.delay_handshake, core))]
         elif world.handshakes[core]:
             found.append(Choice(f"the handshake of {name} succeeds", 0, _of(Turn.connect, core), is_slow))
             found.append(Choice(f"the handshake of {name} fails", 1, _of(Turn.fail_to_connect, core)))
@@ -803,6 +825,11 @@ class Rules:
             found.append(Choice("P ends, as it had said, and another one takes its place", 0, Turn.replace_peer))
             if world.leaving == LEAVES:
                 found.append(Choice("P takes its time to end", 1, Turn.linger))
+        for rank in range(self.product.prefill_ranks if self.product.hangs else 0):
+            if world.hung >> rank & 1:
+                found.append(Choice(f"rank {rank} of P goes on", 0, _of(Turn.go_on, rank), True))
+            elif world.leaving != LEFT:
+                found.append(Choice(f"rank {rank} of P hangs", 1, _of(Turn.hang_peer, rank)))
         if self.product.restarts and world.leaving != LEFT and not all(lent.is_foreign for lent in world.leases):
             found.append(Choice("P crashes and restarts with the same engine id", 1, Turn.crash_peer))
         if self.product.dies:
@@ -879,6 +906,7 @@ class Turn:
         self.parked = world.parked
         self.leaving = world.leaving
         self.leaving_ns = world.leaving_ns
+        self.hung = world.hung
         self.bereaved = world.bereaved
 
     def world(self) -> World:
@@ -899,6 +927,7 @@ class Turn:
             self.bereaved,
             self.leaving,
             self.leaving_ns,
+            self.hung,
         )
 
     # --- cores ------------------------------------------------------------------------------------------------------
@@ -1133,6 +1162,16 @@ class Turn:
     def park(self) -> None:
         message, self.mail = self.mail[0], self.mail[1:]
         self.parked = tuple(sorted((*self.parked, message)))
+
+    def wait_to_be_taken(self) -> None:
+        message = self.mail[0]
+        self.parked = tuple(
+            each
+            for each in self.parked
+            if (each.kind, each.core, each.connection, each.rank)
+            != (message.kind, message.core, message.connection, message.rank)
+        )
+        self.park()
 
     def lose(self) -> None:
         self.mail = self.mail[1:]
@@ -1440,10 +1479,20 @@ class Turn:
         self.end_peer()
         self.leaving = STAYS
 
+    def hang_peer(self, rank: int) -> None:
+        self.hung |= 1 << rank
+
+    def go_on(self, rank: int) -> None:
+        """What has waited is taken at once."""
+        self.hung &= ~(1 << rank)
+        waiting = [each for each in self.parked if each.kind in TO_PEER and each.rank == rank]
+        self.parked = tuple(each for each in self.parked if each not in waiting)
+        self.mail = (*self.mail, *waiting)
+
     def crash_peer(self) -> None:
         """All its ranks at once. Answers that had arrived on D's side can still be read there."""
         self.life += 1
-        self.leaving, self.leaving_ns = STAYS, 0
+        self.leaving, self.leaving_ns, self.hung = STAYS, 0, 0
         lost = Lent(grant=DONE, freed=FREED_BY_CRASH)
         ranks = range(self._product.prefill_ranks)
         # Whoever had not met the life that lent the blocks cannot know that a built-in engine is another one now.

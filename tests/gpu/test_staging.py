@@ -31,8 +31,6 @@ from connector.worker.landing import LandedBlocks
 from tests.bench.source import Source, other_process, tell, wait_for_end
 from tests.gpu.test_busy_device import forward_pass
 
-pytestmark = pytest.mark.timeout(120)
-
 BLOCKS, WORDS = 64, 16_384
 BLOCK_BYTES = 4 * WORDS
 LOADED, REMOTE = [5, 9, 40], [63, 0, 17]

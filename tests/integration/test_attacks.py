@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.attack.attackers import kinds
-from tests.attack.scene import BEGUN, Scene, scene
+from tests.attack.scene import Scene, scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,7 +20,8 @@ CONNECTIONS = 5_000
 RATIO_MAX = 5.0
 SLACK_SECONDS = 0.1
 MEMORY_MAX = 400 << 20
-"""That one attack may add: 4,096 connections take 50 KB each, unfinished messages 256 MB together."""
+"""That one attack may add: 4,096 connections take 50 KB each, unfinished messages 256 MiB together if all of their
+frames are empty (8 MiB on the wire), and what comes before they are measured is more."""
 DESCRIPTORS_MAX = 5_000
 LEFT_MAX = 200
 """Descriptors after an attack."""
@@ -32,11 +33,22 @@ ATTACKS = (
     "handshakes, unread",
     "garbage, control",
     "holds",
+    "small holds",
+    "large holds",
     "questions",
     "meets, spread",
     "oversize frames",
     "endless messages",
+    "endless messages, empty frames",
+    "many frames",
+    "many frames, side channel",
+    "many frames, spread",
 )
+DEAFENING = ("many frames, spread",)
+"""Each of its messages keeps everybody waiting while it is dropped, and the next one comes from an address that is not
+shut out: how many pulls meet one is a matter of how often the attackers get a core."""
+PULL_SECONDS_MAX = 30.0
+"""Of a pull meanwhile; the engines would wait for longer than this."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +63,15 @@ def test_pulls_go_on_under_attack(engines: Scene, name: str) -> None:
     outcome = engines.attack(name, connections=CONNECTIONS, rounds=3)
     tally = outcome.tally
     assert not tally.problem
-    assert max(tally.connections, tally.messages) > BEGUN, tally
+    assert tally.connections, tally
+    assert tally.tried > kinds()[name].begun, tally
     assert outcome.during.failed == 0
     assert outcome.handshakes.failed == 0
     assert outcome.calm.failed == 0
-    assert outcome.during.median <= outcome.calm.median * RATIO_MAX + SLACK_SECONDS
+    if name in DEAFENING:
+        assert max(outcome.during.seconds) <= PULL_SECONDS_MAX
+    else:
+        assert outcome.during.median <= outcome.calm.median * RATIO_MAX + SLACK_SECONDS
     before, most, _ = outcome.memory
     assert most - before <= MEMORY_MAX
     most_files, files = outcome.descriptors

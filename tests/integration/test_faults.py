@@ -115,7 +115,8 @@ def test_blocks_of_a_read_that_never_ends_are_quarantined(house: House, policy: 
         outcome = decode.wait(name, REQUEST_SECONDS + QUIESCE_SECONDS + _TOLERANCE)
         assert time.monotonic() - started > QUIESCE_SECONDS
         check_not_loaded(decode, outcome, tokens)
-        assert house.traces.path("request", name) == ["pending_handshake", "reading", "draining", "failed"]
+        path = house.traces.wait_for_state("request", name, "failed")
+        assert path == ["pending_handshake", "reading", "draining", "failed"]
         assert house.traces.reason("request", name) == "Quarantined"
         quarantined = decode.inspect().unowned_blocks
         assert len(quarantined) == 5
@@ -128,6 +129,22 @@ def test_blocks_of_a_read_that_never_ends_are_quarantined(house: House, policy: 
     expect_loaded_soon(house, decode, f"after-{name}")
 
 
+def test_a_prefill_engine_that_hangs_costs_a_lease_and_no_deadline(house: House) -> None:
+    """Scenario 45: what is asked of it is not answered, so its READs are not waited for until requests time out."""
+    patience = {**house.decode.options.extra_config, "request_timeout_seconds": 300.0}
+    with house.extra_engine(extra_config=patience) as decode:
+        decode.wait_ready()
+        tokens = prompt("hung", 5 * BLOCK_TOKENS)
+        with endless_read(house, decode, "hung", tokens):
+            outcome = decode.wait("hung", 2 * LEASE_SECONDS + QUIESCE_SECONDS + _TOLERANCE)
+            check_not_loaded(decode, outcome, tokens)
+            house.traces.wait_for_state("request", "hung", "failed")
+            assert house.traces.reason("request", "hung") == "Quarantined"
+        check_quarantine_ends(house, decode, "hung")
+        house.prefill.wait_until_whole(LEASE_SECONDS + _TOLERANCE)
+        expect_loaded_soon(house, decode, "after-hung")
+
+
 def test_an_aborted_request_whose_read_never_ends_is_quarantined_too(house: House) -> None:
     """Scenarios 5 and 8: the client is gone at once, the blocks stay until the READ has ended."""
     tokens = prompt("endless-aborted", 5 * BLOCK_TOKENS)
@@ -136,6 +153,7 @@ def test_an_aborted_request_whose_read_never_ends_is_quarantined_too(house: Hous
         assert house.decode.wait("endless-aborted").finish == "abort"
         assert house.decode.snapshot().free_blocks == USABLE_BLOCKS - 5
         house.decode.wait_until_idle(REQUEST_SECONDS + QUIESCE_SECONDS + _TOLERANCE)
+        house.traces.wait_for_state("request", "endless-aborted", "failed")
         assert house.traces.reason("request", "endless-aborted") == "Quarantined"
         quarantined = house.decode.inspect().unowned_blocks
         assert len(quarantined) == 5
@@ -151,7 +169,8 @@ def test_an_abort_in_mid_read_waits_for_the_read_and_then_frees_both_sides(house
         house.traces.wait_for_state("request", "aborted-reading", "draining")
         assert house.decode.snapshot().free_blocks == USABLE_BLOCKS - 5
     house.decode.wait_until_whole(20)
-    assert house.traces.path("request", "aborted-reading") == ["pending_handshake", "reading", "draining", "failed"]
+    path = house.traces.wait_for_state("request", "aborted-reading", "failed")
+    assert path == ["pending_handshake", "reading", "draining", "failed"]
     assert house.traces.reason("request", "aborted-reading") == "AbortedByClient"
     house.traces.expect_plain_lease("aborted-reading")
 
@@ -175,7 +194,7 @@ def test_a_killed_prefill_engine_fails_its_reads_and_its_successor_is_used(
     was_dying_seconds = house.prefill.kill()
     for outcome in decode.wait_all(list(prompts), REQUEST_SECONDS + QUIESCE_SECONDS + _TOLERANCE):
         check_not_loaded(decode, outcome, prompts[outcome.request_id])
-        path = house.traces.wait_for("request", outcome.request_id, lambda path: path[-1] in ("failed", "expired"))
+        path = house.traces.wait_for("request", outcome.request_id, lambda path: path[-1:] in (["failed"], ["expired"]))
         assert path[:2] == ["pending_handshake", "reading"]
         # Unless the engine took longer to die than its requests had: until then nobody can see that it will.
         if was_dying_seconds < REQUEST_SECONDS:

@@ -58,12 +58,12 @@ def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -
         lent = f"lent beside {kind}"
         tokens = prompt(lent, 2 * BLOCK_TOKENS)
         metadata = agent_metadata(engine)
-        engine.prefill(lent, tokens)
         with stranger(NAMES[kind]) as bad, stranger() as good:
 
             def progress_until(is_reached: Callable[[], bool]) -> None:
-                deadline = time.monotonic() + LEASE_SECONDS / 3
-                while not is_reached() and time.monotonic() < deadline:
+                deadline = time.monotonic() + _TOLERANCE
+                while not is_reached():
+                    assert time.monotonic() < deadline
                     bad.progress()
                     good.progress()
                     time.sleep(0.01)
@@ -71,6 +71,7 @@ def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -
             peers = {each: each.meet(metadata) for each in (bad, good)}
             bad.notify(peers[bad], b"HB:x")
             progress_until(lambda: "is not UTF-8" in engine.log_path.read_text())
+            engine.prefill(lent, tokens)  # the agents are made, and its time has only begun
             for each, message in ((bad, b"HB:x"), (good, f"{lent}:1".encode()), (bad, b"HB:y")):
                 each.notify(peers[each], message)
             progress_until(lambda: not engine.snapshot().requests)
@@ -79,8 +80,9 @@ def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -
         params = engine.prefill(after, tokens)
         outcome = house.decode.decode(after, tokens, params, 2)
         check_loaded(outcome, tokens, 2)
-        engine.wait_until_whole(LEASE_SECONDS / 2)
-        house.traces.expect_plain_lease(lent)
+        engine.wait_until_whole(_TOLERANCE)
+        for each in (lent, after):
+            house.traces.expect_plain_lease(each)
 
 
 def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(house: House) -> None:
@@ -158,12 +160,10 @@ def test_a_decode_engine_is_told_at_once_that_the_actors_of_a_prefill_engine_die
         while "transfers no KV any more" not in engine.log_path.read_text():
             assert time.monotonic() < deadline
             engine.decode("step", prompt("step", 10), None)
-        started = time.monotonic()
         outcome = house.recompute.decode("lent-before-death", tokens, params, 2)
-        seconds = time.monotonic() - started
         assert outcome.output_token_ids == expected_output(tokens, 2)
         assert outcome.receive_failed
-        assert seconds < 0.9, f"it took {seconds:.1f} s"
+        house.expect_failed_by_no_time_limit("lent-before-death")
 
 
 @pytest.mark.parametrize("name", ["HB:odd", "odd,with,commas", "odd:7"])

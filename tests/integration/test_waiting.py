@@ -15,10 +15,9 @@ from tests.rig import EngineRig, RequestSpec, free_port, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-AT_ONCE_SECONDS = 0.5
-"""Half of what a handshake with an engine that does not answer takes here."""
 TOLERANCE_SECONDS = 10.0
-LEASES = 3
+HELD_SECONDS = 1.5 * LEASE_SECONDS
+"""Longer than a lease lasts that is not renewed, or only once."""
 BLOCKERS = 40
 BLOCKER_TOKENS = (USABLE_BLOCKS - 2) * BLOCK_TOKENS
 """Together they take minutes if nobody aborts them."""
@@ -62,7 +61,7 @@ def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narr
     params = house.prefill.prefill(name, tokens)
     with occupied(narrow, f"{name}-blocker"):
         narrow.submit(RequestSpec(name, tokens, 2, params))
-        time.sleep(LEASES * LEASE_SECONDS)
+        time.sleep(3 * LEASE_SECONDS)
         lent = house.prefill.snapshot().requests
         assert not narrow.has_ended(name)
     outcome = narrow.wait(name)
@@ -71,7 +70,7 @@ def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narr
 
 
 def test_a_lease_outlives_an_engine_that_makes_no_step(house: House, narrow: EngineRig) -> None:
-    """Scenario 62: D's engine thread stands still for three lease times, as in a long step; its actors do not."""
+    """Scenario 62: D's engine thread stands still for longer than a lease, as in a long step; its actors do not."""
     name, tokens = "no-step", prompt("no-step", 3 * BLOCK_TOKENS)
     house.expect_loaded(narrow, f"{name}-before", prompt(f"{name}-before", 40))
     params = house.prefill.prefill(name, tokens)
@@ -79,7 +78,7 @@ def test_a_lease_outlives_an_engine_that_makes_no_step(house: House, narrow: Eng
         narrow.submit(RequestSpec(name, tokens, 2, params))
         house.traces.wait_for_state("hold", f"{name}/0", "held")
         narrow.pause_steps()
-        time.sleep(LEASES * LEASE_SECONDS)
+        time.sleep(HELD_SECONDS)
         lent = house.prefill.snapshot().requests
         narrow.resume_steps()
     outcome = narrow.wait(name)
@@ -96,7 +95,7 @@ def test_blocks_that_a_killed_decode_engine_has_held_come_back_when_their_lease_
         params = house.prefill.prefill_all(prompts)
         engine.submit(*(RequestSpec(f"blocker-{number}", prompt("b", 2), BLOCKER_TOKENS) for number in range(BLOCKERS)))
         engine.submit(*(RequestSpec(name, tokens, 2, params[name]) for name, tokens in prompts.items()))
-        time.sleep(LEASES * LEASE_SECONDS)
+        time.sleep(HELD_SECONDS)
         assert set(house.prefill.snapshot().requests) == set(prompts), "they are held"
         engine.kill()
         house.prefill.wait_until_whole(LEASE_SECONDS + TOLERANCE_SECONDS)
@@ -114,12 +113,10 @@ def test_a_request_that_waits_for_a_killed_engine_fails_as_soon_as_it_is_schedul
     params = house.prefill.prefill(name, tokens)
     with occupied(narrow, "death-blocker"):
         narrow.submit(RequestSpec(name, tokens, 2, params))
-        time.sleep(0.5)
+        house.traces.wait_for_state("hold", f"{name}/0", "held")
         house.prefill.kill()
         time.sleep(1.0)
-    started = time.monotonic()
     outcome = narrow.wait(name, 20)
-    seconds = time.monotonic() - started
     house.restart_prefill(same_id=False)
     check_not_loaded(narrow, outcome, tokens)
-    assert seconds < AT_ONCE_SECONDS, f"{house.traces.reason('request', name)} after {seconds:.2f} s"
+    house.expect_failed_by_no_time_limit(name)

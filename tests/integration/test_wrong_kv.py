@@ -6,7 +6,6 @@ actors of all ranks in this process (tests/actors), on real NIXL and ZMQ. The ot
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -79,7 +78,7 @@ def test_a_request_that_says_wrong_sizes_fails_none_that_wait_beside_it(ranks: i
     """All come before the first handshake."""
 
     async def test() -> None:
-        options = ConnectorOptions(handshake_timeout_seconds=1.0)
+        options = ConnectorOptions(handshake_timeout_seconds=5.0)
         async with parallel_engine("p", ranks, serves=True) as ps, parallel_engine("d", 1, options=options) as (d,):
             whole = fill(ps)
             names = {"before": ps[0].address, "wrong": said(ps[0], tp_size=wrong), "after": ps[0].address}
@@ -132,7 +131,7 @@ def test_two_engines_that_hold_the_same_blocks_are_both_served(house: House) -> 
     params = house.prefill.prefill("siblings", tokens)
     with full_engine(house.decode, "siblings-blocker"):
         house.decode.submit(RequestSpec("siblings-second", tokens, 2, params))
-        time.sleep(0.2)  # its engine steps, and its actors say that it is waited for
+        house.traces.wait_for_state("hold", "siblings/0", "held")  # its engine steps, and its actors say that it waits
         first = house.recompute.decode("siblings-first", tokens, params, 2)
         check_loaded(first, tokens, 2)
         house.prefill.overwrite_free_blocks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import os
 import random
 import socket
 import socketserver
@@ -20,14 +21,35 @@ _LAST_PORT = 32_000
 _ATTEMPTS = 200
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has its loopback address."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _own_ports() -> range:
+    """Of this process: an engine listens many seconds after its port was chosen, so that the workers of pytest-xdist,
+    which run side by side, have none in common. Without them, all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")  # gw0, gw1, ...
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    count = (_LAST_PORT + 1 - _FIRST_PORT) // workers
+    first = _FIRST_PORT + int(worker.removeprefix("gw")) % workers * count
+    return range(first, first + count)
+
+
 def free_port() -> int:
     """A loopback TCP port on which nothing listens now.
 
     Raises:
         OSError: none was found; something must be holding thousands of them.
     """
+    ports = _own_ports()
     for _ in range(_ATTEMPTS):
-        port = random.randint(_FIRST_PORT, _LAST_PORT)
+        port = random.choice(ports)
         with socket.socket() as candidate:
             try:
                 candidate.bind(("127.0.0.1", port))

@@ -5,11 +5,13 @@
     assert work.calls <= 40
 
 Only the calling thread is looked at, and only what runs in Python or is called from there: a loop inside a C function
-(a copy of a list, an operation of numpy) is one call.
+(a copy of a list, an operation of numpy) is one call. No garbage is collected meanwhile: when that happens is chance,
+and who has asked to hear of it (`gc.callbacks`; Hypothesis does) is called in whatever thread it happens.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -28,6 +30,8 @@ class Counted:
         self.lines = 0
 
     def __enter__(self) -> Counted:
+        self._collects = gc.isenabled()
+        gc.disable()
         self._tracer_before = sys.gettrace()
         sys.settrace(self._trace)
         sys.setprofile(self._profile)
@@ -36,6 +40,8 @@ class Counted:
     def __exit__(self, *raised: object) -> None:
         sys.setprofile(None)
         sys.settrace(self._tracer_before)
+        if self._collects:
+            gc.enable()
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event in ("call", "c_call") and frame.f_code not in _OWN:

@@ -39,7 +39,7 @@ from connector.protocol import (
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import REQUEST_BYTES_MAX
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from tests.rig.facts import LEAVE_SECRET, payload_of
@@ -133,7 +133,7 @@ class Rank:
         self._host = doors.host_of(name)
         self.port = world.open(name, [MemoryRange(memory.ctypes.data, memory.nbytes)], doors.clock.now_ns)
         side_channel = doors.open_channel(name)
-        self._control: Listener = side_channel.listen(self._host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        self._control: Listener = side_channel.listen(self._host, 0, frame_bytes_max=REQUEST_BYTES_MAX)
         self.supervisor = Supervisor(
             options=OPTIONS,
             local=self._local,

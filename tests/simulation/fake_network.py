@@ -25,6 +25,7 @@ import trio
 
 from connector.clock import to_ns
 from connector.ports.side_channel import (
+    FRAMES_TOO_MANY_MAX,
     ConnectionRefused,
     LinkLost,
     ListenerCounts,
@@ -50,7 +51,7 @@ LINK_QUEUED_MAX = 1000
 ADMISSION = AdmissionLimits(
     connections_max=4096,
     unfinished_bytes_max=1 << 30,
-    unheard_bytes_max=1 << 30,
+    waiting_bytes_max=0,
     common_units=1000,
     common_units_per_second=1000,
 )
@@ -472,6 +473,7 @@ class FakeListener:
         self._connections = itertools.count(1)
         # Of connections that are open and were not cut off.
         self._numbers: dict[ReplyAddress, int] = {}
+        self._addresses: dict[ReplyAddress, str] = {}
         self._identities: dict[int, ReplyAddress] = {}
         self._dropped_requests = 0
         self._cut_off_connections = 0
@@ -530,6 +532,7 @@ class FakeListener:
         """A connection was made."""
         number = next(self._connections)
         self._numbers[identity], self._identities[number] = number, identity
+        self._addresses[identity] = address
         self._cut_off(self._admission.opened(number, address, _now_ns()))
 
     def farewell(self, identity: ReplyAddress) -> None:
@@ -537,12 +540,14 @@ class FakeListener:
         number = self._numbers.pop(identity, None)
         if number is not None:
             del self._identities[number]
+            del self._addresses[identity]
             self._admission.closed(number)
 
     def _cut_off(self, connections: Sequence[CutOff]) -> None:
         for each in connections:
             identity = self._identities.pop(each.connection)
             del self._numbers[identity]
+            del self._addresses[identity]
             self._cut_off_connections += 1
             self._on_cut_off(each.address, each.why)
             self._network.cut_off(identity)
@@ -564,6 +569,9 @@ class FakeListener:
         elif len(frames) > self._frames_max or any(len(frame) > self._frame_bytes_max for frame in frames):
             self._oversized_requests += 1
             self.charge(identity, DROPPED_UNITS, understood=False)
+            if len(frames) > self._frames_max + FRAMES_TOO_MANY_MAX and identity in self._numbers:
+                number, address = self._numbers[identity], self._addresses[identity]
+                self._cut_off(self._admission.swamped(number, address, _now_ns()))
         else:
             self.on_arrival(frames)
             self._requests.append(Request(identity, frames))

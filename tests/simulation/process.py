@@ -225,7 +225,7 @@ class Rank:
         word_bytes = WORD_BYTES // 2 if process.variant is Variant.OTHER_BLOCKS else WORD_BYTES
         shapes = memory.shapes(word_bytes=word_bytes)
         side_channel = FakeSideChannel(around.network, name)
-        self.control = side_channel.listen(name, 0, frame_bytes_max=control.MESSAGE_BYTES_MAX)
+        self.control = side_channel.listen(name, 0, frame_bytes_max=control.REQUEST_BYTES_MAX)
         self.control.on_arrival = self._overhear
         self.host = name
         self._tp_size = process.shape.tp_size

@@ -325,8 +325,9 @@ def _types() -> Counter[str]:
 
 
 def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    """Of no file: pages of libraries come and go with what else the machine does."""
+    resident, of_files = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(of_files)) * resource.getpagesize()
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ A_START = "an engine that cannot start says so: test_listener_thread.py, an addr
 NOT_REACHED = {
     "connector/ports/nixl_agent.py": REAL_PORT,
     "connector/ports/zmq_bridge.py": REAL_PORT,
+    "connector/ports/doorman.py": "the gate waits for it; tests/conformance/test_doorman.py",
     "connector/ports/gate.py": "it speaks to libzmq; tests/conformance/test_strangers.py",
     "connector/ports/curve_keys.py": "a gate and real sockets ask it; tests/conformance/test_strangers.py",
     "connector/ports/host_names.py": "of the real side channel; tests/conformance/test_host_names.py",

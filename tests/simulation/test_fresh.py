@@ -17,7 +17,6 @@ def python(program: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # a process that imports vLLM
 def test_all_levels_run_until_the_time_is_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,13 +71,16 @@ def test_regression(path: Path) -> None:
     assert simulate(read_plan(path)).violations == []
 
 
-def test_without_faults_every_request_is_served() -> None:
+def test_without_faults_requests_are_served_but_for_those_that_come_too_late() -> None:
     for seed in range(6):
         result = simulate(Plan(seed=seed, faults=[]))
         assert result.violations == []
         allowed = {"done", "not awaited", "served by a built-in engine", "lost with its engine", "AbortedByClient"}
-        # Whoever comes after the release, or with parameters that were used, is refused.
+        # Whoever comes after the release, or with parameters that were used, is refused; and in some plans a rank may
+        # know fewer engines than there are.
         assert set(result.outcomes) <= allowed | {"TooManyPeers", "BlocksConsumed", "LeaseOver"}
+        served = result.outcomes["done"] + result.outcomes["served by a built-in engine"]
+        assert served > 0.7 * result.outcomes.total()
 
 
 def test_two_engines_read_from_one_lease() -> None:

@@ -19,6 +19,8 @@ from tests.simulation.faults import Fault, Kind, Plan
 from tests.simulation.soak import Campaign, Course, Done
 from tests.simulation.verdict import Violation
 
+pytestmark = pytest.mark.timeout(400)
+
 SHORT = Course(
     engines=3,
     hours=14,

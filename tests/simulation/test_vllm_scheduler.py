@@ -39,6 +39,8 @@ from tests.simulation.faults import (
 )
 from tests.simulation.vllm.cluster import WITH_STATES, WITH_STATES_AND_OVERLAP, WITH_WINDOWS, simulate
 
+pytestmark = pytest.mark.timeout(400)  # some play all plans by themselves, or in a process that imports vLLM
+
 REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
 SEEDS = (3, 13, 18, 24, 79, 82, 100, 107, 109, 192, 194)
 """Models have windows in 3, whose steps overlap, and in 192. They have states in 79, 100 and 194, where both roles
@@ -207,7 +209,6 @@ def test_regression(path: Path) -> None:
     assert simulate(read_plan(path)).violations == []
 
 
-@pytest.mark.timeout(360)  # by itself it plays all of them
 def test_everything_that_matters_happens_in_these_seeds() -> None:
     coverage: Counter[str] = Counter()
     faults: Counter[Kind] = Counter()
@@ -227,7 +228,6 @@ def test_everything_that_matters_happens_in_these_seeds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # a process that imports vLLM
 def test_a_seed_gives_the_same_trace_in_another_process() -> None:
     here = result_of(SEEDS[0]).trace_lines()
     elsewhere = trace_in_a_process_of_its_own(["--level", "vllm", "--seed", str(SEEDS[0])], HASH_SEEDS[0])

@@ -12,13 +12,14 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     _project_kv_cache_groups_to_worker,
@@ -41,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -60,7 +62,8 @@ from tests.unit.vllm_setup import KV_HEADS
 
 NUM_BLOCKS = 16
 
-MakeSpecs: TypeAlias = Callable[[int, int], dict[str, KVCacheSpec]]
+Specs: TypeAlias = dict[str, KVCacheSpec]
+MakeSpecs: TypeAlias = Callable[[int, int], Specs]
 
 
 def _attention(
@@ -139,6 +142,36 @@ def _compressed(rows: dict[str, object]) -> MakeSpecs:
     return specs
 
 
+def deepseek_v4(index_bytes: int) -> Specs:
+    """The caches of DeepSeek-V4 in its own sizes, latents in bfloat16, with twelve layers, the last of them for drafts.
+
+    `index_bytes`: of an entry of the indexers: 132 in FP8, 68 in MXFP4.
+    """
+    entry: dict[str, Any] = {"alignment": 512, "model_version": "deepseek_v4", "cache_dtype_str": "auto"}
+    state: dict[str, Any] = {"alignment": 512, "dtype": torch.float32}
+    layers: Specs = {}
+    for layer, tokens in enumerate((128, 128, *(4, 128) * 4, 4, 0)):
+        name, of_indexer = f"model.layers.{layer}.attn", tokens == 4
+        layers[f"{name}.swa_cache"] = _latent(SlidingWindowMLASpec, 64, head_size=512, sliding_window=128, **entry)
+        if not tokens:
+            continue
+        layers[name] = _latent(MLAAttentionSpec, 256, head_size=512, tokens_per_state=tokens, **entry)
+        # An entry of an indexer's layer is made of the tokens of two.
+        window, block = (8, 4) if of_indexer else (128, 8)
+        width = 4 if of_indexer else 2
+        layers[f"{name}.compressor.state_cache"] = _latent(
+            SlidingWindowMLASpec, block, head_size=width * 512, sliding_window=window, **state
+        )
+        if of_indexer:
+            layers[f"{name}.indexer.k_cache"] = _latent(
+                MLAAttentionSpec, 256, head_size=index_bytes, dtype=torch.uint8, tokens_per_state=tokens, alignment=512
+            )
+            layers[f"{name}.indexer.compressor.state_cache"] = _latent(
+                SlidingWindowMLASpec, block, head_size=width * 128, sliding_window=window, **state
+            )
+    return layers
+
+
 def _ring(*, tokens: int = 8, heads: int = 1, head_size: int = 32, dtype: torch.dtype = torch.bfloat16) -> KVCacheSpec:
     return CircularBufferSpec(
         block_size=tokens, num_kv_heads=heads, head_size=head_size, head_size_v=0, dtype=dtype, dcp_sharded=False
@@ -209,6 +242,26 @@ def rings_and_windows(tp: int, block: int, *, capacity: int = 8) -> dict[str, KV
 def one_group_of_b_and_c(tp: int, block: int) -> dict[str, KVCacheSpec]:
     """Mamba 2 whose ranks all have the same B and C; only the model's configuration can tell."""
     return {f"model.layers.{layer}.mixer": _state("MAMBA2", tp, block, groups=1) for layer in range(3)}
+
+
+def with_drafts(kind: str, drafts: int, *, pads: bool = True) -> Specs:
+    """States of one kind beside attention, on an engine that drafts so many tokens: vLLM keeps as many more columns of
+    their convolution. `pads`: their pages are as long as those of attention; otherwise there is none beside them."""
+    attention = _attention(FullAttentionSpec, 1, 64)
+    shapes, dtypes = {
+        "SHORT_CONV": (Shapes.short_conv_state_shape(1, 64, 3, drafts), (torch.bfloat16,)),
+        "MAMBA2": (Shapes.mamba2_state_shape(1, 64, 8, 16, 4, 4, 4, drafts), (torch.bfloat16, torch.float32)),
+        "GDN_ATTN": (Shapes.gated_delta_net_state_shape(1, 8, 16, 4, 4, 4, drafts), (torch.bfloat16, torch.float32)),
+        "KDA": (Shapes.kda_state_shape(1, 16, 4, num_spec=drafts), (torch.bfloat16, torch.float32)),
+    }[kind]
+    state = MambaSpec(
+        block_size=64,
+        shapes=shapes,
+        dtypes=dtypes,
+        mamba_type=MambaAttentionBackendEnum["GDN_ATTN" if kind == "KDA" else kind],
+        page_size_padded=attention.page_size_bytes if pads else None,
+    )
+    return {f"model.layers.{layer}.mixer": attention if pads and layer % 4 == 1 else state for layer in range(8)}
 
 
 def states_of_unknown_kinds(tp: int, block: int) -> dict[str, KVCacheSpec]:
@@ -291,6 +344,15 @@ FAMILIES: Mapping[str, MakeSpecs] = {
             head_size=96,
             state_content_bytes=656,
             cache_dtype_str="fp8_ds_mla",
+        )
+    ),
+    "latent in FP8": lambda tp, block: _layers(
+        *(
+            _latent(kind, block, dtype=torch.uint8, cache_dtype_str=name, kv_quant_mode=get_kv_quant_mode(name), **more)
+            for kind, name, more in (
+                (MLAAttentionSpec, "fp8", {}),
+                (SlidingWindowMLASpec, "fp8_e5m2", {"sliding_window": 64}),
+            )
         )
     ),
     "latent with an indexer": lambda tp, block: {

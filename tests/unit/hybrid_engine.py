@@ -105,7 +105,6 @@ class HybridEngine:
         options: of the connector.
         overlaps: a step may be scheduled before the one before it has ended (async scheduling).
         role: vLLM's `kv_role`.
-        replays_states: ReplaySSM: states are brought up to date every so many tokens.
         policy: in which order vLLM's queue is served.
     """
 
@@ -122,7 +121,6 @@ class HybridEngine:
         options: Mapping[str, Any] | None = None,
         overlaps: bool = False,
         role: str = "kv_both",
-        replays_states: bool = False,
         policy: str = "fcfs",
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
@@ -134,7 +132,6 @@ class HybridEngine:
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caches_prefixes
-        config.cache_config.use_replayssm = replays_states
         config.cache_config.mamba_cache_mode = next(
             (spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)), "none"
         )

@@ -23,7 +23,7 @@ print("lives on")
 
 def die(how: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", DIES, how]
-    return subprocess.run(command, cwd=ROOT, timeout=100, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, timeout=250, capture_output=True, text=True, check=False)
 
 
 def test_by_default_it_goes_on() -> None:

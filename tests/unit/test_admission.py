@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statemachine import admission
-from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
+from statemachine.admission import Admission, AdmissionLimits, CutOff, Untaken, Verdict
 from tests.unit.properties import on_any_machine
 
 SECOND = 1_000_000_000
@@ -20,8 +20,8 @@ MB = 1 << 20
 LIMITS = AdmissionLimits(
     connections_max=8,
     unfinished_bytes_max=10 * MB,
+    waiting_bytes_max=5 * MB,
     unfinished_bytes_total_max=25 * MB,
-    unheard_bytes_max=2 * MB,
     common_units=100,
     common_units_per_second=100,
     newcomer_units=4,
@@ -53,9 +53,10 @@ class Door:
     def open_many(self, count: int, address: str = "stranger") -> list[int]:
         return [self.open(address) for _ in range(count)]
 
-    def says(self, connection: int, units: int = 1, *, understood: bool = True) -> Verdict:
+    def says(self, connection: int, units: int = 1, *, understood: bool = True, wire_bytes: int = 0) -> Verdict:
         """A message; served if it is heard."""
         verdict = self.core.arrived(connection, self.now_ns)
+        self.core.taken(connection, wire_bytes)
         if verdict is Verdict.SERVE:
             self.core.served(connection, units, understood=understood, now_ns=self.now_ns)
         elif verdict is Verdict.CUT_OFF:
@@ -69,8 +70,8 @@ class Door:
             verdicts.append(self.says(connection))
         return verdicts
 
-    def measure(self, received: Iterable[tuple[int, int]]) -> list[CutOff]:
-        cut_off = self.core.measured(received, self.now_ns)
+    def measure(self, received: Iterable[tuple[int, int]], untaken: Untaken = Untaken.NONE) -> list[CutOff]:
+        cut_off = self.core.measured(received, self.now_ns, untaken)
         self.cut_off += cut_off
         return cut_off
 
@@ -213,18 +214,24 @@ def test_a_message_without_end_is_ended() -> None:
     door.measure([(endless, 0)])
     while not door.cut_off:
         received += 4 * MB
-        door.says(engine)
+        door.says(engine, wire_bytes=4 * MB)
         door.measure([(endless, received), (engine, received)])
     assert door.cut_off == [CutOff(endless, "stranger", admission.ENDLESS)]
     assert received == 12 * MB
 
 
-def test_who_sends_much_and_says_nothing_is_ended_sooner() -> None:
-    """Its messages may be of a kind that does not show whose they are."""
+def test_whole_messages_may_wait_behind_one_that_was_taken() -> None:
+    """Until the next time that it is measured: by then they have been taken, or more of them."""
     door = Door()
-    unheard = door.open()
-    assert door.measure([(unheard, LIMITS.unheard_bytes_max)]) == []
-    assert door.measure([(unheard, LIMITS.unheard_bytes_max + 1)]) == [CutOff(unheard, "stranger", admission.ENDLESS)]
+    busy, still = door.open(), door.open()
+    waits = LIMITS.unfinished_bytes_max + LIMITS.waiting_bytes_max
+    for turn in range(1, 5):
+        door.says(busy, wire_bytes=MB)
+        assert door.measure([(busy, turn * MB + waits)], Untaken.SOME) == []
+    assert door.measure([(busy, 4 * MB + waits)]) == [CutOff(busy, "stranger", admission.ENDLESS)]
+    door.says(still, wire_bytes=MB)
+    received = MB + waits + admission.HANDSHAKE_BYTES_MAX + 1
+    assert door.measure([(still, received)]) == [CutOff(still, "stranger", admission.ENDLESS)]
 
 
 def test_in_a_flood_of_nobody_who_sends_much_and_says_nothing_is_ended_at_once() -> None:
@@ -232,7 +239,8 @@ def test_in_a_flood_of_nobody_who_sends_much_and_says_nothing_is_ended_at_once()
     quiet, unheard = door.open("engine"), door.open()
     for _ in range(LIMITS.dropped_max + 1):
         assert door.says(0) is Verdict.DROP
-    sizes = [(quiet, 100), (unheard, admission.UNHEARD_BYTES_IN_A_FLOOD + 1)]
+    unheard_bytes_max = admission.HANDSHAKE_BYTES_MAX + admission.UNHEARD_BYTES_IN_A_FLOOD
+    sizes = [(quiet, 100), (unheard, unheard_bytes_max + 1)]
     assert door.measure(sizes) == [CutOff(unheard, "stranger", admission.ENDLESS)]
 
 
@@ -245,6 +253,153 @@ def test_many_messages_without_end_share_a_bound() -> None:
     assert door.measure((each, 8 * MB) for each in many) == []
     sizes = dict(zip(many, (8 * MB, 10 * MB, 9 * MB), strict=True))
     assert [each.connection for each in door.measure(sizes.items())] == [many[1]]
+
+
+def test_who_is_not_measured_again_counts_as_before() -> None:
+    """Only those are measured over whose connections something has come."""
+    door = Door()
+    quiet, heard, gone, last = door.open_many(4)
+    for each in (quiet, heard, gone):
+        assert door.measure([(each, 8 * MB)]) == []
+    door.says(heard, wire_bytes=8 * MB)
+    door.core.closed(gone)
+    assert door.measure([(last, 9 * MB)]) == []
+    assert door.measure([(heard, 8 * MB)]) == []
+    assert door.measure([(heard, 8 * MB + 9 * MB)]) == [CutOff(last, "stranger", admission.ENDLESS)]
+    assert door.measure([(heard, 0)]) == [], "it has ended, and nothing is known of it"
+
+
+def test_what_has_come_behind_a_whole_message_is_not_done_with_it() -> None:
+    """Whoever says a word and then something without end, over one connection after the other, would be allowed what
+    came between two measurements over each of them."""
+    door = Door()
+    many = door.open_many(4)
+    for each in many:
+        door.says(each, wire_bytes=100)
+        for _ in range(2):
+            door.measure([(each, 100 + 8 * MB)])
+    assert len(door.cut_off) == 1
+
+
+def test_engines_that_are_heard_share_no_bound() -> None:
+    """After a moment in which nobody was heard, whole messages of each of many engines wait."""
+    door = Door()
+    engines = [door.open(f"engine {number}") for number in range(LIMITS.connections_max)]
+    for turn in range(1, 4):
+        for each in engines:
+            door.says(each, wire_bytes=MB)
+        door.measure([(each, (turn + 8) * MB) for each in engines], Untaken.SOME)
+    assert door.cut_off == []
+
+
+def test_what_comes_while_nobody_is_heard_is_bounded() -> None:
+    """Who was ended leaves what it has sent. Whoever has sent but little stays, and nobody is shut out for it."""
+    door = Door()
+    first, second, third, quiet = (door.open(name) for name in ("first", "second", "third", "quiet"))
+    few = admission.HANDSHAKE_BYTES_MAX + admission.FEW_BYTES
+    sizes = {first: 10 * MB, second: 9 * MB, quiet: few}
+    assert door.measure(sizes.items(), Untaken.ALL) == []
+    door.core.closed(first)
+    assert door.measure([(second, 10 * MB), (third, 4 * MB)], Untaken.ALL) == []
+    assert door.measure([(third, 6 * MB)], Untaken.ALL) == [
+        CutOff(second, "second", admission.UNHEARD),
+        CutOff(third, "third", admission.UNHEARD),
+    ]
+    assert [door.core.is_shut_out(name, door.now_ns) for name in ("second", "third")] == [False, False]
+    assert door.measure([(quiet, few)], Untaken.ALL) == []
+    again = door.open("again")
+    assert door.measure([(again, few + 1)], Untaken.ALL) == [CutOff(again, "again", admission.UNHEARD)]
+    assert door.measure([], Untaken.SOME) == []
+    again = door.open("again")
+    assert door.measure([(again, few + 1)], Untaken.ALL) == [], "what they have left was taken"
+
+
+def test_what_comes_beside_messages_does_not_add_up() -> None:
+    """A transport asks whether the other end is there, now and then, and a connection lasts for months."""
+    door = Door()
+    engine = door.open("engine")
+    received = 0
+    for _ in range(10):
+        for _ in range(7):
+            received += MB
+            assert door.measure([(engine, received)]) == []
+        received += 100
+        door.says(engine, wire_bytes=100)
+        assert door.measure([(engine, received)]) == []
+
+
+def test_a_message_that_waited_ends_nothing_that_came_behind_it() -> None:
+    """It had come by the time when its connection was measured: what has come by then may be of the next one."""
+    door = Door()
+    stranger = door.open()
+    unfinished = LIMITS.unfinished_bytes_max + admission.HANDSHAKE_BYTES_MAX + 1
+    door.says(stranger, wire_bytes=100)
+    door.measure([(stranger, 200 + unfinished)], Untaken.SOME)
+    door.says(stranger, wire_bytes=100)
+    assert door.measure([(stranger, 200 + unfinished)]) == []
+    assert door.measure([(stranger, 200 + unfinished)]) == [CutOff(stranger, "stranger", admission.ENDLESS)]
+
+
+def test_a_message_of_somebody_else_gives_no_credit() -> None:
+    """A connection whose descriptor was another's before may be taken for that one for a moment."""
+    door = Door()
+    stranger = door.open()
+    door.says(stranger, wire_bytes=9 * MB)
+    assert door.measure([(stranger, 100)]) == []
+    assert door.measure([(stranger, 100)]) == []
+    endless = 100 + LIMITS.unfinished_bytes_max + admission.HANDSHAKE_BYTES_MAX
+    assert door.measure([(stranger, endless)]) == []
+    assert door.measure([(stranger, endless + 1)]) == [CutOff(stranger, "stranger", admission.ENDLESS)]
+
+
+def test_who_sends_far_too_many_frames_is_shut_out_and_so_are_its_strangers() -> None:
+    """At once for as long as there is. An engine behind the same address keeps its link."""
+    door = Door()
+    engine, stranger, swamper = door.open("same"), door.open("same"), door.open("same")
+    door.says(engine)
+    door.says(swamper)
+    other = door.open("other")
+    cut_off = door.core.swamped(swamper, "same", door.now_ns)
+    assert cut_off == [CutOff(each, "same", admission.MANY_FRAMES) for each in (swamper, stranger)]
+    door.pass_seconds(LIMITS.shut_out_ns_max / SECOND - 0.1)
+    assert door.core.is_shut_out("same", door.now_ns)
+    assert door.says(engine) is Verdict.SERVE
+    assert door.says(other) is Verdict.SERVE
+    door.pass_seconds(0.1)
+    assert not door.core.is_shut_out("same", door.now_ns)
+
+
+def test_who_sends_far_too_many_frames_again_loses_all_of_its_connections() -> None:
+    """It could have made thousands before, and each message that it sends keeps everybody waiting."""
+    door = Door()
+    many = door.open_many(4)
+    for each in many:
+        door.says(each)
+    assert [each.connection for each in door.core.swamped(many[1], "stranger", door.now_ns)] == [many[1]]
+    door.pass_seconds(LIMITS.shut_out_ns_max / SECOND + 1)
+    again = [each.connection for each in door.core.swamped(many[3], "stranger", door.now_ns)]
+    assert again == [many[3], many[0], many[2]]
+    assert len(door.core) == 0
+
+
+def test_far_too_many_frames_are_forgiven_after_long() -> None:
+    door = Door()
+    many = door.open_many(3)
+    for each in many:
+        door.says(each)
+    door.pass_seconds(3600)
+    for each in many[:2]:
+        assert [cut.connection for cut in door.core.swamped(each, "stranger", door.now_ns)] == [each]
+        door.pass_seconds(2 * LIMITS.shut_out_ns_max / SECOND + 1)
+    assert door.says(many[2]) is Verdict.SERVE
+
+
+def test_who_sends_far_too_many_frames_and_leaves_is_shut_out_all_the_same() -> None:
+    """What it has sent is handed out when its connection is gone."""
+    door = Door()
+    assert door.core.swamped(0, "stranger", door.now_ns) == []
+    refused = door.open()
+    assert door.cut_off == [CutOff(refused, "stranger", admission.SHUT_OUT)]
 
 
 def test_who_was_cut_off_for_cause_is_shut_out_longer_each_time() -> None:
@@ -274,15 +429,48 @@ def test_others_at_the_address_stay() -> None:
     assert door.open("same") == door.cut_off[-1].connection
 
 
-def test_an_address_that_only_connects_is_shut_out() -> None:
+def test_an_address_that_only_connects_is_let_in_as_often_as_engines_connect() -> None:
+    """And no less often for it: a thousand engines behind one address come back at once."""
     door = Door()
     for _ in range(LIMITS.connects):
         door.core.closed(door.open())
     assert door.cut_off == []
-    refused = door.open()
-    assert door.cut_off == [CutOff(refused, "stranger", admission.SHUT_OUT)]
+    refused = door.open_many(30)
+    assert door.cut_off == [CutOff(each, "stranger", admission.TOO_OFTEN) for each in refused]
+    assert not door.core.is_shut_out("stranger", door.now_ns)
     door.open("engine")
-    assert len(door.cut_off) == 1
+    assert len(door.cut_off) == 30
+    door.pass_seconds(1)
+    for _ in range(LIMITS.connects_per_second):
+        door.core.closed(door.open())
+    assert len(door.cut_off) == 30
+    door.open()
+    assert len(door.cut_off) == 31
+
+
+def test_what_a_flood_has_cost_is_owed_for_a_moment() -> None:
+    """A decode engine that was there all the time is heard soon after it."""
+    door = Door(newcomer_units=0, own_units_per_second=0)
+    engine = door.open("engine")
+    for _ in range(1000):
+        door.core.served(0, 100, understood=False, now_ns=door.now_ns)
+    assert door.says(engine) is Verdict.DROP
+    door.pass_seconds(LIMITS.common_units / LIMITS.common_units_per_second + 0.1)
+    assert door.says(engine) is Verdict.SERVE
+
+
+def test_an_address_pays_for_the_frames_that_it_has_left() -> None:
+    """Of connections that have ended, which pay for nothing."""
+    door = Door(left_frames=100, left_frames_per_second=10)
+    for _ in range(2):
+        door.core.left("stranger", 60, door.now_ns)
+        assert not door.core.is_shut_out("stranger", door.now_ns)
+    door.core.left("stranger", 60, door.now_ns)
+    assert door.core.is_shut_out("stranger", door.now_ns)
+    assert not door.core.is_shut_out("engine", door.now_ns)
+    door.pass_seconds(10)
+    door.core.left("stranger", 60, door.now_ns)
+    assert not door.core.is_shut_out("stranger", door.now_ns)
 
 
 def test_what_is_left_of_a_connection_that_has_ended_has_no_allowance_of_its_own() -> None:
@@ -310,7 +498,7 @@ def test_addresses_are_forgotten_but_none_that_is_connected() -> None:
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "close", "say", "garbage", "measure", "no descriptor", "wait"]),
+        st.sampled_from(["open", "close", "say", "garbage", "measure", "swamp", "no descriptor", "wait"]),
         st.integers(0, 30),
         st.integers(0, 3),
     ),
@@ -339,6 +527,10 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
             case "measure":
                 received[number] = received.get(number, 0) + more * 4 * MB
                 door.measure(received.items())
+            case "swamp":
+                known = door.core._connections.get(number)
+                address = known.address if known is not None else f"address {more}"
+                door.cut_off += door.core.swamped(number, address, door.now_ns)
             case "no descriptor":
                 door.cut_off += door.core.no_descriptor_left()
             case "wait":
@@ -351,3 +543,5 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
         assert set(core._strange) <= core._connections.keys()
         of_addresses = [each for known in core._addresses.values() for each in known.open]
         assert sorted(of_addresses) == sorted(core._connections)
+        assert core._unfinished_bytes == sum(each.unfinished_bytes for each in core._connections.values())
+        assert core._unfinished_bytes <= LIMITS.unfinished_bytes_total_max

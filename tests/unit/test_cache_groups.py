@@ -279,13 +279,21 @@ def test_what_a_compressor_has_given_back_is_not_missed() -> None:
 
 
 def test_tables_that_make_no_sense_are_no_error_of_the_engine() -> None:
-    """As a client may write them: so many blocks for so few tokens, and more of them than a block has tokens."""
+    """As a client may write them: so many blocks for so few tokens, and more of them than a block has tokens. The
+    worker finds out what they lack, or they are refused, or nothing is read."""
     decode = engine("window", blocks=2000)
+    free = decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     for length, blocks in ((100, 100), (100, 5000), (2, 100), (100, 0), (0, 3)):
         for told in (length, None):
-            params = params_of_builtin_p([list(range(1, blocks + 1))] * 2, told)
-            decode.submit(f"{length}-{blocks}-{told}", tokens_of(100), params)
+            name, params = f"{length}-{blocks}-{told}", params_of_builtin_p([list(range(1, blocks + 1))] * 2, told)
+            decode.submit(name, tokens_of(100), params)
             decode.step()
+            if name in decode.loading:
+                decode.step(KVConnectorOutput(finished_recving={name}, failed_recving={name}))
+            for _ in range(2):
+                decode.step()
+            assert decode.finished[name] in ("length", "error")
+            assert decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
 def _as_builtin_says(params: dict[str, Any]) -> dict[str, Any]:
@@ -394,11 +402,11 @@ def test_a_window_of_other_blocks_allows_no_hit_that_is_deeper_than_a_state(
     assert connector.supports_divergent_local_hybrid_hits is expected
 
 
-def test_a_whole_prompt_that_is_cached_reads_nothing() -> None:
+def test_a_last_token_that_is_not_cached_is_read() -> None:
     prefill, decode = engine("window"), engine("window")
     tokens = tokens_of(100)
     decode.run("warm", tokens, None)
-    prefill.prefill("a", tokens[:96] + tokens[96:97])
+    prefill.prefill("a", tokens[:97])
     decode.submit("a", tokens[:97], prefill.params["a"])
     decode.step()
     pull = decode.pull_of("a")

@@ -43,7 +43,9 @@ def test_views_of_one_allocation_and_other_types_of_elements() -> None:
 
 def test_nothing_to_zero() -> None:
     CacheMemory([]).zero([])
-    CacheMemory([torch.ones(3)]).zero([memory()])
+    cache = torch.ones(3)
+    CacheMemory([cache]).zero([memory()])
+    assert (cache == 1).all()
 
 
 @settings(on_any_machine, max_examples=300)

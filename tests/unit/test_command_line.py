@@ -65,15 +65,22 @@ def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, mon
         traced(tmp_path / "open", pulled(at=begun)[:2])
         said = runner.invoke(app, ["why", "abc", "--trace", str(tmp_path / "open")]).output
         assert "state     reading, since 2026-09-21 19:43:21.250+05:30\n" in said
-        now, ended = time.time(), [RecordRow(record=each, age_seconds=0.0) for each in pulled(at=time.time() - 103.0)]
+        now, ended = time.time(), [RecordRow(record=each, age_seconds=0.0) for each in pulled(at=time.time() - 53.0)]
         d = engine("D", *reversed(ended))
         monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([d]))
         said = runner.invoke(app, ["why", "abc"]).output
         (since,) = re.findall(r"state     done, since \S+ \S+, ([0-9.]+) s ago", said)
-        assert 99.9 <= float(since) <= 100.0 + time.time() - now + 0.1
+        assert 49.9 <= float(since) <= 50.0 + time.time() - now + 0.1
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_why_says_a_long_wait_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = engine("D", row("reading", since_seconds=1234.0, until_seconds=4000.0).row)
+    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([d]))
+    said = runner.invoke(app, ["why", "abc"]).output
+    assert "reading, for 20 min 34 s, waits for something, until 1 h 7 min from now at the latest\n" in said
 
 
 @pytest.mark.parametrize("wall", [1e12, -1e12, 1e18])

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.observe.conformance import MACHINES, check, check_records
-from connector.observe.trace_log import read_processes
+from connector.observe.conformance import check, check_records
+from connector.observe.trace_log import open_trace_log, read_processes
+from connector.observe.traced import MACHINES
 from statemachine.trace import TransitionRecord
 from tests.unit.traced_run import calm_run, faulty_run, write_run
 
@@ -21,7 +22,7 @@ def test_what_the_cores_did_is_allowed(run: Callable[[], tuple[TransitionRecord,
     verdict = check_records(run())
     assert verdict.findings == ()
     assert verdict.records == len(run()) > 500
-    assert {record.machine for record in run()} == set(MACHINES)
+    assert {record.machine for record in run()} == {machine.name for machine in MACHINES}
 
 
 def test_files_and_lines_are_named(tmp_path: Path) -> None:
@@ -253,3 +254,30 @@ def test_a_process_that_made_one_record_has_a_successor() -> None:
     assert verdict.processes == 2
     problems = [finding.problem for finding in verdict.findings]
     assert [each for each in problems if "its number is" in each or "the clock" in each] == []
+
+
+def test_a_successor_is_known_also_where_its_first_records_are_missing() -> None:
+    """As in an excerpt of the files of both."""
+    own = [each for each in calm_run() if (each.machine, each.rank) == ("lease", 0)]
+    own = [each for each in own if each.engine_id == own[0].engine_id]
+    successor = [
+        msgspec.structs.replace(
+            each, mono_ns=each.mono_ns - own[0].mono_ns, lease_number=(each.lease_number or 0) + 1_000_000
+        )
+        for each in own[3:]
+    ]
+    verdict = check_records([*own[5:], *successor], is_whole=False)
+    assert (verdict.processes, verdict.findings) == (2, ())
+    # Where everything should be there the missing ones are noticed all the same.
+    problems = [finding.problem for finding in check_records([*own, *successor]).findings]
+    assert f"its number is {own[3].seq}, and it is the first of its process" in problems
+
+
+def test_a_process_that_has_its_files_to_itself_has_no_successor_in_them(tmp_path: Path) -> None:
+    own = [each for each in calm_run() if (each.machine, each.rank) == ("lease", 0)]
+    own = [each for each in own if each.engine_id == own[0].engine_id]
+    sink = open_trace_log(tmp_path, engine_id="p", role="kv_producer", rank=0, sample=0.9999)
+    sink.write(*own[:5], own[6], own[5], *own[7:])
+    sink.close()
+    problems = [finding.problem for finding in check(read_processes(tmp_path)).findings]
+    assert f"its number is {own[5].seq}, and that of the record before {own[6].seq}" in problems

@@ -30,6 +30,7 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.prefix_digest import prompt_digests
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.wire.params import LEASE_NUMBER_MAX
 from statemachine import draining
@@ -402,6 +403,21 @@ def test_a_prefill_that_was_accepted_before_is_lent(steps: int) -> None:
     assert side(engine)._count_lent() == (1, 0, 0), "until vLLM has freed its blocks"
     engine.step(KVConnectorOutput(finished_sending={"a"}))
     assert side(engine)._count_lent() == (0, 0, 0)
+
+
+def test_a_prefill_that_is_being_lent_is_counted_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener's thread counts while its parameters are made. An engine that is found drained once stays so."""
+    engine = HybridEngine([full()], caches_prefixes=False)
+    seen = []
+
+    def digests(*args: Any) -> Any:
+        seen.append(side(engine)._count_lent().lent)
+        return prompt_digests(*args)
+
+    monkeypatch.setattr("connector.scheduler.connector_scheduler.prompt_digests", digests)
+    engine.prefill("a", TOKENS)
+    assert seen == [1]
+    assert side(engine)._count_lent() == (1, 0, 0)
 
 
 def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -> None:

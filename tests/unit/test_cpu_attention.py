@@ -43,8 +43,6 @@ from tests.unit.vllm_setup import (
     write_model,
 )
 
-pytestmark = pytest.mark.timeout(180)
-
 LAYERS = 2
 BLOCKS = 8
 TOKENS = 70

@@ -25,6 +25,7 @@ from connector.wire.inspection import (
     QuarantineRow,
     RecordRow,
 )
+from statemachine.failures import Incompatible
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import facts as extension
 from tests.unit.test_explanation import peer_row
@@ -197,6 +198,10 @@ def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
     assert finding.level == "problem"
     lenient = engine("d", options=FACTS.options | {"enforce_handshake_compat": "false"})
     assert found(lenient, second, check="fit")[0].level == "warning"
+    assert "start both engines with the same model" in finding.advice
+    (finding,) = found(*pair(hash_="other"), check="fit")
+    assert finding.what == "compatibility hash other on pp, h on d"
+    assert "the hash covers vLLM version" in finding.advice
 
 
 def told(name: str, hash_: str, weights: str, scale: float = 1.0, *, order: str = "", **facts: Any) -> EngineReport:
@@ -230,6 +235,7 @@ def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() ->
     assert found(lenient, told("pp", "h", "b", role="kv_producer"), check="fit")[0].level == "warning"
     (finding,) = found(lenient, told("pp", "h", "a", 0.5, role="kv_producer"), check="fit")
     assert (finding.level, finding.what) == ("problem", "k_scale of layer is 0.5 on pp and 1.0 on d")
+    assert "the scales of its KV cache are in it" in finding.advice
 
 
 def test_two_prefill_engines_need_not_fit() -> None:
@@ -321,7 +327,7 @@ def test_clocks_that_differ_by_more_than_the_answers_took() -> None:
     first, second = pair()
     ahead = replace(second, ranks=(replace(second.ranks[0], wall_ahead_seconds=5.0),))
     (finding,) = found(first, ahead, check="clocks")
-    assert "5.0 s apart" in finding.what
+    assert "5 s apart" in finding.what
     slow = replace(second, ranks=(replace(second.ranks[0], wall_ahead_seconds=5.0, round_trip_seconds=9.0),))
     assert found(first, slow, check="clocks") == []
 
@@ -339,6 +345,14 @@ def test_leases_and_versions_that_differ() -> None:
 def test_peers_that_failed(state: str, level: str | None) -> None:
     row: PeerRow = peer_row(state, failure="HandshakeTimeout", detail="did not answer").row
     assert [each.level for each in found(engine("d", row), check="peers")] == ([level] if level else [])
+
+
+def test_what_to_do_about_a_peer_that_is_unlike_is_what_its_handshake_said() -> None:
+    unlike = Incompatible(peer="P", field="model", local="llama", remote="gemma", advice="start it alike")
+    row: PeerRow = peer_row("incompatible", failure=unlike.kind, detail=str(unlike)).row
+    (finding,) = found(engine("d", row), check="peers")
+    assert finding.what.endswith("model is gemma there and llama here")
+    assert finding.advice == "start it alike"
 
 
 def test_a_peer_that_several_ranks_could_not_reach_is_one_finding() -> None:
@@ -464,6 +478,23 @@ def test_leases_that_expired_with_and_without_a_reader() -> None:
     (one_sided,) = found(engine("d", READ), prefill, check="one-sided releases")
     assert "although a decode engine had read them" in one_sided.what
     assert found(engine("d", READ), prefill, check="expired leases") == []
+
+
+def test_a_lease_that_was_read_without_its_number_was_read() -> None:
+    """Parameters that a router has copied in part name it by its request id, as `why` and `trace` take it too."""
+    unnumbered = msgspec.structs.replace(READ, record=msgspec.structs.replace(READ.record, lease_number=0))
+    prefill = engine("pp", EXPIRED, role="kv_producer")
+    assert leases_to_look_for(Survey([engine("d", unnumbered), prefill])) == []
+    (one_sided,) = found(engine("d", unnumbered), prefill, check="one-sided releases")
+    assert "although a decode engine had read them (cmpl-p)" in one_sided.what
+    assert found(engine("d", unnumbered), prefill, check="expired leases") == []
+
+
+def test_of_two_leases_of_one_id_none_is_taken_for_read_without_its_number() -> None:
+    unnumbered = msgspec.structs.replace(READ, record=msgspec.structs.replace(READ.record, lease_number=0))
+    other = msgspec.structs.replace(EXPIRED, record=msgspec.structs.replace(EXPIRED.record, lease_number=5))
+    prefill = engine("pp", EXPIRED, other, role="kv_producer")
+    assert found(engine("d", unnumbered), prefill, check="one-sided releases") == []
 
 
 def busy(*, recorded_seconds: float) -> EngineReport:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO, advice_of, told
 from connector.observe.course import brought_together
 from connector.observe.explanation import (
     LEASE_WAITING,
@@ -151,6 +151,11 @@ def the_answer(found: list[TransitionRecord], live: Live | None = None, text: st
     return explain(case, live)
 
 
+def happened(failure: Failure) -> str:
+    """Its sentence without what to do."""
+    return str(failure).partition("; what to do: ")[0]
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +166,26 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
 
     kinds = {each.__name__ for each in leaves(Failure)}
     assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NOT_READ}
+
+
+@pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
+def test_what_is_told_of_a_failure_is_what_happened_and_what_to_do(failure: Failure) -> None:
+    """Traces and tools have its kind and its sentence."""
+    assert told(failure.kind, str(failure)) == (happened(failure), advice_of(failure))
+
+
+def test_a_failure_of_a_later_version_and_a_sentence_that_was_cut_are_told_too() -> None:
+    assert told("Later", "it went wrong; what to do: guess", "look at the log") == (
+        "it went wrong; what to do: guess",
+        "look at the log",
+    )
+    assert told("Incompatible", "prefill engine xxx...") == ("prefill engine xxx...", WHAT_TO_DO["Incompatible"])
+    assert told(None, None) == (None, "")
+    # Values come from peers, and the advice last.
+    hostile = failures.Incompatible(
+        peer="P", field="f", local="1", remote="2; what to do: run it", advice="start it alike"
+    )
+    assert told("Incompatible", str(hostile))[1] == "start it alike"
 
 
 def test_every_state_that_waits_says_for_what() -> None:
@@ -176,8 +201,10 @@ def test_the_first_line_begins_with_the_kind_and_says_what_happened(failure: Fai
     answer = the_answer(ended_with(failure, steps))
     assert answer.cause.startswith(f"{failure.kind}: ")
     assert str(failure).split(";")[0] in answer.cause or failure.kind == "Quarantined"
-    assert (answer.kind, answer.outcome, answer.state, answer.detail) == (failure.kind, "failed", state, str(failure))
-    assert answer.advice == WHAT_TO_DO[failure.kind]
+    assert (answer.kind, answer.outcome, answer.state) == (failure.kind, "failed", state)
+    assert (answer.detail, answer.advice) == (happened(failure), advice_of(failure))
+    assert answer.detail is not None
+    assert answer.advice not in answer.detail
     assert answer.next
 
 
@@ -186,7 +213,7 @@ def test_the_first_line_of_one_that_waits_says_for_what_and_how_long(state: str)
     live = Live(requests=(row(state),), peers=(peer_row("handshaking"),))
     answer = the_answer([], live)
     assert answer.outcome == "waiting"
-    assert "3.0 s" in answer.cause or "2.0 s" in answer.cause
+    assert "3 s" in answer.cause or "2 s" in answer.cause
     assert (answer.state, answer.side, answer.engine_id, answer.peer) == (state, "D", "D", "P")
     assert (answer.since_seconds, answer.until_seconds) == (3.0, 100.0)
     assert answer.next == WAITING[state][1]
@@ -228,19 +255,19 @@ def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
     for state in ("queued", "reading"):
         answer = the_answer([], Live(requests=(row(state),), peers=(builtin,)))
         assert not any("is known to keep" in fact for fact in answer.facts)
-        assert any("D takes its lease to end in 20.0 s" in fact for fact in answer.facts)
+        assert any("D takes its lease to end in 20 s" in fact for fact in answer.facts)
     queued = the_answer([], Live(requests=(row("queued"),), peers=(builtin,)))
     assert "LeaseOver" in queued.next
     assert "keeps the lease on P alive" not in queued.next
     ours = the_answer([], Live(requests=(row("reading"),), peers=(peer_row("ready"),)))
-    assert "P is known to keep the blocks for 20.0 s more" in ours.facts
+    assert "P is known to keep the blocks for 20 s more" in ours.facts
 
 
 @pytest.mark.parametrize("state", ["queued", "reading"])
 def test_one_whose_peer_drains_says_how_long_its_blocks_are_kept_at_most(state: str) -> None:
     """One that waits in the queue for longer fails (PeerLeaving)."""
     drains = Live(requests=(row(state),), peers=(peer_row("ready", leaving_seconds=12.0),))
-    assert "P drains, and keeps what it lends for 12.0 s more at most" in the_answer([], drains).facts
+    assert "P drains, and keeps what it lends for 12 s more at most" in the_answer([], drains).facts
     stays = Live(requests=(row(state),), peers=(peer_row("ready"),))
     assert not any("drains" in fact for fact in the_answer([], stays).facts)
 
@@ -357,9 +384,9 @@ def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: s
 
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
     live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
-    assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3.0 s"
+    assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3 s"
     first = Live(requests=(row("reading", waits_for="turn", queue_position=0),))
-    assert the_answer([], first).cause == "Its READs wait for their turn, and are the next, for 3.0 s"
+    assert the_answer([], first).cause == "Its READs wait for their turn, and are the next, for 3 s"
 
 
 def test_one_whose_connection_is_given_up_says_why() -> None:
@@ -408,7 +435,9 @@ def test_one_that_drains_says_what_it_failed_of() -> None:
 
 
 def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
-    failure = failures.Incompatible(peer="P", field="compatibility_hash", local="a1", remote="b2")
+    failure = failures.Incompatible(
+        peer="P", field="compatibility_hash", local="a1", remote="b2", advice="start it alike"
+    )
     live = Live(
         engines=(
             engine_row("D", factors={"model": "llama", "dtype": "float16"}),
@@ -417,11 +446,13 @@ def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
     )
     answer = the_answer(ended_with(failure), live)
     assert answer.cause == "Incompatible: prefill engine P and this one differ: model: gemma on P, llama on D"
-    assert answer.detail == str(failure)
+    assert (answer.detail, answer.advice) == (happened(failure), "start it alike")
 
 
 def test_of_equal_weights_the_path_is_not_what_differs() -> None:
-    failure = failures.Incompatible(peer="P", field="k_scale of a layer", local="0.5", remote="0.25")
+    failure = failures.Incompatible(
+        peer="P", field="k_scale of a layer", local="0.5", remote="0.25", advice="start it alike"
+    )
     same = {"model": "/here", "weights": "w"}
     live = Live(engines=(engine_row("D", factors=same), engine_row("P", factors=same | {"model": "/elsewhere"})))
     answer = the_answer(ended_with(failure), live)
@@ -607,13 +638,13 @@ def test_the_wait_in_the_queue_of_vllm_is_part_of_the_time() -> None:
         (0.0, "request in vLLM's queue"),
         (12.8, "request pending_handshake, by Created"),
     ]
-    assert the_answer(queued(pulled(), 0.02)).cause == "Done: its KV was loaded in 3.0 s"
-    assert the_answer(pulled()).cause == "Done: its KV was loaded in 3.0 s"
+    assert the_answer(queued(pulled(), 0.02)).cause == "Done: its KV was loaded in 3.02 s"
+    assert the_answer(pulled()).cause == "Done: its KV was loaded in 3 s"
 
 
 def test_of_ranks_that_have_loaded_it_the_slowest_counts() -> None:
     found = [*queued(pulled(rank=0), 0.5), *queued(pulled(rank=1), 2.0)]
-    assert the_answer(found).cause == "Done: its KV was loaded in 5.0 s, 2.0 s of them in vLLM's queue on D"
+    assert the_answer(found).cause == "Done: its KV was loaded in 5 s, 2 s of them in vLLM's queue on D"
 
 
 def test_one_that_failed_or_waits_says_how_long_it_was_in_the_queue() -> None:
@@ -682,6 +713,17 @@ def test_a_queued_one_is_one_case_with_its_lease() -> None:
     assert case.name == D_NAME
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_lease_whose_id_on_p_is_another_is_that_of_the_request_also_without_its_number(number: int) -> None:
+    on_p = Said("P", 0, msgspec.structs.replace(lease_row("held").row, request_id="other"))
+    waits = row("reading", remote_request_id="other", lease_number=number)
+    (case,) = find("abc", [], Live(requests=(waits,), leases=(on_p,)))
+    assert case.leases == [on_p]
+    twice = Said("P", 0, msgspec.structs.replace(on_p.row, lease_number=2))
+    (case,) = find("abc", [], Live(requests=(waits,), leases=(on_p, twice)))
+    assert case.leases == [on_p] * number
+
+
 def test_a_lease_belongs_to_the_request_whose_parameters_name_it_wrongly() -> None:
     """Another engine, or parameters that make no sense: what the client calls it is the same on both sides."""
     wrong = pulled(FAILED, peer="another", reason="ConnectionRefused", detail="nothing listens")
@@ -721,7 +763,7 @@ def test_nothing_found_says_what_was_looked_at() -> None:
     silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
     said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
     queues = ("waits in vLLM's queue, on a prefill engine", "on D with parameters that will be refused")
-    for word in ("'abc'", "D at h:2", "40.0 s", "h:1", "nothing listens there", "never sent it", *queues):
+    for word in ("'abc'", "D at h:2", "40 s", "h:1", "nothing listens there", "never sent it", *queues):
         assert word in said
     assert "--trace" not in said
 

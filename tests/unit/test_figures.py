@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from connector.observe import catalogue
+from connector.observe.traced import MACHINES
 from connector.runtime.figures import SAMPLES_MAX, Figures, Taken
 from connector.runtime.recorder import Recorder
 from statemachine import hold, peer, remote_engine, request
@@ -233,7 +234,7 @@ def test_every_key_is_a_series_of_the_catalogue_and_every_transition_of_the_tabl
     assert gauges is not None
     assert set(gauges) <= series
     transitions = {values[:2] for values in catalogue.TRANSITIONS.series}
-    assert transitions == {(each.name, state.value) for each in catalogue.MACHINES for state in each.states}
+    assert transitions == {(each.name, state.value) for each in MACHINES for state in each.states}
 
 
 def test_nobody_is_left_of_actors_that_died() -> None:

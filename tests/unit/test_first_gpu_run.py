@@ -108,7 +108,7 @@ def run_bash(command: str, directory: Path, **said: str) -> subprocess.Completed
     )
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "CALLS": str(noted), "LC_ALL": "C"}
     environment |= {"LENDS": LENDS, "ANSWERS": AN_ANSWER, **said}
-    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=250)
 
 
 def started(calls: dict[str, list[Call]], program: str) -> list[Call]:
@@ -131,7 +131,7 @@ def test_every_block_is_one_that_bash_can_read() -> None:
 def test_the_sanitizer_runs_what_touches_memory_and_keeps_no_device_busy() -> None:
     (selection,) = re.findall(r'-k "(.*)"', BLOCKS[0])
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-k", selection]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100).stdout
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250).stdout
     names = set(re.findall(r"::(\w+)", found))
     assert names == {
         "test_blocks_are_put_in_order_and_zeroed",

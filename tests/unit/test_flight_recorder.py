@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, render
+from connector.observe.traced import CREATED, MACHINES
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, lending, peer, request
 from statemachine.failures import ConnectionRefused
@@ -131,3 +132,7 @@ def test_every_machine_has_a_name_and_is_found_by_its_request() -> None:
         assert is_about(value, "abc") == (not isinstance(value, peer.Peer))
     assert is_about(failed, "cmpl-d")
     assert not is_about(failed, "xyz")
+
+
+def test_no_event_can_be_taken_for_the_step_that_makes_an_instance() -> None:
+    assert not any(event.__name__ == CREATED for machine in MACHINES for event in machine.events)

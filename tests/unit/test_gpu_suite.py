@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a de
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_sums.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
 def test_any_device_where_there_is_none_skips_all_and_says_so_in_the_last_line() -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
-from connector.observe.history import histories, matching, stories
+from connector.observe.explanation import Live, explain, find
+from connector.observe.history import OUTCOMES, History, begins_process, deciding_rank, histories, matching, stories
+from connector.observe.spans import times_of
+from connector.observe.summary import slow, summarize
+from connector.observe.timeline.export import document
+from connector.observe.traced import TERMINAL
+from statemachine import hold, lease, request
+from statemachine.kernel import Machine
 from statemachine.trace import TransitionRecord
 
 Step = tuple[str | None, str, str]
@@ -45,8 +53,9 @@ def records(
     ]
 
 
-def pulled(subject: str, remote: str, **fields: Any) -> list[TransitionRecord]:
-    return records("request", "D", subject, PULLED, **({"peer": "P", "remote_request_id": remote} | fields))
+def pulled(subject: str, remote: str, steps: tuple[Step, ...] = PULLED, **fields: Any) -> list[TransitionRecord]:
+    first, *others = records("request", "D", subject, steps, **({"peer": "P", "remote_request_id": remote} | fields))
+    return [first, *(msgspec.structs.replace(each, age_seconds=None) for each in others)]
 
 
 def test_a_stay_is_one_visit_however_many_events_it_saw() -> None:
@@ -160,3 +169,113 @@ def test_the_wait_before_the_first_record_is_known() -> None:
     first, *others = pulled("a-d", "a-p")
     (history,) = histories([msgspec.structs.replace(first, age_seconds=1.5), *others])
     assert history.queued_seconds == 1.5
+
+
+@pytest.mark.parametrize(
+    ("seq", "before", "begins"),
+    [(1, 0, False), (7, 3, False), (3, 3, False), (0, 0, True), (0, 9, True), (5, 9, True)],
+)
+def test_another_process_counts_its_records_anew(seq: int, before: int, begins: bool) -> None:
+    """A number that comes twice is a mistake of one process; its first numbers may be missing."""
+    assert begins_process(seq, before) == begins
+
+
+# --- how it ended ---------------------------------------------------------------------------------------------------
+
+ENDS: dict[str, tuple[Step, ...]] = {
+    "failed": ((None, "Created", "pending_handshake"), ("pending_handshake", "PeerFailed", "failed")),
+    "draining": (*PULLED[:2], ("reading", "ReadFailed", "draining")),
+    "reading": PULLED[:2],
+    "expired": (*PULLED[:2], ("reading", "DeadlinePassed", "expired")),
+    "done": PULLED,
+}
+
+
+def on_rank(rank: int, end: str, kind: str | None = None, **fields: Any) -> list[TransitionRecord]:
+    *before, last = pulled("a-d", "a-p", rank=rank, steps=ENDS[end], **fields)
+    return [*before, msgspec.structs.replace(last, reason=kind, detail=kind)]
+
+
+@pytest.mark.parametrize("machine", [request.MACHINE, hold.MACHINE, lease.MACHINE], ids=lambda machine: machine.name)
+def test_every_end_is_an_outcome_and_every_other_state_is_open(machine: Machine[Any]) -> None:
+    for state in (state.value for state in machine.states):
+        (history,) = histories(records(machine.name, "D", "a", ((None, "Created", state),)))
+        assert (history.outcome == "open") == (state not in TERMINAL[machine.name]), state
+
+
+@pytest.mark.parametrize(
+    ("machine", "state", "reason", "outcome"),
+    [
+        ("request", "failed", "LeaseOver", "failed"),
+        ("request", "failed", "AbortedByClient", "aborted"),
+        ("request", "done", "DeviceMemoryExhausted", "failed"),
+        ("request", "draining", "AbortedByClient", "open"),
+        ("hold", "released", None, "done"),
+        ("hold", "gone", "expired", "expired"),
+        ("lease", "released", None, "withdrawn"),
+        ("lease", "expired", None, "expired"),
+        ("lease", "a state of a later version", None, "open"),
+    ],
+)
+def test_what_one_rank_came_to(machine: str, state: str, reason: str | None, outcome: str) -> None:
+    (history,) = histories(records(machine, "D", "a", ((None, "Created", state),), reason=reason))
+    assert history.outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("ranks", "decides"),
+    [
+        ([on_rank(0, "done"), on_rank(1, "failed", "LeaseOver")], 1),
+        ([on_rank(0, "reading"), on_rank(1, "failed", "LeaseOver")], 1),
+        ([on_rank(0, "expired", "DeadlineExceeded"), on_rank(1, "failed", "LeaseOver", at=9)], 1),
+        ([on_rank(0, "reading"), on_rank(1, "failed", "AbortedByClient")], 1),
+        ([on_rank(0, "done"), on_rank(1, "reading")], 1),
+        # The first that failed, though it began later by the clock: each has its own.
+        ([on_rank(0, "expired", "DeadlineExceeded"), on_rank(1, "expired", "PeerSilent", age_seconds=5.0)], 0),
+        ([on_rank(0, "expired", "DeadlineExceeded", age_seconds=5.0), on_rank(1, "expired", "PeerSilent", at=50)], 1),
+        # One that has failed and waits for its READs, before one in which nothing has happened for longer.
+        ([on_rank(0, "reading"), on_rank(1, "draining", "PeerSilent")], 1),
+        ([on_rank(0, "reading", age_seconds=0.5), on_rank(1, "reading")], 1),
+        ([on_rank(0, "done", age_seconds=0.5), on_rank(1, "done")], 0),
+    ],
+)
+def test_one_rank_decides(ranks: list[list[TransitionRecord]], decides: int) -> None:
+    found = [history for rank in ranks for history in histories(rank)]
+    assert deciding_rank(found).rank == deciding_rank(found[::-1]).rank == decides
+
+
+def test_whoever_shows_a_request_has_the_same_rank_decide() -> None:
+    """One rank has failed and the other still reads."""
+    written = [*on_rank(0, "reading"), *on_rank(1, "failed", "LeaseOver")]
+    told = stories(histories(written))
+    (outcome,) = summarize(histories(written), told).outcomes
+    assert (outcome.state, outcome.reason) == ("failed", "LeaseOver")
+    (slow_one,) = slow(told, 1)
+    assert (slow_one.outcome, slow_one.reason, slow_one.rank) == ("failed", "LeaseOver", 0)
+    (case,) = find("a-d", written, Live())
+    assert (explain(case, Live()).outcome, explain(case, Live()).rank) == ("failed", 1)
+    made = document(told, title="t")
+    (row,) = made.stories
+    assert row.deciding == row.requests[1]
+    assert OUTCOMES[made.histories[row.deciding].outcome] == "failed"
+
+
+def test_what_ranks_tell_of_their_times_has_the_same_one_decide() -> None:
+    def both(*ranks: list[TransitionRecord]) -> tuple[History, ...]:
+        return tuple(history for rank in ranks for history in histories(rank))
+
+    for found in (
+        both(on_rank(0, "done"), on_rank(1, "failed", "LeaseOver")),
+        both(on_rank(0, "done", age_seconds=0.5), on_rank(1, "done")),
+        both(on_rank(0, "expired", "DeadlineExceeded"), on_rank(1, "expired", "PeerSilent", age_seconds=5.0)),
+    ):
+        times = [each for each in map(times_of, found) if each is not None]
+        assert deciding_rank(times).rank == deciding_rank(found).rank
+
+
+def test_the_wait_for_kv_lasts_until_all_ranks_have_ended() -> None:
+    """vLLM is told then, though one has failed before."""
+    written = [*on_rank(0, "done"), *on_rank(1, "failed", "LeaseOver")]
+    assert summarize(histories(written), stories(histories(written))).kv_wait.longest == 3.0
+    written = [*on_rank(0, "reading"), *on_rank(1, "failed", "LeaseOver")]
+    assert summarize(histories(written), stories(histories(written))).kv_wait.count == 0

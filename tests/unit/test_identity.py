@@ -21,7 +21,7 @@ from tests.rig.facts import facts
 from tests.unit.test_wire_handshake import METADATA
 
 FACTORS = {"vllm_version": "1", "model": "/here", "revision": "none", "dtype": "float32", "weights": "3 tensors aa"}
-LAYER = LayerIdentity(dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,))
+LAYER = LayerIdentity(dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,), content_bytes=(32, 16))
 IDENTITY = KvIdentity(factors=FACTORS, layers={"layer": LAYER})
 
 
@@ -139,6 +139,8 @@ def test_others_that_differ_are_named_too() -> None:
         ({"k_scales": (0.75,)}, "k_scale of layer", "0.5", "0.75"),
         ({"v_scales": (0.75,)}, "v_scale of layer", "0.25", "0.75"),
         ({"k_scales": ()}, "k_scale of layer", "0.5", "none"),
+        ({"content_bytes": (32, 32)}, "content of layer", "32, 16 bytes", "32, 32 bytes"),
+        ({"content_bytes": (48,)}, "content of layer", "32, 16 bytes", "48 bytes"),
     ],
 )
 @pytest.mark.parametrize("expected_hash", ["h", None])
@@ -148,6 +150,29 @@ def test_what_bytes_mean_is_compared_whatever_is_enforced(
     failure = handshake(with_layer(**changes), expected_hash=expected_hash)
     assert failure is not None
     assert (failure.field, failure.local, failure.remote) == (field, local, remote)
+
+
+def test_how_much_a_layer_keeps_is_compared_where_both_state_it() -> None:
+    older = with_layer(content_bytes=())
+    assert handshake(older) is None
+    assert handshake(IDENTITY, older) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"dtype": "bfloat16"}, "KV cache dtype of layer"), ({"order": "amx"}, "order of elements in a block of layer")],
+)
+def test_of_another_type_or_order_how_many_bytes_there_are_is_not_told(changes: dict[str, str], field: str) -> None:
+    failure = handshake(with_layer(**changes, content_bytes=(64,)))
+    assert failure is not None
+    assert failure.field == field
+    assert "Also differ" not in failure.advice
+
+
+def test_an_order_that_is_made_ours_hides_no_other_amount() -> None:
+    theirs = msgspec.structs.replace(LAYER, order="", content_bytes=(64, 32))
+    (found,) = differing_layers({"l": LAYER}, {"l": theirs}, not_packed="")
+    assert found.field == "content of l"
 
 
 def test_scales_of_heads_are_compared_where_both_ranks_have_the_head() -> None:
@@ -197,6 +222,9 @@ def test_an_identity_takes_the_place_of_the_hash() -> None:
         {"layers": {"layer": {"dtype": "fp8", "k_scales": [1.0] * 1025}}},
         {"layers": {"layer": {"dtype": "fp8", "k_scales": ["1.0"]}}},
         {"layers": {"layer": {"dtype": "fp8", "first_head": -1}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [-1]}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1] * 65}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1.5]}}},
         {"layers": {"layer": {}}},
     ],
     ids=lambda changes: str(changes)[:40],

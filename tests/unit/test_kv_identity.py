@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.ops import triton_turboquant_decode
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
 from connector.families import layer_shapes, layer_specs
 from connector.layout.shapes import latent
@@ -40,8 +42,6 @@ from tests.unit.vllm_setup import (
     single_rank,
     write_model,
 )
-
-pytestmark = pytest.mark.timeout(180)
 
 LAYERS = 2
 
@@ -223,6 +223,40 @@ def test_whether_llama_4_scales_its_queries_is_named(
         text = config.with_hf_config(config.model_config.hf_text_config, ["LlamaForCausalLM"])
         layers = Llama4ForCausalLM(vllm_config=text).model.layers
     assert [bool(layer.self_attn.attn_temperature_tuning) for layer in layers] == [False, tuning == "on"]
+
+
+def made_to_fit(config: VllmConfig, tokens: int) -> VllmConfig:
+    """As vLLM leaves the configuration in a worker with --max-model-len auto, once the layers have been made."""
+    assert config.model_config.max_model_len > tokens
+    GpuWorker.update_max_model_len(SimpleNamespace(model_config=config.model_config, model_runner=None), tokens)
+    assert config.model_config.max_model_len == tokens
+    return config
+
+
+@pytest.mark.usefixtures("only_text_of_llama_4")
+def test_with_an_automatic_length_that_counts_with_which_llama_4_was_made(tmp_path: Path) -> None:
+    path = llama_4(tmp_path / "model")
+    config = engine_config(path, max_model_len=-1)
+    with set_current_vllm_config(config):
+        text = config.with_hf_config(config.model_config.hf_text_config, ["LlamaForCausalLM"])
+        layers = Llama4ForCausalLM(vllm_config=text).model.layers
+    assert [bool(layer.self_attn.attn_temperature_tuning) for layer in layers] == [False, True]
+    fitting = identity(made_to_fit(config, 4096))
+    assert fitting.factors["attn_temperature_tuning"] == "on"
+    assert fields(fitting, identity(engine_config(path, max_model_len=40000))) == []
+    assert fields(fitting, identity(engine_config(path, max_model_len=4096))) == ["attn_temperature_tuning"]
+
+
+def test_with_an_automatic_length_that_counts_with_which_rotary_factors_were_taken(tmp_path: Path) -> None:
+    one = [1.0] * 16
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": one, "long_factor": one}
+    path = model(tmp_path / "model")
+    for limit, taken in ((1024, "long"), (2048, "short")):
+        config = engine_config(path, max_model_len=-1)
+        assert config.model_config.max_model_len == 2048
+        of_limit = rope | {"original_max_position_embeddings": limit}
+        fitting = identity(made_to_fit(_with_rope(config, of_limit), 512))
+        assert fitting.factors["long_rope"] == taken
 
 
 @pytest.mark.usefixtures("only_text_of_llama_4")

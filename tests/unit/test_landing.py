@@ -29,8 +29,6 @@ from tests.unit.vllm_setup import (
     write_model,
 )
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:

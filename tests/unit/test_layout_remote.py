@@ -45,6 +45,8 @@ from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
 from connector.unsupported import UnsupportedCache
+from connector.wire.handshake import incompatibilities
+from connector.wire.identity import Difference
 from connector.wire.metadata import decode_agent_metadata
 from connector.worker.registration import require_supported
 from tests.unit.builtin_worker import builtin_registration, differing_fields
@@ -56,12 +58,14 @@ from tests.unit.cache_families import (
     Rank,
     be_rank,
     carry_out,
+    deepseek_v4,
     make_rank,
     one_group_of_b_and_c,
     rings_and_states,
     rings_and_windows,
     rings_of_two_heads,
     seen,
+    with_drafts,
 )
 from tests.unit.vllm_setup import (
     allow_kernel_block_size,
@@ -70,8 +74,6 @@ from tests.unit.vllm_setup import (
     single_rank,
     write_model,
 )
-
-pytestmark = pytest.mark.timeout(180)
 
 TOKENS = 128
 """Of the request: whole blocks of both engines."""
@@ -551,8 +553,9 @@ def test_ring_buffers_of_another_capacity_are_refused(
     prefill = _ring_rank(config, monkeypatch, RINGS[family](1, 64, capacity=capacity), engine_id="prefill")
     with pytest.raises(
         LayoutMismatch, match=r"(block length|cache group) of model\.layers.*(key_state|tail|state_cache)"
-    ):
+    ) as caught:
         sees(decode, prefill)
+    assert ("num_speculative_tokens" in caught.value.advice) is caught.value.field.startswith("block length")
 
 
 def test_ring_buffers_in_another_layout_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +611,111 @@ def test_a_replicated_state_of_another_size_is_refused(config: VllmConfig, monke
     )
     with pytest.raises(LayoutMismatch, match="ple_block_len is 120 here and 160 there"):
         seen(decode.registration, prefill)
+
+
+# --- what a layer keeps ---------------------------------------------------------------------------------------------
+
+
+def _differing(decode: Rank, prefill: Rank) -> list[Difference]:
+    """What the handshake of the two ends with, whatever is enforced."""
+    ours, theirs = decode.registration.identity, prefill.registration.identity
+    assert ours is not None
+    assert theirs is not None
+    return incompatibilities(ours, theirs, enforce_factors=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_of_unlike_sizes_keep_the_same_of_a_head_and_a_state(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """On any rank, in blocks of any size; also where how ranks share a layer is unknown."""
+    layout = _layout_of(family)
+    ranks = [
+        make_rank(config, monkeypatch, specs, engine_id="any", tp_rank=tp - 1, tp_size=tp, layout=layout)
+        for tp, block in itertools.product((1, 2, 4, 8), (32, 64))
+        for specs in [FAMILIES[family](tp, block)]
+    ]
+    for rank in ranks:
+        assert rank.registration.identity is not None
+        assert all(layer.content_bytes for layer in rank.registration.identity.layers.values())
+        assert _differing(ranks[0], rank) == []
+
+
+@pytest.mark.parametrize("kind", ["SHORT_CONV", "MAMBA2", "GDN_ATTN", "KDA"])
+@pytest.mark.parametrize(("decode_drafts", "prefill_drafts"), [(3, 0), (0, 3)])
+def test_states_of_engines_that_draft_unlike_numbers_of_tokens_do_not_fit(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, decode_drafts: int, prefill_drafts: int
+) -> None:
+    """The convolution has as many columns more. Pages are as long as those of attention on both sides, and of a short
+    convolution the metadata say nothing else: D would have read states of other columns."""
+    decode, prefill = (
+        make_rank(config, monkeypatch, with_drafts(kind, drafts), engine_id=name, tp_rank=0, tp_size=1)
+        for name, drafts in (("decode", decode_drafts), ("prefill", prefill_drafts))
+    )
+    found = _differing(decode, prefill)
+    states = [f"model.layers.{layer}.mixer" for layer in range(8) if layer % 4 != 1]
+    assert sorted(each.field for each in found) == [f"content of {layer}" for layer in states]
+    assert all("num_speculative_tokens" in each.advice for each in found)
+    if kind == "SHORT_CONV":
+        assert (found[0].local, found[0].remote) == tuple(
+            f"{64 * (2 + drafts) * 2} bytes" for drafts in (decode_drafts, prefill_drafts)
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "pads", "field"),
+    [
+        ("MAMBA2", True, "ssm_sizes of 1 ranks"),
+        ("GDN_ATTN", True, "ssm_sizes of 1 ranks"),
+        ("KDA", True, "ssm_sizes of 1 ranks"),
+        ("SHORT_CONV", False, "block length of model.layers.0.mixer on rank 0 of 1"),
+    ],
+)
+def test_an_engine_that_does_not_say_how_much_it_keeps_is_told_which_option_to_look_at(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, pads: bool, field: str
+) -> None:
+    """A built-in engine's metadata show that a state is longer, and not what made it so."""
+    decode, prefill = (
+        make_rank(config, monkeypatch, with_drafts(kind, drafts, pads=pads), engine_id=name, tp_rank=0, tp_size=1)
+        for name, drafts in (("decode", 3), ("prefill", 0))
+    )
+    with pytest.raises(LayoutMismatch) as caught:
+        seen(decode.registration, prefill)
+    assert caught.value.field == field
+    assert "num_speculative_tokens" in caught.value.advice
+
+
+@pytest.mark.parametrize(("decode_bytes", "prefill_bytes"), [(132, 68), (68, 132)])
+def test_indexers_of_another_type_do_not_fit(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, decode_bytes: int, prefill_bytes: int
+) -> None:
+    """The rows of all layers are of one length here whichever type the indexers have: what is in a page is padded, and
+    so is the row. D would look for most of its layers in the wrong place of P's rows."""
+    decode, prefill = (
+        make_rank(config, monkeypatch, deepseek_v4(size), engine_id=name, tp_rank=0, tp_size=1, layout="BLHNC")
+        for name, size in (("decode", decode_bytes), ("prefill", prefill_bytes))
+    )
+    lengths = [rank.registration.agent_metadata(b"").block_strides for rank in (decode, prefill)]
+    assert lengths[0] == lengths[1]
+    found = _differing(decode, prefill)
+    indexers = [f"content of model.layers.{layer}.attn.indexer.k_cache" for layer in range(2, 12, 2)]
+    assert sorted(each.field for each in found) == sorted(indexers)
+    assert {(each.local, each.remote) for each in found} == {(f"{decode_bytes} bytes", f"{prefill_bytes} bytes")}
+    assert "indexer_kv_dtype" in found[0].advice
+
+
+@pytest.mark.parametrize("family", RINGS)
+def test_ring_buffers_of_engines_that_draft_unlike_numbers_of_tokens_do_not_fit(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    decode, prefill = (
+        _ring_rank(config, monkeypatch, RINGS[family](1, 64, capacity=capacity), engine_id=name)
+        for name, capacity in (("decode", 8), ("prefill", 16))
+    )
+    found = _differing(decode, prefill)
+    rings = sorted(layer for layer, spec in decode.specs.items() if isinstance(spec, CircularBufferSpec))
+    assert sorted(each.field for each in found) == [f"content of {layer}" for layer in rings]
+    assert "num_speculative_tokens" in found[0].advice
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -678,7 +786,7 @@ def _understood(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, tp_size:
     ("changes", "refusal"),
     [
         ({"kv_cache_layout": "BLNHC"}, "kv_cache_layout is BLHNC here and BLNHC there"),
-        ({"block_lens": [6400]}, r"block length of model.* is 6432 here and 6400 there"),
+        ({"block_lens": [6400]}, r"block length of model.* is 6432 here and 6400 there; .* indexer_kv_dtype"),
         ({"block_strides": [6560]}, r"block stride of model.* is 6432 here and 6560 there"),
     ],
 )

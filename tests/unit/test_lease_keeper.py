@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
-from connector.ports.side_channel import ListenerCounts, Request
+from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.protocol import (
     LateNotificationNoted,
@@ -25,12 +26,20 @@ from connector.protocol import (
     StrayReleaseNoted,
 )
 from connector.runtime import lease_keeper
-from connector.runtime.lease_keeper import MALFORMED_UNITS, MESSAGE_UNITS, LeaseKeeper, lending_limits
+from connector.runtime.lease_keeper import (
+    LEASES_PER_TURN_MAX,
+    MALFORMED_UNITS,
+    MESSAGE_UNITS,
+    NOTIFICATION_BYTES_PER_LEASE,
+    LeaseKeeper,
+    lending_limits,
+)
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
 from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken, encode_leave
 from connector.wire.bounded import shorten
 from connector.wire.control import (
-    MESSAGE_BYTES_MAX,
+    REQUEST_BYTES_MAX,
+    SUMS_PART_BYTES,
     AskSums,
     ControlAnswer,
     ControlRequest,
@@ -45,9 +54,10 @@ from connector.wire.control import (
     encode_request,
     encode_sums,
 )
+from connector.wire.inspection import Inspect, encode_question
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Event
-from statemachine.lease import Lease, LeaseName, State
+from statemachine.lease import LEASES_PER_MESSAGE_MAX, Lease, LeaseName, State
 from statemachine.trace import StepSeen, observer_of
 from tests.rig.facts import LEAVE_SECRET
 
@@ -132,6 +142,9 @@ class Rank:
         ended = [each for each in self.outcomes if isinstance(each, SendEnded)]
         assert len({each.request_id for each in ended}) == len(ended), "a lease has ended twice"
         return {each.request_id: each.expired for each in ended}
+
+    def renewals(self) -> int:
+        return sum(event == "Renewed" for _, event, _ in self.steps)
 
     def stray(self) -> int:
         return sum(isinstance(each, StrayReleaseNoted) for each in self.outcomes)
@@ -277,6 +290,26 @@ def test_a_flood_of_notifications_costs_no_grant(monkeypatch: pytest.MonkeyPatch
     assert sum(isinstance(each, MessageMalformed) for each in rank.failures) == 1000
 
 
+def test_notifications_that_wait_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_keeper, "NOTIFICATION_BYTES_WAITING_MAX", 10_000)
+
+    async def test(rank: Rank) -> None:
+        for dropped in (5, 10):
+            for _ in range(15):
+                rank.keeper.notify("stranger", bytes(1000))
+            assert rank.keeper.notifications_dropped == dropped
+            rank.lend(f"lent-{dropped}")
+            await turn()
+        rank.keeper.notify("d", b"lent-5:1")
+        await turn()
+        assert rank.ended() == {"lent-5": False}, "there is room for notifications again"
+        assert rank.keeper.open_leases == 1, "and no grant was lost"
+
+    rank = run_ahead(test)
+    dropped = [each.dropped for each in rank.failures if isinstance(each, NotificationsDropped)]
+    assert dropped == [1, 2, 4, 8]
+
+
 def test_a_flood_does_not_keep_other_tasks_waiting() -> None:
     messages = 20 * lease_keeper.MESSAGES_PER_TURN_MAX
 
@@ -288,6 +321,76 @@ def test_a_flood_does_not_keep_other_tasks_waiting() -> None:
             await trio.lowlevel.checkpoint()
             turns += 1
         assert turns >= 20
+
+    run_ahead(test)
+
+
+def heartbeat(number: int) -> bytes:
+    """Of many requests that are not lent, and of one that is."""
+    return b",".join([b"HB:", *(b"%d-%d" % (number, each) for each in range(LEASES_PER_TURN_MAX)), b"a"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [heartbeat, lambda number: b"\xff" * LEASES_PER_TURN_MAX * NOTIFICATION_BYTES_PER_LEASE],
+    ids=["heartbeats", "long ones that are none"],
+)
+def test_few_messages_that_name_many_leases_do_not_either(make: Callable[[int], bytes]) -> None:
+    messages = [make(number) for number in range(20)]
+
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        await turn()
+        for message in messages:
+            rank.keeper.notify("stranger", message)
+        turns = 0
+        while len(rank.failures) + rank.renewals() < len(messages):
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        assert turns >= len(messages)
+
+    run_ahead(test)
+
+
+class SilentListener:
+    """Nothing comes, and answers go nowhere."""
+
+    async def receive(self) -> Request:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    def reply(self, address: bytes, frames: Any) -> None:
+        pass
+
+
+def test_holds_of_many_leases_do_not_either() -> None:
+    """The control socket may hand over more than one message before the keeper has its turn."""
+    a_turn = LEASES_PER_TURN_MAX // LEASES_PER_MESSAGE_MAX
+
+    async def test(rank: Rank) -> None:
+        leases = [rank.lend("a"), *(LeaseName(f"{number}", 1) for number in range(LEASES_PER_MESSAGE_MAX - 1))]
+        await turn()
+        hold = Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=tuple(leases))
+        for _ in range(20 * a_turn):
+            rank.keeper._inbox.put(lease_keeper._control_event(hold, b""))
+        turns = 0
+        while sum(event == "Held" for _, event, _ in rank.steps) < 20 * a_turn:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        assert turns >= 20
+        assert rank.crashes == []
+
+    run_ahead(test, control=SilentListener())
+
+
+def test_a_heartbeat_renews_a_lease_once_however_often_it_names_it() -> None:
+    async def test(rank: Rank) -> None:
+        rank.lend("a")
+        rank.lend("b")
+        await turn()
+        rank.keeper.notify("stranger", b"HB:" + b"a,b," * 10_000)
+        await turn()
+        assert rank.renewals() == 2
 
     run_ahead(test)
 
@@ -442,7 +545,7 @@ def run_over_zmq(
     async def main() -> None:
         channel = ZmqSideChannel()
         try:
-            listener = channel.listen(HOST, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+            listener = channel.listen(HOST, 0, frame_bytes_max=REQUEST_BYTES_MAX)
             with trio.fail_after(20):
                 async with running(Rank(BootClock(), wrap(listener), **settings)) as rank:
                     await test(rank, Decoder(channel, listener.port))
@@ -489,7 +592,7 @@ def test_a_lease_lives_for_as_long_as_it_is_held_and_is_gone_for_who_comes_too_l
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
         for _ in range(6):
-            await trio.sleep(0.15)
+            await trio.sleep(0.5)
             answer = await decoder.hold(lease)
             assert answer.held, answer.gone
         assert rank.ended() == {}
@@ -498,14 +601,15 @@ def test_a_lease_lives_for_as_long_as_it_is_held_and_is_gone_for_who_comes_too_l
         (gone,) = (await decoder.hold(lease, engine_id="another")).gone
         assert "released" in gone.why
 
-    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=0.4))
+    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=2.0))
 
 
 def test_a_lease_that_nobody_holds_ends_and_says_so() -> None:
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
-        await trio.sleep(0.4)
-        assert rank.ended() == {"a": True}
+        while not (ended := rank.ended()):
+            await trio.sleep(0.01)
+        assert ended == {"a": True}
         (gone,) = (await decoder.hold(lease)).gone
         assert gone.why == "expired"
 
@@ -550,13 +654,31 @@ def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> N
     run_over_zmq(test)
 
 
+UNANSWERED_SECONDS = 0.2
+
+
+async def unanswered(ask: Callable[[], Awaitable[object]], has_come: Callable[[], bool]) -> None:
+    """Ask something that arrives, as `has_come` shows, and is not answered."""
+
+    async def wait() -> None:
+        await ask()
+        raise AssertionError("it was answered")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        while not has_come():
+            await trio.sleep(0.01)
+        await trio.sleep(UNANSWERED_SECONDS)
+        nursery.cancel_scope.cancel()
+
+
 def test_only_its_own_engine_has_a_worker_leave() -> None:
     """A worker that left alone would end, at the end of each grace period, what its engine goes on to lend."""
 
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
-        with trio.move_on_after(0.2):
-            await decoder.ask_raw(encode_leave(Leave(grace_ns=7, secret=bytes(16))))
+        foreign = encode_leave(Leave(grace_ns=7, secret=bytes(16)))
+        await unanswered(lambda: decoder.ask_raw(foreign), lambda: bool(rank.failures))
         assert (await decoder.hold(lease)).held
         assert rank.keeper.leaves_ns is None
         [failure] = rank.failures
@@ -601,9 +723,7 @@ def test_a_reader_that_is_faster_than_the_engines_next_step_is_not_overlooked() 
 def test_what_is_no_message_gets_silence_and_costs_nothing(frames: tuple[bytes, ...]) -> None:
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
-        with trio.move_on_after(0.2) as waiting:
-            await decoder.ask_raw(frames)
-        assert waiting.cancelled_caught, "it was answered"
+        await unanswered(lambda: decoder.ask_raw(frames), lambda: bool(rank.failures))
         assert (await decoder.hold(lease)).held
         assert [type(failure) for failure in rank.failures] == [MessageMalformed]
         assert shorten(str(rank.failures[0]), 500) == str(rank.failures[0]), "fit for a log"
@@ -655,43 +775,97 @@ class BreakingListener:
 def test_a_crash_of_the_control_socket_is_logged_and_it_serves_on(broken: str, logged_as: str) -> None:
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
-        for _ in range(3):
-            with trio.move_on_after(0.2) as waiting:
-                await decoder.hold(lease)
-            assert waiting.cancelled_caught
+        for crash in range(1, 4):
+            await unanswered(lambda: decoder.hold(lease), lambda: len(rank.crashes) == crash)  # noqa: B023
         assert (await decoder.hold(lease)).held
         assert rank.crashes == [logged_as] * 3
 
     run_over_zmq(test, wrap=lambda listener: BreakingListener(listener, **{broken: 3}))
 
 
-def test_who_sends_pays_for_each_lease_and_for_garbage() -> None:
-    """The listener decides with that who is heard."""
-    listeners: list[BreakingListener] = []
+class ChargedListener(BreakingListener):
+    """Breaks nothing, and says what was charged for one message."""
 
-    def wrap(listener: ZmqListener) -> BreakingListener:
-        listeners.append(BreakingListener(listener))
+    def take(self) -> tuple[int, bool]:
+        """Units since the last time, and whether all that came was understood."""
+        charged, self.charged = self.charged, []
+        return sum(units for units, _ in charged), any(understood for _, understood in charged)
+
+
+def run_charged(test: Callable[[Rank, Decoder, ChargedListener], Awaitable[None]]) -> None:
+    listeners: list[ChargedListener] = []
+
+    def wrap(listener: ZmqListener) -> ChargedListener:
+        listeners.append(ChargedListener(listener))
         return listeners[0]
 
-    async def test(rank: Rank, decoder: Decoder) -> None:
+    run_over_zmq(lambda rank, decoder: test(rank, decoder, listeners[0]), wrap=wrap)
+
+
+async def refused(rank: Rank, decoder: Decoder, message: bytes) -> None:
+    """Until the rank has seen that this is none."""
+    before = len(rank.failures)
+    await unanswered(lambda: decoder.ask_raw((message,)), lambda: len(rank.failures) > before)
+
+
+def test_who_sends_pays_for_each_lease_and_for_garbage() -> None:
+    """The listener decides with that who is heard."""
+
+    async def test(rank: Rank, decoder: Decoder, listener: ChargedListener) -> None:
         one, two = rank.lend("a"), rank.lend("b")
         await decoder.hold(one)
+        assert listener.take() == (MESSAGE_UNITS + 1, True)
         await decoder.hold(one, two)
+        assert listener.take() == (MESSAGE_UNITS + 2, True)
         await decoder.release(one)
-        with trio.move_on_after(5):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(decoder.ask_raw, (b"garbage",))
-                while not rank.failures:
-                    await trio.sleep(0.01)
-                nursery.cancel_scope.cancel()
-        assert listeners[0].charged == [
-            (MESSAGE_UNITS + 1, True),
-            (MESSAGE_UNITS + 2, True),
-            (MESSAGE_UNITS + 1, True),
-            (MALFORMED_UNITS, False),
-        ]
+        assert listener.take() == (MESSAGE_UNITS + 1, True)
+        await refused(rank, decoder, b"garbage")
+        assert listener.take() == (MALFORMED_UNITS, False)
 
-    run_over_zmq(test, wrap=wrap)
+    run_charged(test)
+
+
+def test_who_sends_pays_for_the_length_of_what_is_sent() -> None:
+    """A message that takes long to look at is not charged as a short one: neither one that is none, nor one in which
+    there is more than is understood."""
+
+    async def test(rank: Rank, decoder: Decoder, listener: ChargedListener) -> None:
+        lease = rank.lend("a")
+        length = REQUEST_BYTES_MAX - 1000
+        await refused(rank, decoder, bytes(length))
+        assert listener.take() == (MALFORMED_UNITS + length // DECODED_BYTES_PER_UNIT, False)
+        (hold,) = encode_request(Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,)))
+        (question,) = encode_question(Inspect(number=1, what="leases"))  # for whose answer the inspector charges
+        for message, charged in ((hold, (MESSAGE_UNITS + 1, True)), (question, (0, False))):
+            long = msgspec.msgpack.encode(msgspec.msgpack.decode(message) | {"later": bytes(length)})
+            if message is hold:
+                await decoder.ask_raw((long,))
+            else:
+                await unanswered(lambda: decoder.ask_raw((long,)), lambda: bool(listener.charged))  # noqa: B023
+            assert listener.take() == (charged[0] + len(long) // DECODED_BYTES_PER_UNIT, charged[1])
+        assert len(rank.failures) == 1
+
+    run_charged(test)
+
+
+def test_who_asks_for_checksums_pays_for_the_length_of_the_answer() -> None:
+    """As on the side channel. Of a long prompt they are megabytes, and a question is a few bytes."""
+
+    async def test(rank: Rank, decoder: Decoder, listener: ChargedListener) -> None:
+        lease = LeaseName("a", 1)
+        sums = encode_sums(LeaseSums(blocks=(b"1234",), sums=bytes(SUMS_PART_BYTES + 100_000)))
+        granted = LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums)
+        rank.keeper.deliver(granted)
+        await decoder.hold(lease)
+        listener.take()
+        for part, length in ((0, SUMS_PART_BYTES), (1, 100_000)):
+            answer = await decoder.ask(AskSums(lease=lease, part=part))
+            assert isinstance(answer, Sums)
+            assert listener.take() == (MESSAGE_UNITS + length // SENT_BYTES_PER_UNIT, True)
+        await unanswered(lambda: decoder.ask(AskSums(lease=lease, part=2)), lambda: bool(listener.charged))
+        assert listener.take() == (MESSAGE_UNITS, True)
+
+    run_charged(test)
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
@@ -743,9 +917,9 @@ def test_checksums_are_told_while_a_lease_lasts() -> None:
         lease = LeaseName("a", 3)
         sums = encode_sums(LeaseSums(blocks=(b"1234",), sums=b"12345678"))
         rank.keeper.deliver(LeaseComputing(lease=lease))
-        with trio.move_on_after(0.2) as unanswered:
+        with trio.move_on_after(0.2) as waiting:
             await decoder.ask(AskSums(lease=lease, part=0))
-        assert unanswered.cancelled_caught
+        assert waiting.cancelled_caught
         rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums))
         for name in (lease, LeaseName("a", 0)):
             assert await decoder.ask(AskSums(lease=name, part=0)) == Sums(lease=name, part=0, parts=1, content=sums)

@@ -131,7 +131,8 @@ def test_a_listener_that_crashed_serves_on_and_the_crash_is_logged(
         raise RuntimeError("injected")
 
     monkeypatch.setattr(HandshakeListener, "_answer", broken)
-    assert ask(port, encode_request(0, 0), seconds=0.5) is None
+    while HandshakeListener._answer is not answer:  # on a busy machine a question may not come in time
+        assert ask(port, encode_request(0, 0), seconds=0.5) is None
     for _ in range(2):
         served_again = ask(port, encode_request(0, 0))
         assert served_again is not None

@@ -37,7 +37,7 @@ def run_make(directory: Path, failing: str) -> tuple[int, list[str]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     environment |= {"CALLS": str(calls), "FAILING": failing}
     command = ["make", "test", f"BIN={tools}", "PYTHON=true"]
-    status = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60).returncode
+    status = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=250).returncode
     return status, calls.read_text().splitlines()
 
 

@@ -109,6 +109,11 @@ def _builtin() -> tuple[bytes, bytes]:
     return encode_reply(msgspec.msgpack.encode(said), 1.0)
 
 
+def _of_many_layers() -> tuple[bytes, bytes]:
+    said = msgspec.to_builtins(METADATA, builtin_types=(bytes,)) | {"region_names": ["a"] * 1_000_000}
+    return encode_reply(encode_payload("hash", msgspec.msgpack.encode(said), facts(**SIZES)), 1.0)
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -116,8 +121,9 @@ def _builtin() -> tuple[bytes, bytes]:
         (encode_reply(encode_error("not yet"), 1.0), "not yet"),
         ((b"\xff", b""), "what listens there is not a NIXL connector"),
         (_builtin(), BUILTIN),
+        (_of_many_layers(), "what listens there is not a NIXL connector: Expected `array` of length <= 4096"),
     ],
-    ids=["silence", "an error", "garbage", "a built-in engine"],
+    ids=["silence", "an error", "garbage", "a built-in engine", "more layers than there are"],
 )
 def test_what_does_not_let_itself_be_met_is_told_with_the_reason(
     answer: tuple[bytes, bytes] | None, problem: str

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    KVTransferConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
@@ -152,6 +160,16 @@ def test_an_engine_that_would_go_on_after_a_failed_step_is_refused(config: dict[
         VllmConfig(kv_transfer_config=KVTransferConfig(**config), parallel_config=parallel)
     assert refused.value.field == "enable_fault_tolerance"
     VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), parallel_config=parallel)
+
+
+@pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, NAMED)], ids=["alone", "named", "one of several"])
+def test_vllm_itself_refuses_states_that_are_behind_what_was_computed(config: dict[str, Any]) -> None:
+    """With ReplaySSM a state is brought up to date every so many tokens, and how many are missing only its engine
+    knows: nothing here would know what it lends."""
+    cache = CacheConfig(use_replayssm=True)
+    with pytest.raises(ValueError, match="--use-replayssm is incompatible with KV connectors"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), cache_config=cache)
+    VllmConfig(cache_config=cache)
 
 
 @pytest.mark.parametrize("config", [OURS, NAMED, several(ANOTHER, NAMED)], ids=["alone", "named", "one of several"])

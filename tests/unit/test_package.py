@@ -25,7 +25,7 @@ def _run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that finds packages in `paths` only, and looks at no .pth file: not at this checkout."""
     begin = f"import sys; sys.path[:0] = {[str(path) for path in paths]!r}; "
     command = [sys.executable, "-I", "-S", "-c", begin + code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(built), str(source)], check=True, timeout=100)
+    subprocess.run([*command, "--wheel-dir", str(built), str(source)], check=True, timeout=250)
     (found,) = built.glob("*.whl")
     return found
 
@@ -59,9 +59,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file names has its own .pth files ignored, so that the checkout stays invisible.
     """
     directory = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, timeout=250)
     install = ["-I", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run([str(directory / "bin" / "python"), *install], check=True, timeout=100)
+    subprocess.run([str(directory / "bin" / "python"), *install], check=True, timeout=250)
     (_site_of(directory) / "dependencies.pth").write_text(f"{SITE}\n")
     return directory
 
@@ -79,7 +79,7 @@ def _run_in(environment: Path, program: str, *arguments: str) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -35,8 +35,6 @@ from tests.unit.vllm_setup import (
     write_model,
 )
 
-pytestmark = pytest.mark.timeout(180)
-
 KERNEL_BLOCK = 16
 """What the attention back end for MLA on CPUs works with; blocks are of 64."""
 

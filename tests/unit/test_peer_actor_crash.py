@@ -60,6 +60,8 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
         _attention=SimpleNamespace(set=lambda: woken.append(True)),
         _in_hand=None,
         _crash=None,
+        _was_connected=False,
+        _on_disconnected=lambda: None,
         _is_running=True,
         _is_at_work=False,
     )
@@ -114,6 +116,8 @@ def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
         _attention=SimpleNamespace(set=lambda: None),
         _in_hand=None,
         _crash=None,
+        _was_connected=False,
+        _on_disconnected=lambda: None,
         _wakes_at_ns=None,
         _is_running=True,
         _is_at_work=False,

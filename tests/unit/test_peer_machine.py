@@ -39,7 +39,9 @@ from statemachine.peer import (
 NEW = Peer(engine_id="prefill")
 LOST = TransferError(peer="prefill", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
 SILENT = HandshakeTimeout(peer="prefill", address="h:1", timeout_seconds=5.0)
-UNLIKE = Incompatible(peer="prefill", address="h:1", field="dtype", local="float16", remote="bfloat16")
+UNLIKE = Incompatible(
+    peer="prefill", address="h:1", field="dtype", local="float16", remote="bfloat16", advice="start it alike"
+)
 RETIRED = PeerRetired(peer="prefill")
 
 FAILED = HandshakeFailed(failure=SILENT)

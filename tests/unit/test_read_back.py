@@ -277,6 +277,17 @@ def test_what_cannot_be_read_is_computed(change: Any) -> None:
     assert not [each for each in fresh.commands if isinstance(each, StartPull | TrackLease)]
 
 
+@pytest.mark.parametrize("first_tokens", [[0], [0, 0, 0]])
+def test_first_tokens_of_other_groups_end_no_engine(first_tokens: list[int]) -> None:
+    """Who sends a request may write anything into its parameters."""
+    specs = [full(), window(40)]
+    params = first_turn(engine("d", *specs), engine("p", *specs))
+    params["first_tokens"] = first_tokens
+    fresh = engine("p", *specs)
+    fresh.run("second", NEXT_PROMPT, params)
+    assert fresh.computed["second"] == len(NEXT_PROMPT)
+
+
 FORWARDED = (
     "remote_engine_id",
     "remote_request_id",
@@ -448,12 +459,3 @@ def test_a_step_that_is_under_way_leaves_a_window_where_it_is(answer_tokens: int
     for number, (group, first) in enumerate(zip(pull.groups, firsts, strict=True)):
         for place, block_id in enumerate(group.remote_block_ids, first // BLOCK_TOKENS):
             assert decode.still_holds(block_id, "first", number, place)
-
-
-def test_states_that_are_behind_what_was_decoded_are_not_lent(caplog: pytest.LogCaptureFixture) -> None:
-    """A prefill is followed by no tokens that are missing, so P lends."""
-    with caplog.at_level(logging.WARNING):
-        prefill, decode = (engine(name, full(), state("none"), replays_states=True) for name in "pd")
-    assert "use_replayssm" in caplog.text
-    answer_first(decode, prefill)
-    assert "first" not in decode.params

@@ -44,8 +44,6 @@ from tests.unit.vllm_setup import (
     write_model,
 )
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

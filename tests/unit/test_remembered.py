@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statemachine.remembered import Remembered
+from tests.unit.properties import on_any_machine
 
 
+@on_any_machine
 @given(st.integers(1, 5), st.lists(st.sampled_from("abcdefgh"), max_size=40))
 def test_the_newest_names_are_remembered(names_max: int, added: list[str]) -> None:
     remembered, expected = Remembered(names_max), OrderedDict[str, None]()

@@ -47,7 +47,6 @@ from connector.protocol import (
 )
 from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
-from tests.rig.work import Counted
 from tests.unit.test_ledger import SettableClock
 
 MIB = 2**20
@@ -476,8 +475,6 @@ def test_the_age_of_the_oldest_request_and_lease_is_shown_in_steps_of_ten_second
     [
         lambda figures: figures.grant("b", 1, 10),
         lambda figures: figures.end_leases(["a"]),
-        lambda figures: figures.quarantine([2]),
-        lambda figures: figures.lift([1]),
         lambda figures: figures.note_wait(3.0, is_loaded=True),
         lambda figures: figures.note_local_prefill(catalogue.ABSENT),
         lambda figures: figures.note_not_lent(catalogue.DRAINING_REASON),
@@ -487,40 +484,23 @@ def test_the_age_of_the_oldest_request_and_lease_is_shown_in_steps_of_ten_second
 def test_whatever_happens_is_told_with_the_next_step(happens: Callable[[EngineFigures], None]) -> None:
     figures = engine_figures()
     figures.grant("a", 4, 100)
-    figures.quarantine([1])
-    figures.take(0, 0)
-    assert figures.take(0, 0) is None
+    figures.take(0, 0, quarantined_blocks=1)
+    assert figures.take(0, 0, quarantined_blocks=1) is None
     happens(figures)
-    assert figures.take(0, 0) is not None
-
-
-def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:
-    """Of an engine that hung and has ended, hundreds of requests come back at once, on the scheduler's thread."""
-    figures, lines = engine_figures(), []
-    requests = [range(first, first + 10) for first in range(0, 2000, 10)]
-    for blocks in requests:
-        figures.quarantine(blocks)
-    for blocks in requests:
-        with Counted() as work:
-            figures.lift(blocks)
-        lines.append(work.lines)
-    assert max(lines) == min(lines)
+    assert figures.take(0, 0, quarantined_blocks=1) is not None
+    assert figures.take(0, 0) is not None, "they have come back"
 
 
 def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:
     figures = engine_figures()
     figures.grant("a", 4, 100)
     figures.grant("b", 2, 40)
-    figures.quarantine([1, 2])
-    figures.quarantine([1, 2])  # another rank
     figures.end_leases(["a", "never lent"])
-    figures.lift([1, 2])
-    stats = figures.take(0, 0)
+    stats = figures.take(0, 0, quarantined_blocks=2)
     assert stats is not None
     gauges = {key: found for key, found in stats.data["gauges"].items() if found}
     assert gauges == {"leases|held": 1, "lent_blocks": 2, "lent_tokens": 40, "quarantined_blocks": 2, "up": 1}
     assert stats.data["counts"] == {"granted_leases": 2, "granted_blocks": 6, "granted_tokens": 140}
-    figures.lift([1, 2])
     figures.end_leases(["b"])
     stats = figures.take(0, 0, is_up=False)
     assert stats is not None

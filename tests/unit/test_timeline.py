@@ -13,18 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.history import Story, histories, stories
+from connector.observe.history import OUTCOMES, Story, histories, stories
 from connector.observe.timeline.export import (
-    MACHINES,
-    OUTCOMES,
     SCRIPTS,
+    SHOWN,
     Complaint,
     Document,
     Fault,
     SimulatedRun,
     document,
     export_html,
-    outcome,
     page,
 )
 from diagrams.draw import arrows
@@ -48,10 +46,11 @@ def test_every_story_and_history_is_there_with_its_steps() -> None:
     made = document(shown, title="t")
     assert len(made.stories) == len(shown)
     for row, story in zip(made.stories, shown, strict=True):
-        assert OUTCOMES[row.outcome] == outcome(story)
+        assert row.deciding == row.requests[0]
         for numbers, known in ((row.requests, story.requests), (row.holds, story.holds), (row.leases, story.leases)):
             for number, history in zip(numbers, known, strict=True):
                 kept = made.histories[number]
+                assert OUTCOMES[kept.outcome] == history.outcome
                 events = [made.strings[step or 0] for step in kept.steps[1::STEP]]
                 assert events == [record.event for record in history.records]
                 assert made.strings[kept.subject] == history.subject
@@ -101,19 +100,29 @@ def test_an_instance_whose_creation_is_missing_begins_with_what_is_known() -> No
     assert first.steps[STEP] == 0
 
 
-def test_outcomes_are_those_of_the_worst_rank() -> None:
+def test_every_history_has_its_outcome_and_a_story_that_of_the_rank_that_decides() -> None:
     shown = told(400)
-    found = {outcome(story) for story in shown}
-    assert found == {"done", "failed", "expired", "aborted", "open"}
-    failed = next(story for story in shown if outcome(story) == "failed")
-    done = next(story for story in shown if outcome(story) == "done")
-    assert outcome(Story(requests=[*done.requests, *failed.requests])) == "failed"
-    assert outcome(Story(leases=done.leases)) == "done"
+    made = document(shown, title="t")
+    for machine in SHOWN:
+        outcomes = {OUTCOMES[each.outcome] for each in made.histories if SHOWN[each.machine].name == machine.name}
+        assert (
+            outcomes
+            == {
+                "request": {"done", "failed", "expired", "aborted", "open"},
+                "hold": {"done", "expired", "open"},
+                "lease": {"done", "expired", "open"},
+            }[machine.name]
+        )
+    by_outcome = {story.deciding.outcome: story for story in shown}
+    done, failed = by_outcome["done"], by_outcome["failed"]
+    made = document([Story(requests=[*done.requests, *failed.requests]), Story(leases=done.leases)], title="t")
+    both, lent = made.stories
+    assert (both.deciding, lent.deciding) == (both.requests[1], lent.leases[0])
 
 
 def test_the_charts_are_the_tables() -> None:
     made = document([], title="t")
-    for machine in MACHINES:
+    for machine in SHOWN:
         chart = made.machines[machine.name]
         drawn = {(source.value, target.value): events for (source, target), events in arrows(machine).items()}
         assert {(source, target): events for source, target, events in chart.arrows} == drawn

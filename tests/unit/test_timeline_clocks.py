@@ -87,6 +87,17 @@ def test_a_process_that_starts_again_has_a_clock_of_its_own() -> None:
     assert len({id(clock) for clock in found.values()}) == 8
 
 
+def test_a_process_that_made_one_record_has_a_clock_of_its_own() -> None:
+    """Its successor's first record has the same number."""
+    first = next(each for each in trace(1) if each.machine == "lease")
+    restarted = msgspec.structs.replace(
+        first, subject="another", lease_number=7, mono_ns=first.mono_ns + NS_PER_SECOND, wall=first.wall + 600
+    )
+    assert first.seq == restarted.seq == 0
+    found = clocks(stories(histories([first, restarted])))
+    assert len({id(clock) for clock in found.values()}) == 2
+
+
 def test_simulated_clocks_are_found_to_within_what_drift_allows() -> None:
     """A decode engine whose wall clock jumps by hours at the start; every process has its own zero and its own rate."""
     jump = Fault(kind=Kind.WALL_CLOCK_JUMP, target="d0", at_seconds=0.0, duration_seconds=0.1)

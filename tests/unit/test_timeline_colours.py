@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.observe.timeline.export import OUTCOMES
+from connector.observe.history import OUTCOMES
 
 SOLID = (*OUTCOMES, "queued")
 """What a bar may be filled with: how it ended; and the wait in vLLM's queue before, whatever came of it."""

@@ -232,7 +232,7 @@ def test_where_rows_are_low_the_badge_of_a_retry_is_a_notch(page: Browser, many:
     page.open(many)
     name = page.evaluate("doc.stories.find((story) => story.retries).name")
     page.evaluate(f"app.goTo(doc.byKey.get('{name}').start), setView(app.cursor - 1e6, app.cursor + 1.5e6)")
-    page.evaluate(f"scrollTo(doc.byKey.get('{name}').worst)")
+    page.evaluate(f"scrollTo(doc.byKey.get('{name}').deciding)")
     page.frame()
     request = f"doc.byKey.get('{name}').requests[0]"
     again = f"{request}.visits.filter((visit) => visit.state === 'pending_handshake')[1].start"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from connector.observe.history import histories, stories
-from connector.observe.timeline.export import MACHINES, Complaint, Fault, SimulatedRun
+from connector.observe.timeline.export import SHOWN, Complaint, Fault, SimulatedRun
 from tests.unit.browser import Browser
 from tests.unit.timeline_load import LEASE_SECONDS, MARGIN_SECONDS, trace
 from tests.unit.timeline_page import QUEUED, chosen, count, fill, middle_of, told, with_queue, written
@@ -168,7 +168,7 @@ def test_a_retry_and_a_failure_are_told_with_their_reason(page: Browser, tmp_pat
     assert page.evaluate(
         "[...document.querySelectorAll('.chart .label')].some((each) => /1, 4/.test(each.textContent))"
     )
-    page.evaluate("app.choose(doc.stories.find((story) => story.worst.reason === 'HandshakeTimeout'), true)")
+    page.evaluate("app.choose(doc.stories.find((story) => story.deciding.reason === 'HandshakeTimeout'), true)")
     assert "HandshakeTimeout" in page.evaluate("document.querySelector('.reason').innerText")
 
 
@@ -193,7 +193,7 @@ def test_what_lived_is_told_by_rank_where_several_have_it(page: Browser, tmp_pat
 
 def test_every_state_of_every_machine_has_its_place_in_the_chart(page: Browser, small: str) -> None:
     page.open(small)
-    for machine in MACHINES:
+    for machine in SHOWN:
         states = {state.value for state in machine.states}
         assert set(page.evaluate(f"Object.keys(PLACES['{machine.name}'])")) == states
         arrows = {

@@ -25,6 +25,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector import DISTRIBUTION
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import trace_log
@@ -38,7 +39,6 @@ from connector.observe.trace_log import (
     TraceDirectoryError,
     TraceFileError,
     TraceSchemaError,
-    installed_version,
     is_sampled,
     open_trace_log,
     read_processes,
@@ -50,10 +50,12 @@ from connector.observe.trace_log import (
 from connector.runtime.context import engine_limits
 from connector.runtime.lease_keeper import lending_limits
 from connector.runtime.recorder import Recorder
+from connector.versions import shown_version
 from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout
 from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
+from tests.unit.properties import on_any_machine
 from tests.unit.traced_run import faulty_run, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +175,7 @@ def test_the_first_line_says_who_writes_what(tmp_path: Path) -> None:
     )
     assert (header.pid, header.host, header.sample) == (os.getpid(), os.uname().nodename, 0.99)
     assert before <= header.started <= time.time()
-    assert header.version == installed_version()
+    assert header.version == shown_version(DISTRIBUTION)
 
 
 def test_an_engine_that_fails_to_start_leaves_no_file(tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ print("still here")
 def test_a_quota_that_is_used_up_in_the_middle_ends_the_trace_only(tmp_path: Path) -> None:
     """In a process of its own, whose files may not grow beyond a limit; what was written until then can be read."""
     command = [sys.executable, "-c", _UP_TO_A_LIMIT, str(tmp_path), msgspec.json.encode(FULL).decode()]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=100)
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=250)
     assert ended.stdout.endswith(b"still here\n")
     assert ended.stderr.count(b"ends here") == 1
     assert read_trace(tmp_path)[0] == record(seq=0)
@@ -420,6 +422,7 @@ def test_the_application_s_structlog_configuration_is_left_alone(tmp_path: Path)
     assert read_trace(tmp_path) == [FULL]
 
 
+@on_any_machine
 @given(
     subject=st.text(st.characters() | st.sampled_from("\ud800\n\r\x00")),
     detail=st.none() | st.text(st.characters()),
@@ -451,7 +454,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WRITES_AND_IS_KILLED, str(tmp_path), "100"]
-    child = subprocess.run(command, timeout=60, cwd=Path(__file__).parents[2], check=False)
+    child = subprocess.run(command, timeout=250, cwd=Path(__file__).parents[2], check=False)
     assert child.returncode == -signal.SIGKILL
     assert [r.seq for r in read_trace(tmp_path)] == list(range(100))
 

@@ -26,8 +26,6 @@ from tests.unit.vllm_setup import (
     write_model,
 )
 
-pytestmark = pytest.mark.timeout(180)
-
 LAYERS = 2
 PRESET = "turboquant_4bit_nc"
 

@@ -23,8 +23,9 @@ from connector.wire.administration import (
 )
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import (
+    ANSWER_BYTES_MAX,
     ID_LENGTH_MAX,
-    MESSAGE_BYTES_MAX,
+    REQUEST_BYTES_MAX,
     SUMS_PART_BYTES,
     SUMS_PARTS_MAX,
     WHY_LENGTH_MAX,
@@ -45,6 +46,7 @@ from connector.wire.control import (
 )
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from tests.unit.properties import on_any_machine
+from tests.unit.work import Work
 
 NUMBER_MAX = 2**63 - 1
 LEASES = (LeaseName("cmpl-a:b,c", 7), LeaseName("HB:x", 0))
@@ -209,6 +211,43 @@ def test_out_of_bounds(message: Any, changes: dict[str, Any]) -> None:
     assert caught.value.detail.isprintable()
 
 
+def over_and_over(message: Any, field: str, value: Any, times: int) -> bytes:
+    """With a field that is there many times. No value of it is out of bounds."""
+    once = msgspec.msgpack.encode(field) + msgspec.msgpack.encode(value)
+    others = msgspec.msgpack.encode({key: each for key, each in _wire(message).items() if key != field})
+    return b"\xde" + (others[0] - 0x80 + times).to_bytes(2, "big") + others[1:] + once * times
+
+
+LONG_LISTS = [(HOLD, "leases", ["a", 1]), (RELEASE, "leases", ["a", 1]), (RELEASED, "leases", ["a", 1])]
+LONG_LISTS += [(ANSWER, "held", ["a", 1, 1]), (ANSWER, "gone", ["a", 1, ""])]
+
+
+@pytest.mark.parametrize(("message", "field", "element"), LONG_LISTS)
+def test_a_list_that_is_too_long_is_refused_before_any_of_it_is_built(
+    message: Any, field: str, element: list[Any]
+) -> None:
+    """A message of the largest size has room for half a million leases."""
+    (most,) = _encode(
+        msgspec.convert(_wire(message) | {field: [element] * (LEASES_PER_MESSAGE_MAX - 1)}, type(message))
+    )
+    with Work() as allowed:
+        _decoder(message)([most])
+    too_many = [element] * ((REQUEST_BYTES_MAX - 1000) // len(msgspec.msgpack.encode(element)))
+    hostile = msgspec.msgpack.encode(_wire(message) | {field: too_many})
+    with Work() as refused, pytest.raises(DecodeFailed, match=rf"length <= {LEASES_PER_MESSAGE_MAX} - at `\$.{field}"):
+        _decoder(message)([hostile])
+    assert refused.peak_bytes < allowed.peak_bytes
+
+
+@pytest.mark.parametrize(("message", "field", "element"), LONG_LISTS)
+def test_a_field_that_is_there_twice_is_refused(message: Any, field: str, element: list[Any]) -> None:
+    """All of its values would be built, and only the last one counts: that is no bound."""
+    for times, problem in ((2, "a field is there twice"), (100, "the limit is 64")):
+        with pytest.raises(DecodeFailed, match=problem):
+            _decoder(message)([over_and_over(message, field, [element], times)])
+    assert _decoder(message)([over_and_over(message, field, [element], 1)])
+
+
 OPTIONAL = ("held", "gone", "hears_leaving")
 REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in OPTIONAL]
 
@@ -255,6 +294,8 @@ def test_the_largest_messages_fit() -> None:
     answer = HoldAnswer(sent_ns=NUMBER_MAX, gone=gone)
     assert decode_request(encode_request(hold)) == hold
     assert decode_answer(encode_answer(answer)) == answer
+    # What a stranger may send beside a message has the same bound: it is not much larger than need be.
+    assert 1.1 * len(encode_request(hold)[0]) > REQUEST_BYTES_MAX
 
 
 @pytest.mark.parametrize("decode", [decode_request, decode_answer])
@@ -274,7 +315,7 @@ def test_the_largest_messages_fit() -> None:
         encode_request(HOLD)[0] + b"\0",
         encode_request(HOLD)[0][:-1],
         encode_answer(RELEASED)[0] + b"\0",
-        bytes(MESSAGE_BYTES_MAX + 1),
+        bytes(ANSWER_BYTES_MAX + 1),
     ],
     ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else value.__name__,
 )

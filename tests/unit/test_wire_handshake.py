@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -14,12 +15,16 @@ from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLa
 from connector.layout.local import LocalRank
 from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
+from connector.ports.zmq_bridge import REPLY_FRAME_BYTES_MAX
 from connector.wire.bounded import BadFrame, DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,
+    EXTENSION_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
     ActorExtension,
     HandshakeError,
     MetadataRequest,
+    decode_advertisement,
     decode_reply,
     encode_error,
     encode_payload,
@@ -27,7 +32,12 @@ from connector.wire.handshake import (
     encode_request,
     parse_request,
 )
+from connector.wire.identity import LAYERS_MAX, KvIdentity, LayerIdentity
 from connector.wire.metadata import (
+    AGENT_BYTES_MAX,
+    FACTS_BYTES_MAX,
+    MEMBERS_MAX,
+    REGIONS_MAX,
     AgentMetadata,
     decode_agent_metadata,
     encode_agent_metadata,
@@ -36,6 +46,7 @@ from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompat
 from tests.rig.facts import facts
 from tests.rig.layouts import attention_rank, latent_shapes
 from tests.unit.properties import on_any_machine
+from tests.unit.work import Work
 
 TOKENS = 32
 """Of a block."""
@@ -452,10 +463,112 @@ class TestMetadata:
                 assert 0 <= piece.offset_bytes < end <= region.block_length_bytes <= region.block_stride_bytes
 
     def test_sizes_of_a_large_model(self) -> None:
-        """Ten thousand regions decode; a limit that is too tight would show here."""
-        many = side(10_000)
+        """Ten times as many regions as any model has decode; a limit that is too tight would show here."""
+        many = side(REGIONS_MAX)
         metadata = decode_agent_metadata(encode_agent_metadata(describe(many.layout, bytes(1 << 20))))
         assert layout_from_metadata(metadata, rank=RankId(0, 1), tp_size=2, local=many) == many.layout
+
+
+MANY = 700_000
+"""Elements of a list, each of which takes a few bytes in a reply."""
+
+LONG_LISTS: dict[str, Any] = {
+    "kv_caches_base_addr": 4096,
+    "block_lens": 4096,
+    "block_strides": 4096,
+    "region_num_blocks": 4096,
+    "region_group_ids": 4096,
+    "region_names": "ab",
+    "region_mem_types": "DRAM",
+}
+
+
+@pytest.fixture(scope="module")
+def largest() -> int:
+    """Bytes that are taken to decode the reply of an engine with as many regions and layers as there may be."""
+    many = side(REGIONS_MAX)
+    name = "language_model.model.layers.{}.self_attn.attn".format
+    layer = LayerIdentity(dtype="fp8_e4m3", order="K and V in slots of their own", k_scales=(0.1,), v_scales=(0.1,))
+    layers = {name(number): layer for number in range(LAYERS_MAX)}
+    identity = KvIdentity(factors={"model": "m" * 256}, layers=layers)
+    metadata = msgspec.structs.replace(
+        describe(many.layout, bytes(1 << 20)),
+        region_names=list(layers),
+        region_members=[[name] for name in layers],
+    )
+    payload = encode_payload("hash", encode_agent_metadata(metadata), msgspec.structs.replace(ACTOR, identity=identity))
+    with Work() as work:
+        reply = _decode((payload, b""))
+    assert (reply.metadata, reply.actor.identity) == (metadata, identity)
+    return work.peak_bytes
+
+
+class TestWhatAHostileReplyCosts:
+    """Whoever answers at the address in a request may send anything, and whatever decodes it keeps the interpreter from
+    the engine: so it may not build more than for the largest reply that an engine sends."""
+
+    def _refused(self, payload: bytes, largest: int) -> HandshakeMalformed:
+        with Work() as work:
+            failure = _failure((payload, b""))
+        assert isinstance(failure, HandshakeMalformed)
+        # The metadata is taken out of the payload as it is.
+        assert work.peak_bytes <= largest + len(payload)
+        with pytest.raises(DecodeFailed, match=re.escape(failure.detail)):
+            decode_advertisement((payload, b""))
+        return failure
+
+    @staticmethod
+    def _with_metadata(**changes: Any) -> bytes:
+        return encode_payload("hash", _encoded(**changes), ACTOR)
+
+    def test_every_list_is_tried(self) -> None:
+        lists = {key for key, value in WIRE.items() if isinstance(value, list | tuple)}
+        assert lists - LONG_LISTS.keys() == {"region_members", "ssm_sizes"}
+
+    @pytest.mark.parametrize("field", LONG_LISTS)
+    def test_lists_have_as_many_elements_as_there_may_be_regions(self, field: str, largest: int) -> None:
+        failure = self._refused(self._with_metadata(**{field: [LONG_LISTS[field]] * MANY}), largest)
+        assert failure.field == "agent_metadata"
+        assert failure.detail == f"Expected `array` of length <= {REGIONS_MAX} - at `$.{field}`"
+
+    @pytest.mark.parametrize(
+        ("members", "problem"),
+        [
+            ([["ab"] * MANY], f"region_members has {MANY} names, the limit is {MEMBERS_MAX}"),
+            ([["ab"] * 256] * REGIONS_MAX, f"region_members has {256 * REGIONS_MAX} names, the limit is {MEMBERS_MAX}"),
+            ([[]] * MANY, f"Expected `array` of length <= {REGIONS_MAX}"),
+        ],
+        ids=["of one region", "of all regions", "regions"],
+    )
+    def test_members_are_bounded_over_all_regions(self, members: list[list[str]], problem: str, largest: int) -> None:
+        assert self._refused(self._with_metadata(region_members=members), largest).detail == problem
+
+    def test_a_field_comes_once(self, largest: int) -> None:
+        names = msgspec.msgpack.encode("region_names") + msgspec.msgpack.encode(["a"] * REGIONS_MAX)
+        whole = _encoded()
+        fields = len(WIRE)
+        assert whole[:3] == b"\xde" + fields.to_bytes(2, "big")
+        for times, problem in ((1, "a field is there twice"), (300, f"{fields + 300} fields, the limit is 64")):
+            metadata = b"\xde" + (fields + times).to_bytes(2, "big") + whole[3:] + names * times
+            assert self._refused(encode_payload("hash", metadata, ACTOR), largest).detail == problem
+
+    def test_what_is_not_nixls_own_is_small(self, largest: int) -> None:
+        """Also what is not understood: it is looked through."""
+        failure = self._refused(self._with_metadata(later=bytes(FACTS_BYTES_MAX)), largest)
+        assert re.fullmatch(rf"\d+ bytes beside agent_metadata, the limit is {FACTS_BYTES_MAX}", failure.detail)
+        assert _decode((self._with_metadata(agent_metadata=bytes(AGENT_BYTES_MAX)), b""))
+
+    def test_what_is_said_beside_the_metadata_is_small(self, largest: int) -> None:
+        """Factors of scales are many numbers in few bytes."""
+        layers = {str(number): {"dtype": "x", "k_scales": [1] * 1024, "v_scales": [1] * 1024} for number in range(600)}
+        actor = ACTOR_WIRE | {"identity": {"factors": {}, "layers": layers}}
+        payload = {"compatibility_hash": "hash", "agent_metadata_bytes": _encoded(), "actor": actor}
+        failure = self._refused(msgspec.msgpack.encode(payload), largest)
+        assert failure.field == "payload"
+        assert failure.detail.endswith(f"bytes beside agent_metadata_bytes, the limit is {EXTENSION_BYTES_MAX}")
+
+    def test_the_largest_reply_is_taken_from_the_side_channel(self) -> None:
+        assert PAYLOAD_BYTES_MAX <= REPLY_FRAME_BYTES_MAX
 
 
 def _understood(metadata: bytes) -> RankLayout:

@@ -46,6 +46,10 @@ def test_heartbeat_without_ids() -> None:
     assert parse_notification(b"HB:,a,,b,") == Heartbeat(("a", "b"))
 
 
+def test_a_heartbeat_names_each_id_once_in_the_senders_order() -> None:
+    assert parse_notification(b"HB:b,a,b,,b,c,a") == Heartbeat(("b", "a", "c"))
+
+
 def test_heartbeats_are_split_by_size() -> None:
     ids = [f"request-{index:04}" for index in range(1000)]
     messages = encode_heartbeats(ids, bytes_max=256)
@@ -126,7 +130,9 @@ def test_anything_parses(message: bytes) -> None:
 
 @on_any_machine
 @given(
-    st.lists(st.text(st.characters(exclude_characters=",", exclude_categories=["Cs"]), min_size=1, max_size=20)),
+    st.lists(
+        st.text(st.characters(exclude_characters=",", exclude_categories=["Cs"]), min_size=1, max_size=20), unique=True
+    ),
     st.integers(8, 64),
 )
 def test_heartbeats_name_every_id_once(request_ids: list[str], bytes_max: int) -> None:

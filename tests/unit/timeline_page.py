@@ -57,7 +57,7 @@ def middle_of(page: Browser, name: str) -> tuple[float, float]:
     """Where the bar of this request is drawn, on D."""
     x, y = page.evaluate(
         "(() => { const box = byId('lanes').getBoundingClientRect();"
-        f" const bar = doc.byKey.get('{name}').worst;"
+        f" const bar = doc.byKey.get('{name}').deciding;"
         " return [box.x + (lanes.x(bar.start) + lanes.x(bar.end)) / 2,"
         " box.y + lanes.rowTop(bar) + lanes.rowHeight / 2]; })()"
     )

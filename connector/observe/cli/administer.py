@@ -95,7 +95,8 @@ def meet(
 ) -> None:
     """CHANGES the decode engine: each of its ranks connects these prefill engines now, before a request needs them.
 
-    It goes on trying those that do not answer, and connects them again when they are back, for as long as it lives.
+    It goes on trying those that do not answer, and connects them again when they are back. One that could not be met
+    for `engine_ttl` is forgotten.
     """
     from connector.observe.administration import FINAL_STATES, AdministrationError
     from connector.observe.administration import meet as meet_engines

@@ -311,12 +311,12 @@ def _print_explanation(each: Explanation, now: float | None) -> None:
     say(f"  request   {each.request} on {_where(each)}" + (f", reading from {each.peer}" if each.peer else ""))
     since = ""
     if each.since_seconds is not None:
-        since = f", for {each.since_seconds:.3g} s"
+        since = f", for {_age(each.since_seconds)}"
     elif each.since_wall is not None:
         since = f", since {_wall_clock(each.since_wall)}"
         since += f", {_age(now - each.since_wall)} ago" if now is not None else ""
     waits = f", waits for {each.waits_for}" if each.waits_for else ""
-    until = f", until {each.until_seconds:.3g} s from now at the latest" if each.until_seconds is not None else ""
+    until = f", until {_age(each.until_seconds)} from now at the latest" if each.until_seconds is not None else ""
     say(f"  state     {each.state}{since}{waits}{until}")
     if each.detail and each.detail not in each.cause:
         say(f"  detail    {each.detail}")
@@ -559,10 +559,6 @@ def _wall_clock(wall: float) -> str:
 
 
 def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    if abs(seconds) < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    if abs(seconds) < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
+    from connector.observe.durations import duration
+
+    return "?" if seconds is None else duration(seconds)

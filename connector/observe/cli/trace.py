@@ -34,6 +34,8 @@ CANNOT_READ = 2
 CANDIDATES_MAX = 10
 FINDINGS_SHOWN = 50
 SLOWEST_STATES = 5
+DIGITS = 4
+"""Of durations, which people compare here."""
 
 app = typer.Typer(help="What the trace files of one or several engines say.", no_args_is_help=True)
 
@@ -134,7 +136,7 @@ def summary(directory: Directory, json: AsJson = False) -> None:
         return
     console = _console()
     console.print(
-        f"{found.records} transitions of {len(found.engines)} engine(s) in {found.seconds:.1f} s: "
+        f"{found.records} transitions of {len(found.engines)} engine(s) in {_duration(found.seconds)}: "
         f"{found.requests} requests ({found.requests_per_second:.1f}/s), {_amount(found.bytes)} read "
         f"({_amount(found.bytes_per_second)}/s)"
     )
@@ -226,7 +228,7 @@ def show(
             stays = "" if each.dwell_seconds is None else _duration(each.dwell_seconds)
             state = each.state if record.from_state != each.state else f"({each.state})"
             subject = record.machine if record.machine != "peer" else f"peer {record.subject}"
-            _add(table, each.side, who, subject, state, why, _duration(each.offset_seconds), stays)
+            _add(table, each.side, who, subject, state, why, f"{each.offset_seconds:.4f} s", stays)
         console.print(table)
         for detail in dict.fromkeys(each.record.detail for each in one.moments if each.record.detail):
             _line(console, f"  {detail}")
@@ -327,7 +329,7 @@ def failures(directory: Directory, json: AsJson = False) -> None:
 
 @app.command()
 def check(directory: Directory, json: AsJson = False) -> None:
-    """Replay the records against the machines' tables, and name each one that they do not allow."""
+    """Compare the records with the machines' tables, and name each one that they do not allow."""
     from connector.observe.conformance import check as find
 
     verdict = find(_read(directory).processes)
@@ -362,7 +364,7 @@ def export(
     html: Annotated[Path | None, typer.Option(help="Write the timeline page, one file with everything in it.")] = None,
     otlp: Annotated[str | None, typer.Option(help="Send spans to this OpenTelemetry collector.")] = None,
 ) -> None:
-    """The same for other tools."""
+    """Write the records for other tools: Perfetto, the timeline page, OpenTelemetry."""
     if perfetto is None and html is None and otlp is None:
         _fail("name at least one of --perfetto, --html and --otlp", CANNOT_READ)
     traces = _read(directory)
@@ -429,12 +431,9 @@ def _times(times: Times) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """With three digits at least."""
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms"
+    from connector.observe.durations import duration
+
+    return duration(seconds, DIGITS)
 
 
 def _amount(count: float) -> str:

@@ -29,7 +29,7 @@ from statistics import median_low
 from typing import TypeAlias
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.history import History, Story
+from connector.observe.history import History, Story, begins_process
 from statemachine import hold, lease, request
 from statemachine.trace import TransitionRecord
 
@@ -154,7 +154,7 @@ def lease_of_each_hold(story: Story) -> list[History | None]:
 
 
 def _lives(stories: Sequence[Story]) -> dict[int, Clock]:
-    """A process whose numbers begin anew is another one, with an engine id that was used before."""
+    """An engine id may have been used before by another process (`begins_process`)."""
     places: dict[Place, list[History]] = {}
     for history in all_histories(stories):
         first = history.records[0]
@@ -171,12 +171,9 @@ def _lives(stories: Sequence[Story]) -> dict[int, Clock]:
 
 def _split(instances: Sequence[History]) -> list[list[History]]:
     lives: list[list[History]] = []
-    seq = -1
     for history in instances:
-        first = history.records[0]
-        if first.seq < seq or not lives:
+        if not lives or begins_process(history.records[0].seq, lives[-1][-1].records[0].seq):
             lives.append([])
-        seq = first.seq
         lives[-1].append(history)
     return lives
 

@@ -17,11 +17,11 @@ function readDocument(text) {
   }
 
   const bars = raw.histories.map(function (row, number) {
-    const [machine, process, subject, peer, remote, blocks, lengthBytes, descriptors, queued, flat] = row;
+    const [machine, process, outcome, subject, peer, remote, blocks, lengthBytes, descriptors, queued, flat] = row;
     const bar = {
-      number, machine: machineNames[machine], process: raw.processes[process], subject: strings[subject],
+      number, machine: machineNames[machine], process: raw.processes[process], outcome, subject: strings[subject],
       peer: strings[peer], remote: strings[remote], blocks, lengthBytes, descriptors, queued,
-      queue: null, steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, outcome: 0, retries: 0, row: 0, lane: null, isShown: false, counting: 0,
+      queue: null, steps: [], visits: [], stories: [], hold: null, lease: null, start: 0, end: 0, isOver: false, retries: 0, row: 0, lane: null, isShown: false, counting: 0,
     };
     let at = 0;
     for (let i = 0; i < flat.length; i += STEP) {
@@ -48,7 +48,6 @@ function readDocument(text) {
     bar.reason = final.reason;
     bar.detail = final.detail;
     bar.retries = bar.machine === "request" ? bar.visits.filter((v) => v.state === "pending_handshake").length - 1 : 0;
-    bar.outcome = raw.outcomes.indexOf(outcomeOf(bar));
     return bar;
   });
 
@@ -63,10 +62,10 @@ function readDocument(text) {
   }
 
   const stories = raw.stories.map(function (row, number) {
-    const [outcome, requests, holds, leases, held] = row;
+    const [deciding, requests, holds, leases, held] = row;
     const story = {
-      number, outcome, requests: requests.map((n) => bars[n]), holds: holds.map((n) => bars[n]),
-      leases: leases.map((n) => bars[n]), isShown: true,
+      number, deciding: bars[deciding], outcome: bars[deciding].outcome, requests: requests.map((n) => bars[n]),
+      holds: holds.map((n) => bars[n]), leases: leases.map((n) => bars[n]), isShown: true,
     };
     const own = story.requests.length ? story.requests : story.leases;
     for (const bar of [...story.requests, ...story.holds, ...story.leases]) bar.stories.push(story);
@@ -81,7 +80,6 @@ function readDocument(text) {
     story.took = story.end - story.start;
     story.isOver = own.every((bar) => bar.isOver);
     story.retries = Math.max(0, ...story.requests.map((bar) => bar.retries));
-    story.worst = own.reduce((worst, bar) => (bar.outcome < worst.outcome ? bar : worst));
     story.engines = new Set([...own, ...story.leases].map((bar) => bar.process.engine));
     for (const bar of story.requests) if (bar.peer) story.engines.add(bar.peer);
     const words = new Set(story.engines);
@@ -116,14 +114,6 @@ function readDocument(text) {
     knowsReaders: bars.some((bar) => bar.machine === "request"),
     byKey: new Map(stories.map((story) => [story.key, story])),
   };
-}
-
-function outcomeOf(bar) {
-  if (!bar.isOver) return "open";
-  if (bar.machine === "request" && bar.state === "failed" && bar.reason === "AbortedByClient") return "aborted";
-  if (bar.state === "released") return bar.machine === "lease" ? "withdrawn" : "done";
-  if (bar.state === "gone") return "expired";
-  return bar.state;
 }
 
 /* --- lanes --------------------------------------------------------------------------------------------------------- */

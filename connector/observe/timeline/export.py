@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.history import History, Story
+from connector.observe.history import OUTCOMES, History, Story
 from connector.observe.timeline.clocks import Clock, all_histories, clocks, lease_of_each_hold
-from statemachine import hold, lease, request
-from statemachine.failures import AbortedByClient
+from connector.observe.traced import MACHINES
+from statemachine import peer
 from statemachine.kernel import Machine
 from statemachine.trace import TransitionRecord
 
@@ -37,13 +37,10 @@ US_PER_SECOND = NS_PER_SECOND // NS_PER_US
 EXPLAIN = "nixl-actor why REQUEST --trace DIRECTORY"
 """The command that says why a request took so long, or has failed."""
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, hold.MACHINE, lease.MACHINE)
+SHOWN = tuple(machine for machine in MACHINES if machine is not peer.MACHINE)
+"""The machines that stories are made of: connections are of many requests."""
 
-_NUMBERS = {machine.name: number for number, machine in enumerate(MACHINES)}
-
-OUTCOMES = ("failed", "expired", "aborted", "open", "withdrawn", "done")
-"""Of a request, the worst first: what the worst of its ranks came to. `open`: it was not over when the trace ended;
-`aborted`: its client left; `withdrawn`: P never lent it, and no D asked for it."""
+_NUMBERS = {machine.name: number for number, machine in enumerate(SHOWN)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +97,8 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryRow(msgspec.Struct, frozen=True, array_like=True):
-    """One machine instance. `machine`, `process`: which of the document's; texts are numbers of strings, 0 for none.
+    """One machine instance. `machine`, `process`, `outcome`: which of the document's; texts are numbers of strings, 0
+    for none.
 
     `queued`: how many microseconds its engine knew it before the first record, in vLLM's queue; None where that is not
     known.
@@ -112,6 +110,7 @@ class HistoryRow(msgspec.Struct, frozen=True, array_like=True):
 
     machine: int
     process: int
+    outcome: int
     subject: int
     peer: int
     remote: int
@@ -123,10 +122,10 @@ class HistoryRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoryRow(msgspec.Struct, frozen=True, array_like=True):
-    """`outcome`: which of OUTCOMES; the others: which histories. `held`: the lease of each hold, -1 where P's side is
-    not known."""
+    """Which histories. `deciding`: the one whose outcome is that of the story; `held`: the lease of each hold, -1 where
+    P's side is not known."""
 
-    outcome: int
+    deciding: int
     requests: list[int]
     holds: list[int]
     leases: list[int]
@@ -148,11 +147,6 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     stories: list[StoryRow]
     faults: list[Fault]
     complaints: list[Complaint]
-
-
-def outcome(story: Story) -> str:
-    """One of OUTCOMES."""
-    return min((_outcome_of(each) for each in story.requests or story.leases), key=OUTCOMES.index)
 
 
 def document(stories: Iterable[Story], *, title: str, simulated: SimulatedRun | None = None) -> Document:
@@ -180,13 +174,13 @@ def document(stories: Iterable[Story], *, title: str, simulated: SimulatedRun | 
         command=None if simulated is None else simulated.command,
         explain=EXPLAIN,
         outcomes=OUTCOMES,
-        machines={machine.name: _chart(machine) for machine in MACHINES},
+        machines={machine.name: _chart(machine) for machine in SHOWN},
         strings=strings.texts,
         processes=[_process_row(clock) for _, clock in processes.values()],
         histories=rows,
         stories=[
             StoryRow(
-                OUTCOMES.index(outcome(story)),
+                numbers[id(story.deciding)],
                 [numbers[id(each)] for each in story.requests],
                 [numbers[id(each)] for each in story.holds],
                 [numbers[id(each)] for each in story.leases],
@@ -250,15 +244,6 @@ class _Strings:
         return found
 
 
-def _outcome_of(history: History) -> str:
-    state = history.state
-    if state == request.State.FAILED.value and history.reason == AbortedByClient.__name__:
-        return "aborted"
-    if state == lease.State.RELEASED.value:
-        return "withdrawn"
-    return state if history.is_over else "open"
-
-
 def _process_row(clock: Clock) -> ProcessRow:
     return ProcessRow(
         engine=clock.engine_id,
@@ -293,6 +278,7 @@ def _row(history: History, process: int, offset_ns: int, strings: _Strings) -> H
     return HistoryRow(
         _NUMBERS[history.machine],
         process,
+        OUTCOMES.index(history.outcome),
         number(history.subject),
         number(history.peer),
         number(history.remote_request_id),

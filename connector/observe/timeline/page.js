@@ -37,7 +37,7 @@ function draw() {
 function repack() {
   lanes.pack();
   fitHeight();
-  if (app.bar) scrollTo(app.bar.lane ? app.bar : app.selected.worst);
+  if (app.bar) scrollTo(app.bar.lane ? app.bar : app.selected.deciding);
 }
 
 function fitHeight() {
@@ -132,7 +132,7 @@ function showAliveSoon() {
 /* `moves`: bring it into view. `bar`: which of its machines to show the path of. */
 app.choose = function (story, moves, bar) {
   app.selected = story || null;
-  app.bar = story ? bar || story.worst : null;
+  app.bar = story ? bar || story.deciding : null;
   if (story && moves) {
     // A lease may be much longer, above all one that its P did not live to end: the request is what is to be seen.
     const around = story.took * 4 + 1e5;
@@ -146,7 +146,7 @@ app.choose = function (story, moves, bar) {
       setView(story.start - (end - start) / 2, story.start + (end - start) / 2);
     }
   }
-  if (story) scrollTo(story.worst);
+  if (story) scrollTo(story.deciding);
   document.body.classList.toggle("chosen", Boolean(story));
   showPanel();
   panel.scrollTop = 0;

@@ -153,7 +153,7 @@ function showMoment(app, panel) {
 function showStory(app, panel) {
   const { doc, selected: story, bar } = app;
   const own = story.requests.length ? story.requests : story.leases;
-  const worst = story.worst;
+  const deciding = story.deciding;
   const parts = [
     make("div", { class: "head" }, pill(doc, story.outcome),
       make("span", { class: "spring" }),
@@ -161,7 +161,7 @@ function showStory(app, panel) {
       make("button", { type: "button", id: "close", title: "Close (Esc)", "aria-label": "Close", onclick: () => app.choose(null) }, "✕")),
     make("h2", { class: "id" }, story.name),
   ];
-  if (worst.reason) parts.push(make("p", { class: "reason o" + story.outcome }, make("b", {}, worst.reason), worst.detail && worst.detail !== worst.reason ? make("span", {}, worst.detail) : null));
+  if (deciding.reason) parts.push(make("p", { class: "reason o" + story.outcome }, make("b", {}, deciding.reason), deciding.detail && deciding.detail !== deciding.reason ? make("span", {}, deciding.detail) : null));
   const facts = [[story.isOver ? "took" : "so far", duration(story.took)]];
   const queued = Math.max(...own.map((each) => each.queued || 0));
   if (queued) facts.push([QUEUED, duration(queued)]);
@@ -237,7 +237,7 @@ function marginOf(story) {
 function sidesLegend(story) {
   const { leases, holds } = story, isQueued = [...leases, ...story.requests].some((bar) => bar.queue);
   const item = (kind, text) => make("span", {}, make("i", { class: "swatch " + kind }), text);
-  return make("p", { class: "legend o" + (leases[0] || story.worst).outcome },
+  return make("p", { class: "legend o" + (leases[0] || story.deciding).outcome },
     isQueued ? item("queued", QUEUED) : null, leases.length ? item("drain", "left of P's lease") : null,
     ...(leases.length && holds.length ? [item("proof", "proven by D"), item("gap", "the margin")] : []));
 }

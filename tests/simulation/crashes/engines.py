@@ -8,6 +8,7 @@ has decided, and takes what the connector says.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.runtime.thread import ActorMain, ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
-from connector.wire.control import MESSAGE_BYTES_MAX
+from connector.wire.control import REQUEST_BYTES_MAX
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
@@ -222,7 +223,7 @@ class Rank:
         )
         local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same")
         channel = FakeSideChannel(network, self.host)
-        self.control = channel.listen(self.host, 0, frame_bytes_max=MESSAGE_BYTES_MAX)
+        self.control = channel.listen(self.host, 0, frame_bytes_max=REQUEST_BYTES_MAX)
         self.worker = worker = HostedWorker(options, clock, self.memory, layout, points, owner)
         worker._log_failure = log_failure = FailureLog(name, number)
 
@@ -305,7 +306,7 @@ class Engine:
         self._hear = hear
         self._network = network
         self.is_killed = False
-        self.clock = ProcessClock(Machine(0), hash(name) % 7)
+        self.clock = ProcessClock(Machine(0), zlib.crc32(name.encode()) % 7)
         self.ranks = [
             Rank(points, world, network, name, number, shape, options, self.clock) for number in range(shape.ranks)
         ]

@@ -148,7 +148,9 @@ class Reader(Executor):
         elif life.engine_id != self.engine_id:
             self._fail_handshake(WrongEngine(peer=self.engine_id, found=life.engine_id))
         elif answer.is_incompatible:
-            self._fail_handshake(Incompatible(peer=self.engine_id, field="model", local="one", remote="another"))
+            self._fail_handshake(
+                Incompatible(peer=self.engine_id, field="model", local="one", remote="another", advice="start it alike")
+            )
         elif self._must_wait_for(life):
             detail = "READs of the previous connection to it have not ended"
             self._fail_handshake(HandshakeRefused(peer=self.engine_id, detail=detail))

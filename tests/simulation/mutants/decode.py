@@ -472,7 +472,7 @@ KEEPING = (
         name="held of nobody",
         rule="held no longer than its engine",
         broken="what was held of an engine that is given up stays held in the trace",
-        changes=(Edit(RemoteEngine._drop_claims, "if not hold.MACHINE.is_terminal(each):", "if False:"),),
+        changes=(Edit(RemoteEngine._drop_claims, "self._lose_holds(claim, RETIRED)", "pass"),),
         place=ByTest("tests/unit/test_remote_engine.py::test_what_is_held_of_an_engine_that_is_given_up_ends_with_it"),
     ),
 )
@@ -576,7 +576,7 @@ READS = (
         changes=(
             Edit(
                 RemoteEngine._take_read_end,
-                "(transport_lost or not event.is_quiescent)",
+                "(is_transport_lost(failure) or not event.is_quiescent)",
                 "(not event.is_quiescent)",
             ),
         ),
@@ -590,8 +590,8 @@ READS = (
         changes=(
             Edit(
                 RemoteEngine._take_read_end,
-                "(transport_lost or not event.is_quiescent)",
-                "transport_lost",
+                "(is_transport_lost(failure) or not event.is_quiescent)",
+                "is_transport_lost(failure)",
             ),
         ),
         place=Seeds(level=1, oracle="suspect", faults=ERRS_EARLY),
@@ -669,7 +669,7 @@ REQUESTS = (
         changes=(
             Edit(
                 request._fail_reading,
-                "return _drain(request, State.FAILED, event.failure, is_retryable=transport_lost)",
+                "return _drain(request, State.FAILED, event.failure, is_retryable=is_transport_lost(event.failure))",
                 "return _end(request, State.FAILED, event.failure)",
             ),
         ),
@@ -822,7 +822,7 @@ REQUESTS = (
         name="a refused READ is tried again",
         rule="a retry",
         broken="a READ that NIXL refused is tried again as if the transport had been lost",
-        changes=(Edit(request._fail_reading, "is_retryable=transport_lost", "is_retryable=True"),),
+        changes=(Edit(request._fail_reading, "is_retryable=is_transport_lost(event.failure)", "is_retryable=True"),),
         place=ByTest(CORE + "::test_a_read_that_nixl_refuses_is_not_tried_again"),
     ),
 )
@@ -904,6 +904,59 @@ PEERS = (
         place=ByTest(
             "tests/unit/test_remote_engine.py::test_a_connection_whose_agents_are_not_removed_is_abandoned_until_they_are"
         ),
+    ),
+    Mutant(
+        name="silence is borne",
+        rule="silence makes suspect",
+        row=45,
+        broken="READs from an engine that hangs are waited for until the deadlines of their requests",
+        changes=(
+            Edit(
+                RemoteEngine._say,
+                'self._timers.set(("answer", rank), now_ns + self._limits.lease_ns)',
+                "pass",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::"
+            "test_an_engine_that_answers_nothing_for_the_length_of_a_lease_is_not_waited_for_until_the_deadline"
+        ),
+    ),
+    Mutant(
+        name="silence begins anew with each question",
+        rule="silence makes suspect",
+        broken="each question that is asked again begins the wait for an answer anew",
+        changes=(Edit(RemoteEngine._say, ' and ("answer", rank) not in self._timers', ""),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::"
+            "test_an_engine_that_answers_nothing_for_the_length_of_a_lease_is_not_waited_for_until_the_deadline"
+        ),
+    ),
+    Mutant(
+        name="silence outlives its connection",
+        rule="silence makes suspect",
+        broken="an engine that is connected anew has to answer what was asked over the connection before",
+        changes=(
+            Edit(
+                RemoteEngine._speak_to,
+                "for rank in range(self._ranks):\n        self._timers.cancel(",
+                "for rank in range(self._ranks):\n        (",
+            ),
+        ),
+        place=ByTest("tests/unit/test_remote_engine.py::test_a_new_connection_has_the_length_of_a_lease_to_answer"),
+    ),
+    Mutant(
+        name="a release confirmed is no sign of life",
+        rule="silence makes suspect",
+        broken="an engine that answers releases counts as silent",
+        changes=(
+            Edit(
+                RemoteEngine._take_release_answer,
+                'self._timers.cancel(("answer", event.rank))',
+                "pass",
+            ),
+        ),
+        place=ByTest("tests/unit/test_remote_engine.py::test_any_answer_is_a_sign_of_life[release]"),
     ),
     Mutant(
         name="given up without a word",

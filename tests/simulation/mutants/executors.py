@@ -559,10 +559,15 @@ KEEPER = (
         name="notifications without bound",
         row=75,
         broken="whoever knows our agent can fill our memory with notifications",
-        changes=(
-            Edit(LeaseKeeper.notify, "if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX:", "if False:"),
-        ),
+        changes=(Edit(LeaseKeeper.notify, "self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX", "False"),),
         place=ByTest("tests/unit/test_lease_keeper.py::test_a_flood_of_notifications_costs_no_grant"),
+    ),
+    Mutant(
+        name="bytes of notifications without bound",
+        row=75,
+        broken="notifications that wait may be as long as NIXL delivers them",
+        changes=(Edit(LeaseKeeper.notify, " or bytes_waiting > NOTIFICATION_BYTES_WAITING_MAX", ""),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_notifications_that_wait_have_so_many_bytes"),
     ),
     Mutant(
         name="commands share the notifications' bound",
@@ -591,6 +596,12 @@ KEEPER = (
             ),
         ),
         place=ByTest("tests/unit/test_lease_keeper.py::test_a_flood_does_not_keep_other_tasks_waiting"),
+    ),
+    Mutant(
+        name="a turn of any number of leases",
+        broken="messages that name very many leases keep all other tasks waiting, though they are few",
+        changes=(Edit(LeaseKeeper.run, "self._named_in_turn >= LEASES_PER_TURN_MAX", "False"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_few_messages_that_name_many_leases_do_not_either"),
     ),
     Mutant(
         name="control task not restarted",

@@ -41,6 +41,10 @@ RULES: dict[str, Rule] = {
         "A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read "
         "over it.",
     ),
+    "silence makes suspect": Rule(
+        remote_engine,
+        "An engine that answers nothing of what is asked for the length of a lease makes its connection suspect",
+    ),
     "the order of giving up": Rule(
         remote_engine,
         "no new READ, the end of those in flight, the removal of its agents; the next handshake begins after that.",
@@ -167,6 +171,15 @@ RULES: dict[str, Rule] = {
         "What is left of a connection that has ended draws on the common allowance alone: who comes and goes has no "
         "other.",
     ),
+    "what was left has too many frames": Rule(
+        admission, "their address pays for these: it is shut out when it cannot any more."
+    ),
+    "nobody owes for minutes": Rule(admission, "Nobody owes more than an allowance holds when it is full"),
+    "who connects too often": Rule(
+        admission,
+        "Of one that connects more often than any engine each connection is ended that comes too soon, and nothing is "
+        "held against it",
+    ),
     "a newcomer can shake hands": Rule(admission, "A newcomer's own allowance is enough for a handshake."),
     "a limit to the connections": Rule(
         admission,
@@ -177,8 +190,17 @@ RULES: dict[str, Rule] = {
     ),
     "a message has to end": Rule(admission, "A message has to come to its end."),
     "unfinished messages together": Rule(
-        admission, "When the unfinished messages of all connections together are too large, the largest goes."
+        admission, "when the unfinished messages of all connections together are too large, and the largest goes."
     ),
+    "far too many frames": Rule(
+        admission,
+        "Its address is shut out for as long as there is, and so are its connections that have never said anything "
+        "that was understood",
+    ),
+    "what comes while nobody is heard": Rule(
+        admission, "If that is too large, all go of whom more than a few words wait"
+    ),
+    "far too many frames again": Rule(admission, "for another one soon afterwards, all that it has."),
     "shut out for a while": Rule(
         admission,
         "An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; "

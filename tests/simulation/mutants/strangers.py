@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from connector.ports.doorman import Doorman
 from connector.ports.gate import Gate
+from connector.ports.tcp import peer_address
 from connector.ports.zmq_bridge import ZmqListener
 from connector.runtime.inspector import Inspector
 from connector.runtime.lease_keeper import LeaseKeeper
-from statemachine.admission import Admission
+from statemachine.admission import Admission, Allowance
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Edit, Mutant, Seeds, fault
 
@@ -65,6 +66,63 @@ MUTANTS = (
         place=ByTest(f"{CORE}::test_what_is_left_of_a_connection_that_has_ended_has_no_allowance_of_its_own"),
     ),
     Mutant(
+        name="frames that were left cost nothing",
+        rule="what was left has too many frames",
+        broken="who connects, sends many messages of many frames and leaves, again and again, is let in each time",
+        changes=(Edit(Admission.left, "self._shut_out(known, now_ns)", "pass"),),
+        place=ByTest(f"{DOOR}::test_who_leaves_frames_behind_and_comes_again_is_shut_out"),
+    ),
+    Mutant(
+        name="floods are owed for",
+        rule="nobody owes for minutes",
+        broken="for minutes after a flood engines are not heard, and their leases lapse",
+        changes=(Edit(Allowance.spend, "max(-self._units_max, self._units - units)", "self._units - units"),),
+        place=ByTest(f"{CORE}::test_what_a_flood_has_cost_is_owed_for_a_moment"),
+    ),
+    Mutant(
+        name="who connects too often is shut out",
+        rule="who connects too often",
+        broken="a thousand engines behind one address that come back at once are kept out for minutes",
+        changes=(
+            Edit(
+                Admission.opened,
+                "return [CutOff(connection, address, TOO_OFTEN)]",
+                "self._shut_out(known, now_ns)\n        return [CutOff(connection, address, TOO_OFTEN)]",
+            ),
+        ),
+        place=ByTest(f"{CORE}::test_an_address_that_only_connects_is_let_in_as_often_as_engines_connect"),
+    ),
+    Mutant(
+        name="what was left is whose descriptor it has",
+        broken="an engine pays for what a stranger has left over the descriptor that it has been accepted with",
+        changes=(Edit(Doorman._bind, " or self._connections[number].address != _address_of(first)", ""),),
+        place=ByTest(f"{DOOR}::test_what_was_left_is_not_paid_by_whose_descriptor_it_has"),
+    ),
+    Mutant(
+        name="who comes and goes is whose descriptor it had",
+        broken="an engine is ended for a stranger's connections that were accepted with the same descriptor before",
+        changes=(Edit(Doorman._catch_up, " and last[descriptor] == at", ""),),
+        place=ByTest(f"{DOOR}::test_nobody_pays_for_who_had_its_descriptor_before"),
+    ),
+    Mutant(
+        name="what comes in a pause is without end",
+        broken="engines are ended whose messages came while the process stood still over a measurement",
+        changes=(Edit(Doorman._measure, "if untaken is not Untaken.ALL and self._is_late():", "if False:"),),
+        place=ByTest(f"{DOOR}::test_messages_that_come_while_connections_are_measured_are_not_without_end"),
+    ),
+    Mutant(
+        name="all addresses have four bytes",
+        broken="who comes over IPv6 has another address each time, and can neither be ended nor shut out",
+        changes=(
+            Edit(
+                peer_address,
+                "socket.socket(fileno=descriptor)",
+                "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)",
+            ),
+        ),
+        place=ByTest(f"{DOOR}::test_an_address_of_sixteen_bytes_is_told_whole"),
+    ),
+    Mutant(
         name="newcomers have nothing",
         rule="a newcomer can shake hands",
         broken="no engine can meet this one while somebody floods it",
@@ -112,7 +170,7 @@ MUTANTS = (
         rule="a message has to end",
         row=38,
         broken="libzmq keeps parts of a message that has no last one until the machine has no memory left",
-        changes=(Edit(Admission.measured, "known.unfinished_bytes > bytes_max", "False"),),
+        changes=(Edit(Admission.measured, "unfinished_bytes > bytes_max:", "False:"),),
         place=ByTest(f"{CORE}::test_a_message_without_end_is_ended"),
     ),
     Mutant(
@@ -122,7 +180,7 @@ MUTANTS = (
         changes=(
             Edit(
                 Admission.measured,
-                "if total_bytes > self._limits.unfinished_bytes_total_max",
+                "if self._unfinished_bytes + self._left_bytes > limits.unfinished_bytes_total_max",
                 "if False",
             ),
         ),
@@ -163,7 +221,7 @@ MUTANTS = (
     Mutant(
         name="who is shut out passes the gate",
         broken="the messages of an address that is shut out are handed out, and dropped one by one",
-        changes=(Edit(Gate._judge, "is_shut_out is None or is_shut_out(address)", "False"),),
+        changes=(Edit(Gate._judge, "doorman is None or doorman.is_shut_out(address)", "False"),),
         place=ByTest(f"{DOOR}::test_messages_of_an_address_that_is_shut_out_are_not_handed_out"),
     ),
     Mutant(
@@ -182,10 +240,131 @@ MUTANTS = (
         place=ByTest(f"{DOOR}::test_a_message_of_very_many_frames_is_dropped_in_pieces"),
     ),
     Mutant(
+        name="who sends very many frames stays",
+        rule="far too many frames",
+        row=38,
+        broken="whoever sends a message of a million empty frames may send the next one",
+        changes=(Edit(ZmqListener._drop, "self._doorman.swamped(message.sender, message.first)", "pass"),),
+        place=ByTest(f"{DOOR}::test_a_message_of_very_many_frames_is_dropped_in_pieces"),
+    ),
+    Mutant(
+        name="who sends very many frames has more connections",
+        rule="far too many frames again",
+        broken="whoever has made a thousand connections keeps everybody waiting for a thousand messages",
+        changes=(Edit(Admission.swamped, "known.has_swamped or each in self._strange", "each in self._strange"),),
+        place=ByTest(f"{DOOR}::test_who_sends_very_many_frames_again_is_ended_whole"),
+    ),
+    Mutant(
+        name="an engine is ended for its neighbour's frames",
+        rule="far too many frames",
+        broken="an engine loses its links because of one message of somebody else behind the same address",
+        changes=(Edit(Admission.swamped, "known.has_swamped or each in self._strange", "True"),),
+        place=ByTest(f"{CORE}::test_who_sends_far_too_many_frames_is_shut_out_and_so_are_its_strangers"),
+    ),
+    Mutant(
+        name="who has gone is not shut out",
+        rule="far too many frames",
+        broken="whoever sends very many frames, leaves and connects again is let in each time",
+        changes=(
+            Edit(
+                Doorman.swamped,
+                "cut_off = self._admission.swamped(number, address, now_ns)",
+                "cut_off = self._admission.swamped(number, address, now_ns) if number else []",
+            ),
+        ),
+        place=ByTest(f"{DOOR}::test_who_sends_very_many_frames_and_leaves_is_shut_out"),
+    ),
+    Mutant(
+        name="messages that wait are without end",
+        rule="a message has to end",
+        broken="after a pause of the loop engines are ended whose messages nobody has taken yet",
+        changes=(Edit(Doorman.look, "if self._taken > TURNS * len(self._connections):", "if True:"),),
+        place=ByTest(f"{DOOR}::test_messages_that_wait_are_not_without_end"),
+    ),
+    Mutant(
+        name="engines whose messages wait share a bound",
+        rule="a message has to end",
+        broken="after a pause of the loop the busiest of many engines is ended for all of their messages",
+        changes=(
+            Edit(
+                Admission.measured,
+                "self._set_unfinished(known, 0 if known.is_heard else unfinished_bytes)",
+                "self._set_unfinished(known, unfinished_bytes)",
+            ),
+        ),
+        place=ByTest(f"{CORE}::test_engines_that_are_heard_share_no_bound"),
+    ),
+    Mutant(
+        name="what comes beside messages adds up",
+        rule="a message has to end",
+        broken="a connection whose other end asks now and then whether we are there is ended after weeks",
+        changes=(
+            Edit(
+                Admission.measured,
+                "known.finished_bytes = max(known.finished_bytes, known.measured_bytes)",
+                "pass",
+            ),
+        ),
+        place=ByTest(f"{CORE}::test_what_comes_beside_messages_does_not_add_up"),
+    ),
+    Mutant(
+        name="a message that waited is taken for one that came later",
+        rule="a message has to end",
+        broken="in a flood of whole messages, what has come of one without end is forgotten again and again",
+        changes=(Edit(Admission.measured, "if untaken is Untaken.NONE:", "if True:"),),
+        place=ByTest(f"{CORE}::test_a_message_that_waited_ends_nothing_that_came_behind_it"),
+    ),
+    Mutant(
+        name="strangers are let in while nobody is heard",
+        rule="what comes while nobody is heard",
+        broken="whoever has many addresses sends one message of very many frames after the other: no memory is left",
+        changes=(Edit(Doorman.swamped, "self._is_deaf = True", "pass"),),
+        place=ByTest(f"{DOOR}::test_nobody_is_let_in_while_nobody_is_heard"),
+    ),
+    Mutant(
+        name="the largest alone is ended while nobody is heard",
+        rule="what comes while nobody is heard",
+        broken="of a thousand connections each takes the place of the one that was ended, and its messages stay",
+        changes=(
+            Edit(
+                Admission.measured,
+                "self._end_most() if untaken is Untaken.ALL else self._end_largest(now_ns)",
+                "self._end_largest(now_ns)",
+            ),
+        ),
+        place=ByTest(f"{CORE}::test_what_comes_while_nobody_is_heard_is_bounded"),
+    ),
+    Mutant(
+        name="what was left counts for nothing",
+        rule="what comes while nobody is heard",
+        broken="each connection sends what it may and ends: its messages stay, and the next one does the same",
+        changes=(Edit(Admission.closed, "self._left_bytes += known.unfinished_bytes", "pass"),),
+        place=ByTest(f"{CORE}::test_what_comes_while_nobody_is_heard_is_bounded"),
+    ),
+    Mutant(
+        name="what came behind a message is forgotten",
+        rule="a message has to end",
+        broken="a word, and then a message without end, over each of a thousand connections use up the memory",
+        changes=(Edit(Admission.taken, "known.finished_bytes += wire_bytes", "known.finished_bytes = 1 << 60"),),
+        place=ByTest(f"{CORE}::test_what_has_come_behind_a_whole_message_is_not_done_with_it"),
+    ),
+    Mutant(
         name="leases cost nothing",
         broken="a message of 512 leases counts as much as one of a single lease",
         changes=(Edit(LeaseKeeper._serve_control, "MESSAGE_UNITS + len(message.leases)", "MESSAGE_UNITS"),),
         place=ByTest("tests/unit/test_lease_keeper.py::test_who_sends_pays_for_each_lease_and_for_garbage"),
+    ),
+    Mutant(
+        name="length costs nothing",
+        broken="a message of two megabytes that is none counts as much as one of a few bytes",
+        changes=(Edit(LeaseKeeper._serve_control, "units_to_decode(asked.frames_untrusted)", "0"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_who_sends_pays_for_the_length_of_what_is_sent"),
+    ),
+    Mutant(
+        name="checksums cost nothing",
+        broken="a megabyte of checksums counts as much as none",
+        changes=(Edit(LeaseKeeper._serve_control, "MESSAGE_UNITS + units_to_send(frames)", "MESSAGE_UNITS"),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_who_asks_for_checksums_pays_for_the_length_of_the_answer"),
     ),
     Mutant(
         name="one tool asks for all",

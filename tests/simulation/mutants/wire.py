@@ -9,7 +9,7 @@ from typing import Any
 from connector.layout import verification
 from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
-from connector.wire import control, identity, notifications
+from connector.wire import bounded, control, identity, metadata, notifications
 from connector.wire import handshake as handshake_of_wire
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply
 from connector.wire.notifications import Heartbeat, Notification, Release
@@ -53,6 +53,7 @@ def _edit_finishing(method: str, before: str, after: str) -> Do:
     )
 
 
+_HOSTILE = "tests/unit/test_wire_handshake.py::TestWhatAHostileReplyCosts::"
 _ORDER_ON_CPUS = "tests/unit/test_cpu_attention.py::"
 _FROM_GPUS = _ORDER_ON_CPUS + "test_what_is_read_from_gpus_is_as_the_kernel_would_have_written_it"
 
@@ -60,6 +61,7 @@ LIES = tuple(fault(Kind.READ_LIES, f"d{at // 3}>p{at % 3}", 0.0, 20.0, 0.3) for 
 
 _IDENTITY = "tests/unit/test_identity.py::"
 _OF_AN_ENGINE = "tests/unit/test_kv_identity.py::"
+_OF_LAYOUTS = "tests/unit/test_layout_remote.py::"
 
 PACKING = (
     Mutant(
@@ -239,6 +241,12 @@ IDENTITY = (
         place=ByTest(_OF_AN_ENGINE + "test_scales_of_a_quantized_cache_are_named"),
     ),
     Mutant(
+        name="scales are laid out over what was read",
+        broken="scales that lie in the cache are set to 1 with the first forward pass, as vLLM does by itself",
+        changes=(_edit_worker("token_scales", "_lay_out", "getattr(attention, _LAY_OUT)(layer.kv_cache)", "return"),),
+        place=ByTest("tests/unit/test_token_scales.py::test_what_was_read_before_the_first_pass_stays"),
+    ),
+    Mutant(
         name="every rank has the first head",
         broken="scales of heads are compared by their place on the rank",
         changes=(
@@ -279,6 +287,18 @@ IDENTITY = (
         broken="the type of the numbers in each layer's cache is not compared",
         changes=(Edit(identity.differing_layers, "(DTYPE, layer.dtype, other.dtype),", ""),),
         place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="any amount will do",
+        broken="how many bytes a state or an entry of a layer has is not compared",
+        changes=(Edit(identity._differing_content, "and local != remote", "and False"),),
+        place=ByTest(_IDENTITY + "test_what_bytes_mean_is_compared_whatever_is_enforced"),
+    ),
+    Mutant(
+        name="how much a layer keeps is not told",
+        broken="an engine does not say how many bytes a state or an entry of a layer has",
+        changes=(_edit_worker("kv_identity", "_layers", "_content_bytes(shape, specs[name])", "()"),),
+        place=ByTest(_OF_LAYOUTS + "test_states_of_engines_that_draft_unlike_numbers_of_tokens_do_not_fit"),
     ),
     Mutant(
         name="any kind of FP8 will do",
@@ -405,7 +425,7 @@ VERIFICATION = (
         broken="a reader whose parameters carried no number gets no checksums",
         changes=(
             Edit(
-                lease_keeper.LeaseKeeper._answer_sums,
+                lease_keeper.LeaseKeeper._sums_frames,
                 "self._core.lent_as(asked.lease)",
                 "asked.lease",
             ),
@@ -490,6 +510,13 @@ MUTANTS = (
         place=ByTest("tests/unit/test_wire_notifications.py::test_heartbeat"),
     ),
     Mutant(
+        name="a heartbeat for one over and over",
+        row=75,
+        broken="a heartbeat that names one lease 65,536 times has it renewed as often",
+        changes=(Edit(notifications._parse_heartbeat, 'dict.fromkeys(listed.split(","))', 'listed.split(",")'),),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_heartbeat_renews_a_lease_once_however_often_it_names_it"),
+    ),
+    Mutant(
         name="a heartbeat is never a release",
         broken="a text that begins like a heartbeat is read as nothing else",
         changes=(Edit(notifications.parse_notification, "or_release=or_release", "or_release=None"),),
@@ -503,5 +530,26 @@ MUTANTS = (
         broken="a control message may name any number of leases",
         changes=(Edit(control._require_bounded, "if count > LEASES_PER_MESSAGE_MAX:", "if False:"),),
         place=ByTest("tests/unit/test_wire_control.py::test_out_of_bounds"),
+    ),
+    Mutant(
+        name="members without bound",
+        row=75,
+        broken="the regions of a rank may name any number of layers together",
+        changes=(Edit(metadata._require_bounded, "members > MEMBERS_MAX", "False"),),
+        place=ByTest(_HOSTILE + "test_members_are_bounded_over_all_regions"),
+    ),
+    Mutant(
+        name="metadata without bound",
+        row=75,
+        broken="all that a reply may have may be what NIXL does not need",
+        changes=(Edit(bounded.require_beside, "rest > bytes_max", "False"),),
+        place=ByTest(_HOSTILE + "test_what_is_not_nixls_own_is_small"),
+    ),
+    Mutant(
+        name="a field over and over",
+        row=75,
+        broken="a message may have a field many times, each with as many leases as one may name",
+        changes=(Edit(bounded._fields, "len(fields) != announced", "False"),),
+        place=ByTest("tests/unit/test_wire_control.py::test_a_field_that_is_there_twice_is_refused"),
     ),
 )

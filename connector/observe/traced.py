@@ -1,0 +1,30 @@
+"""What is traced: the machines whose steps become transition records, and the name of the step that makes an instance.
+
+Only values: whatever makes, reads or counts records takes them from here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from statemachine import hold, lease, peer, request
+from statemachine.kernel import Machine
+
+MACHINE_OF: dict[type[Any], Machine[Any]] = {
+    request.Request: request.MACHINE,
+    hold.Hold: hold.MACHINE,
+    peer.Peer: peer.MACHINE,
+    lease.Lease: lease.MACHINE,
+}
+"""By the type of its values. Further machines (departure, draining, introductions) are of whole engines, and have no
+records."""
+
+MACHINES: tuple[Machine[Any], ...] = tuple(MACHINE_OF.values())
+
+TERMINAL: dict[str, frozenset[str]] = {
+    machine.name: frozenset(state.value for state in machine.terminal) for machine in MACHINES
+}
+"""States that end an instance, by the name of its machine."""
+
+CREATED = "Created"
+"""The event of a record that makes an instance. No machine has an event of this name."""

@@ -1,0 +1,232 @@
+"""Blocks in quarantine or lent back hold up who needs them, and nobody else. On vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from connector.clock import NS_PER_SECOND
+from connector.families import Keeps
+from connector.scheduler.cache_groups import TransferGroup
+from connector.scheduler.connector_scheduler import QUARANTINE_ASKED_NS
+from connector.scheduler.kept_blocks import KeptBlocks
+from connector.step_metadata import WorkerReport
+from tests.rig.work import Counted
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, tokens_of
+from tests.unit.log_lines import listening
+
+BLOCKS = 34
+KEPT = tokens_of(18 * BLOCK_TOKENS)
+LONG = tokens_of(20 * BLOCK_TOKENS, seed=3)
+"""Fits into the pool, and not into what is left of it."""
+SHORT = 5
+
+
+@pytest.fixture(autouse=True)
+def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+def report(*, quarantined: Sequence[Sequence[int]] = (), lifted: Sequence[Sequence[int]] = ()) -> WorkerReport:
+    return WorkerReport(quarantined=list(quarantined), lifted=list(lifted))
+
+
+def in_quarantine(*, recomputes: bool = False) -> tuple[HybridEngine, list[int]]:
+    """A decode engine of which a load has failed, and the blocks that its READ may still write into."""
+    prefill, decode = (
+        HybridEngine([full()], engine_id="p"),
+        HybridEngine([full()], engine_id="d", blocks=BLOCKS, recomputes=recomputes),
+    )
+    prefill.prefill("kept", KEPT)
+    block_ids = list(decode.load("kept", KEPT, prefill.params["kept"]).local_block_ids)
+    failed = KVConnectorOutput(
+        finished_recving={"kept"},
+        failed_recving={"kept"},
+        kv_connector_worker_meta=report(quarantined=[block_ids]),
+    )
+    decode.step(failed)
+    assert len(block_ids) == 18
+    return decode, block_ids
+
+
+def submit_short(decode: HybridEngine) -> set[str]:
+    for number in range(SHORT):
+        decode.submit(f"short-{number}", tokens_of(20, seed=9 + number), None)
+    return {f"short-{number}" for number in range(SHORT)}
+
+
+def run(decode: HybridEngine, steps: int = 20) -> None:
+    for _ in range(steps):
+        decode.step()
+
+
+@pytest.mark.parametrize("where", ["here", "on P"])
+def test_a_prompt_that_does_not_fit_beside_a_quarantine_holds_nobody_up(where: str) -> None:
+    """Nothing would be served until a READ ends that may never end."""
+    decode, block_ids = in_quarantine()
+    params = None
+    if where == "on P":
+        prefill = HybridEngine([full()], engine_id="p")
+        prefill.prefill("long", LONG)
+        params = prefill.params["long"]
+    with listening() as lines:
+        decode.submit("long", LONG, params)
+        short = submit_short(decode)
+        run(decode)
+    assert short <= decode.finished.keys()
+    assert "long" not in decode.finished
+    (line,) = [each for each in lines.texts if "do not fit" in each]
+    assert "18 blocks are in quarantine" in line
+
+    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+    run(decode, 3)
+    if params is None:
+        assert "long" in decode.finished
+    else:
+        assert decode.pull_of("long").awaited
+
+
+def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_failed() -> None:
+    """Loads that may begin wait for such a one otherwise, and vLLM keeps for it what they would need."""
+    decode, block_ids = in_quarantine(recomputes=True)
+    prefill = HybridEngine([full()], engine_id="p")
+    prefill.prefill("other", tokens_of(40, seed=5))
+    decode.submit("other", tokens_of(40, seed=5), prefill.params["other"])
+    short = submit_short(decode)
+    run(decode)
+    assert short <= decode.finished.keys()
+    assert not decode.pull_of("other").awaited
+    assert decode.computed["other"] == 40
+    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+    run(decode)
+    assert "kept" in decode.finished
+
+
+def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
+    both_ways = {"bidirectional_kv_xfer": True}
+    prefill = HybridEngine([full()], engine_id="p", options=both_ways)
+    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways)
+    for number in range(3):
+        tokens, name = tokens_of(8 * BLOCK_TOKENS, seed=20 + number), f"answer-{number}"
+        prefill.prefill(name, tokens)
+        decode.load(name, tokens, prefill.params[name], max_tokens=2)
+        decode.loaded(name)
+        run(decode, 4)
+    lent = {name for name in decode.params if name.startswith("answer")}
+    assert lent
+    decode.submit("long", LONG, None)
+    short = submit_short(decode)
+    run(decode)
+    assert short <= decode.finished.keys()
+    assert "long" not in decode.finished
+    decode.step(KVConnectorOutput(finished_sending=lent))
+    run(decode, 3)
+    assert "long" in decode.finished
+
+
+def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM resets no prefix cache while there is one, and ends a pause by that; and an idle engine makes no step."""
+    decode, block_ids = in_quarantine()
+    now_ns = side_clock(decode, monkeypatch)
+    run(decode, 3)
+    assert not decode.scheduler.has_requests(), "it would go round and round"
+    now_ns[0] += QUARANTINE_ASKED_NS
+    assert decode.scheduler.has_requests()
+    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+    assert not decode.scheduler.has_requests()
+    now_ns[0] += 1000 * NS_PER_SECOND
+    assert not decode.scheduler.has_requests()
+    assert decode.scheduler.reset_prefix_cache()
+
+
+def side_clock(decode: HybridEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The clock of its connector stands still; the number in the list is what it shows."""
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    now_ns = [side._clock.now_ns()]
+    monkeypatch.setattr(side, "_clock", SimpleNamespace(now_ns=lambda: now_ns[0]))
+    return now_ns
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+EVERYTHING = TransferGroup(group_id=0, block_size=16, keeps=Keeps())
+
+
+class Pool:
+    """As much of vLLM's pool as is asked for here."""
+
+    def __init__(self, blocks: int) -> None:
+        self.num_gpu_blocks = blocks
+        self.blocks = list(range(blocks))
+
+    def touch(self, blocks: object) -> None: ...
+
+    def free_blocks(self, blocks: object) -> None: ...
+
+
+def kept(*groups: TransferGroup, blocks: int = 11) -> KeptBlocks:
+    found = KeptBlocks(groups or (EVERYTHING,))
+    found.bind(Pool(blocks))  # type: ignore[arg-type]
+    return found
+
+
+def test_everything_fits_where_nothing_is_kept() -> None:
+    assert kept().leave_room(10_000, 0), "vLLM refuses what is longer than the pool"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_left_is_counted_once_for_all_ranks(ranks: int) -> None:
+    found = kept()
+    for _ in range(ranks):
+        found.quarantine([1, 2, 3])
+    assert found.quarantined == 3
+    assert found.leave_room(7 * 16, 0)
+    assert not found.leave_room(7 * 16 + 1, 0)
+    for rank in range(ranks):
+        assert not found.leave_room(8 * 16, 0), rank
+        found.lift([1, 2, 3])
+    assert found.leave_room(8 * 16, 0)
+
+
+def test_what_it_finds_cached_may_be_lent_back_itself() -> None:
+    found = kept()
+    found.lend_back("a", [[1, 2, 3, 4]])
+    found.lend_back("b", [[0, 1, 2, 5]])
+    assert found.lent_back == 5
+    assert not found.leave_room(6 * 16, 0)
+    assert found.leave_room(6 * 16, 16)
+    assert not found.leave_room(11 * 16, 11 * 16)
+    found.end(["a", "somebody else"])
+    assert found.lent_back == 3
+    found.end(["b"])
+    assert found.lent_back == 0
+
+
+def test_tables_that_are_clipped_are_not_counted() -> None:
+    window = TransferGroup(group_id=1, block_size=16, keeps=Keeps(window=32))
+    found = kept(EVERYTHING, window)
+    found.quarantine([1, 2, 3])
+    assert found.leave_room(7 * 16, 0)
+
+
+def test_of_two_groups_each_needs_its_own() -> None:
+    found = kept(EVERYTHING, TransferGroup(group_id=1, block_size=32, keeps=Keeps()))
+    found.quarantine([1])
+    assert found.leave_room(6 * 16, 0)
+    assert not found.leave_room(6 * 16 + 1, 0)
+
+
+def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:
+    """Of an engine that hung and has ended, hundreds of requests come back at once, on the scheduler's thread."""
+    found, lines = kept(blocks=4000), []
+    requests = [range(first, first + 10) for first in range(0, 2000, 10)]
+    for blocks in requests:
+        found.quarantine(blocks)
+    for blocks in requests:
+        with Counted() as work:
+            found.lift(blocks)
+        lines.append(work.lines)
+    assert max(lines) == min(lines)
