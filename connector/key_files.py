@@ -108,8 +108,8 @@ def warn_of_insecurity(options: ConnectorOptions, side_channel: str) -> None:
     if len(missing) == len(keys) and not options.allowed_peers:
         _log.warning(
             "no security: whoever reaches the side channel at %s can read and write the KV cache of this engine, and "
-            "whoever sends it a request decides where it connects to (README, Security: curve_directory, "
-            "params_keys_file, allowed_peers)",
+            "whoever sends it a request decides where it connects to (options curve_directory, "
+            "params_keys_file, allowed_peers: docs/operations/security.md)",
             side_channel,
         )
     elif options.allow_insecure_peers and len(missing) < len(keys):
@@ -121,7 +121,7 @@ def warn_of_insecurity(options: ConnectorOptions, side_channel: str) -> None:
             )
             if name not in missing
         ]
-        _log.warning("allow_insecure_peers: %s (README, Security)", "; ".join(opened))
+        _log.warning("allow_insecure_peers: %s (docs/operations/security.md)", "; ".join(opened))
 
 
 def _identity(path: str) -> tuple[int, int, int]:

@@ -1,4 +1,6 @@
-"""What to do about each kind of failure, in one line, for the log and `nixl-actor`. README.md has more room.
+"""What to do about each kind of failure, in one line, for the log and `nixl-actor`.
+
+docs/operations/failures.md has more room.
 
 The sentence of a failure says what happened; this stands beside it. One failure, `Incompatible`, brings its own with
 its sentence. `advice_of` knows that of a failure, and `told` of what traces and tools have of one.
@@ -38,8 +40,8 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
     "NotAllowed": (
-        "compare allowed_peers and curve_directory of both engines; does each have the other's public key? (README, "
-        "Security)"
+        "compare allowed_peers and curve_directory of both engines; does each have the other's public key? "
+        "(docs/operations/security.md)"
     ),
     "WrongEngine": (
         "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "

@@ -206,7 +206,7 @@ def test_the_port_of_another_server(cluster: OnePrefillTwoDecode) -> None:
 
 
 def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None:
-    """As the README says: vLLM passes no reason on. The log of D has it, kind first, by the request's id."""
+    """As failures.md says: vLLM passes no reason on. The log of D has it, kind first, by the request's id."""
     text = prompt(TOKENS, "seen")
     params = cluster.fail.prefill(text, "seen-p").kv_transfer_params
     assert params is not None

@@ -1,4 +1,4 @@
-"""Two real engines with all of README's Security switched on: served, rolled, forged, repeated, and strangers."""
+"""Two real engines with all of docs/operations/security.md: served, rolled, forged, repeated, and strangers."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_keys_of_parameters_are_rolled_while_engines_run(guarded: Guarded) -> No
 
 
 def test_the_pair_of_an_engine_is_rolled(guarded: Guarded) -> None:
-    """As README says: the new public key beside the old one, a restart with the new pair, the old key taken away."""
+    """As security.md says: the new public key beside the old, a restart with the new pair, the old key taken away."""
     old, decode, tool = (guarded.members[name] for name in ("prefill", "decode", "tool"))
     new = guarded.members["prefill-new"] = guarded.fleet.member("prefill-new")
     for other in (decode, tool):

@@ -22,8 +22,9 @@ def test_there_are_no_others() -> None:
     assert {path.stem for path in DIRECTORY.iterdir()} == DRAWN.keys()
 
 
-def test_the_readme_shows_the_plain_one() -> None:
-    assert DRAWN["plain"] in (DIRECTORY.parents[1] / "README.md").read_text(), "run `make diagrams`, and copy it"
+def test_the_architecture_shows_the_plain_one() -> None:
+    page = (DIRECTORY.parents[1] / "docs" / "architecture.md").read_text()
+    assert DRAWN["plain"] in page, "run `make diagrams`, and copy it"
 
 
 def test_a_story_is_played_the_same_every_time() -> None:

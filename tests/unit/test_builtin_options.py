@@ -1,5 +1,5 @@
 """A configuration of the built-in connector can be taken over: every option and environment variable that the installed
-one reads for transfers by pull is known here, with its default, or README.md says what is different and why.
+one reads for transfers by pull is known here, with its default, or docs/options.md says what differs.
 
 The installed sources are read, so a version of vLLM that reads another one makes this fail.
 """
@@ -18,10 +18,11 @@ import pytest
 from connector.config import ConnectorOptions, parse_options
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "README.md").read_text().partition("### Options of the built-in connector")[2].partition("\n### ")[0]
+PAGE = (ROOT / "docs" / "options.md").read_text()
+SECTION = PAGE.partition("\n## Options of the built-in connector\n")[2]
 
 DEFAULTS_OF_OUR_OWN = {"num_threads"}
-"""README.md says why."""
+"""docs/options.md says why."""
 PUSH_ONLY = "push_"
 """What the names of files with transfers by push begin with."""
 

@@ -51,6 +51,18 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert (document.parent / link).exists(), link
 
 
+def anchors_of(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_of_a_link_exists(document: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", document.read_text()):
+        page = document.parent / link if link else document
+        assert anchor in anchors_of(page.read_text()), f"{link}#{anchor}"
+
+
 def test_tests_and_suites_that_show_a_fact_exist() -> None:
     shown = FACTS_TEST.read_text()
     for prefix in re.findall(r"`(test_facts?_[\d_and]+)", FACTS):

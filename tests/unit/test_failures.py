@@ -71,7 +71,7 @@ UNSPOKEN = {
     ("TransferError", "transport_lost"),
 }
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operations" / "failures.md").read_text()
 
 each_failure = pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
 
@@ -86,10 +86,9 @@ def test_every_failure_has_an_example_here() -> None:
     assert {type(failure) for failure in EXAMPLES} == _leaf_types(Failure) - abstract
 
 
-def test_the_readme_has_every_kind_in_one_row_and_no_other() -> None:
+def test_the_page_of_failures_has_every_kind_in_one_row_and_no_other() -> None:
     """In the tables that say what happened and what to do; the first one, of what clients see, names kinds too."""
-    section = README.partition("### When something fails")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\|((?: `[A-Z]\w+`,?)+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\|((?: `[A-Z]\w+`,?)+) \|", PAGE, re.MULTILINE)
     named = [kind for row in rows for kind in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted({failure.kind for failure in EXAMPLES})
 

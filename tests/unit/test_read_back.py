@@ -380,7 +380,7 @@ def test_nothing_is_lent_back_while_few_blocks_are_free() -> None:
 
 
 def test_what_vllm_streams_does_not_say_where_blocks_are() -> None:
-    """Its proxy for conversations looks for that in streams, and so has nothing read back (README, Conversations)."""
+    """Its proxy for conversations looks for that in streams, and so has nothing read back (docs/using.md)."""
     for whole, chunk in (
         (CompletionResponse, CompletionStreamResponse),
         (ChatCompletionResponse, ChatCompletionStreamResponse),

@@ -327,7 +327,7 @@ def test_ipv4_addresses_in_the_form_of_ipv6_are_ipv4() -> None:
         ({"curve_directory": "d", "params_keys_file": "f", "allowed_peers": ("10.0.0.0/8",)}, []),
         (
             {"curve_directory": "d", "allow_insecure_peers": True},
-            ["allow_insecure_peers: the side channel at h:1 is open to peers without a key (README"],
+            ["allow_insecure_peers: the side channel at h:1 is open to peers without a key (docs/"],
         ),
         (
             {"curve_directory": "d", "params_keys_file": "f", "allow_insecure_peers": True},

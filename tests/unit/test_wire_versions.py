@@ -3,8 +3,9 @@ sent now has in it all that version 0.1 reads.
 
 tests/unit/wire_0_1.txt has the messages of version 0.1 as bytes, one in each line. A line that stands is never changed:
 engines of that version are in use. Fields may be added, with a default that says what silence means; none is removed,
-renamed, or given another meaning. A new message is sent only to who has said that it understands it. See README.md,
-"Versions side by side". `python -m tests.unit.test_wire_versions` prints the lines of messages that have none yet.
+renamed, or given another meaning. A new message is sent only to who has said that it understands it. See
+docs/operations/operating.md, "Versions side by side". `python -m tests.unit.test_wire_versions` prints the lines of
+messages that have none yet.
 """
 
 from __future__ import annotations

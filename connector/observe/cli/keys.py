@@ -1,6 +1,7 @@
 """Commands that make keys for engines: `nixl-actor keys curve`, `nixl-actor keys params`.
 
-Nothing is sent anywhere. How keys are distributed and replaced while engines run is in README.md, Security.
+Nothing is sent anywhere. How keys are distributed and replaced while engines run is in
+docs/operations/security.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from connector.wire.signatures import ParamsKey, ParamsKeys
 
-app = typer.Typer(help="Make keys for engines (README, Security).", no_args_is_help=True)
+app = typer.Typer(help="Make keys for engines (docs/operations/security.md).", no_args_is_help=True)
 params_app = typer.Typer(help="The file of the option params_keys_file.", no_args_is_help=True)
 app.add_typer(params_app, name="params")
 
