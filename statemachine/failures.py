@@ -82,16 +82,15 @@ class ControlLinkLost(PeerFailure, frozen=True, kw_only=True):
 
 
 class PeerSilent(PeerFailure, frozen=True, kw_only=True):
-    """A worker of the peer, `rank` among those that we deal with, has answered nothing of what it was asked about
-    leases, over a connection that stands."""
+    """A worker of the peer has answered nothing of what it was asked about leases, over a connection that stands."""
 
-    rank: int
+    worker: str
     waited_seconds: float
 
     def __str__(self) -> str:
         return (
-            f"prefill engine {self.peer}: its rank {self.rank} has answered nothing for {self.waited_seconds:g} s; the "
-            "process hangs or is stopped, or the network between takes connections and loses what is sent"
+            f"prefill engine {self.peer}: its worker {self.worker} has answered nothing for {self.waited_seconds:g} s; "
+            "the process hangs or is stopped, or the network between takes connections and loses what is sent"
         )
 
 
@@ -473,8 +472,8 @@ class ConnectionCutOff(Failure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"a connection from {self.sender} was ended: {self.why}; an engine connects again, at the latest half a "
-            "minute later"
+            f"a connection from {self.sender} was ended: {self.why}; its address may be shut out for "
+            "half a minute, and an engine connects again when it next tries"
         )
 
 

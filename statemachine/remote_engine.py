@@ -106,7 +106,7 @@ Address: TypeAlias = Hashable
 
 TimerKey: TypeAlias = tuple[str, Any]
 """What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
-("grace", connection), ("answer", rank of P), ("backoff" | "again" | "drain", None)."""
+("grace", connection), ("answer" | "silence", rank of P), ("backoff" | "again" | "drain", None)."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,10 +179,11 @@ class AbortAsked(Event, frozen=True, kw_only=True):
 
 
 class Connected(Event, frozen=True, kw_only=True):
-    """The handshake succeeded. `connection` numbers it; `ranks` of P deal with us. `life` names the processes of P."""
+    """The handshake succeeded. `connection` numbers it; `workers` names, for people, the ranks of P that deal with us,
+    in the order in which they are numbered from now on. `life` names the processes of P."""
 
     connection: int
-    ranks: int
+    workers: tuple[str, ...]
     is_builtin: bool
     life: str
 
@@ -474,13 +475,13 @@ class _Connection:
         "is_torn_down",
         "number",
         "open_reads",
-        "ranks",
         "unsettled",
+        "workers",
     )
 
-    def __init__(self, number: int, ranks: int, *, is_builtin: bool) -> None:
+    def __init__(self, number: int, workers: tuple[str, ...], *, is_builtin: bool) -> None:
         self.number = number
-        self.ranks = ranks
+        self.workers = workers
         self.is_builtin = is_builtin
         self.open_reads: dict[tuple[str, int], None] = {}
         self.unsettled: dict[tuple[str, int], None] = {}
@@ -488,8 +489,13 @@ class _Connection:
         self.is_tearing_down = False
         self.is_torn_down = False
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks of P deal with us."""
+        return len(self.workers)
+
     def copy(self) -> _Connection:
-        other = _Connection(self.number, self.ranks, is_builtin=self.is_builtin)
+        other = _Connection(self.number, self.workers, is_builtin=self.is_builtin)
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
         other.failure = self.failure
@@ -957,7 +963,7 @@ class RemoteEngine:
                     self._abandon(failure, now_ns)
 
     def _connect(self, event: Connected, now_ns: int) -> None:
-        connection = _Connection(event.connection, event.ranks, is_builtin=event.is_builtin)
+        connection = _Connection(event.connection, event.workers, is_builtin=event.is_builtin)
         self._connections[event.connection] = connection
         if self._peer.state is not peer.State.HANDSHAKING:
             return  # its executor crashed meanwhile, and the attempt was answered for; `_settle` tears it down
@@ -1028,7 +1034,7 @@ class RemoteEngine:
     def _speak_to(self, ranks: int) -> None:
         """From now on say what is to be said of leases to so many ranks; nothing is due yet."""
         for rank in range(self._ranks):
-            self._timers.cancel(("answer", rank))
+            self._has_answered(rank)
         self._ranks = ranks
         self._dues.clear()
 
@@ -1208,7 +1214,7 @@ class RemoteEngine:
     def _take_hold_answer(self, event: HoldAnswered, now_ns: int) -> None:
         if self._current is None or event.connection != self._current.number or event.sent_ns > now_ns:
             return
-        self._timers.cancel(("answer", event.rank))
+        self._has_answered(event.rank)
         for lease, remaining_ns in event.held:
             claim = self._claims.get(lease)
             if claim is not None and claim.holds:  # without, P was not asked over this connection
@@ -1254,7 +1260,7 @@ class RemoteEngine:
 
     def _take_release_answer(self, event: ReleaseAnswered) -> None:
         if self._current is not None and event.connection == self._current.number:
-            self._timers.cancel(("answer", event.rank))
+            self._has_answered(event.rank)
         for lease in event.leases:
             claim = self._claims.get(lease)
             if claim is not None and claim.holds and claim.holds[event.rank].state is hold.State.RELEASING:
@@ -1296,10 +1302,17 @@ class RemoteEngine:
             again_ns = now_ns + self._limits.lease_ns // HEARTBEATS_PER_LEASE
         else:
             self._effects.append(SendHold(connection=number, rank=rank, sent_ns=now_ns, leases=leases))
-        if not is_builtin and ("answer", rank) not in self._timers:
-            self._timers.set(("answer", rank), now_ns + self._limits.lease_ns)
+        if not is_builtin and not self._expects_answer(rank):
+            self._timers.set(("answer", rank), now_ns + self._limits.lease_ns - self._resend_ns)
         for lease in leases:
             self._dues.set((lease, rank), again_ns)
+
+    def _expects_answer(self, rank: int) -> bool:
+        return ("answer", rank) in self._timers or ("silence", rank) in self._timers
+
+    def _has_answered(self, rank: int) -> None:
+        self._timers.cancel(("answer", rank))
+        self._timers.cancel(("silence", rank))
 
     @property
     def _resend_ns(self) -> int:
@@ -1320,9 +1333,15 @@ class RemoteEngine:
                 unproven = request.ProofTimeout(waited_seconds=limits.lease_ns / NS_PER_SECOND)
                 self._step_request(subject, unproven, now_ns)
             case "answer":
+                # It may be that it was us who stood still, and that its answer waits to be heard.
+                self._timers.set(("silence", subject), now_ns + self._resend_ns)
+            case "silence":
                 assert self._current is not None
-                waited_seconds = limits.lease_ns / NS_PER_SECOND
-                silent = PeerSilent(**self._of_peer(), rank=subject, waited_seconds=waited_seconds)
+                silent = PeerSilent(
+                    **self._of_peer(),
+                    worker=self._current.workers[subject],
+                    waited_seconds=limits.lease_ns / NS_PER_SECOND,
+                )
                 self._suspect(self._current.number, silent, now_ns)
             case "assumed":
                 self._lose_everywhere(self._claims[subject], ASSUMED_OVER, now_ns)

@@ -26,7 +26,7 @@ from connector.observe.explanation import as_advertised
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
-from connector.wire.handshake import SAME_HASH, incompatibilities
+from connector.wire.handshake import SAME_HASH, incompatibilities, worker_name
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors
 from connector.wire.inspection import (
     EngineFacts,
@@ -636,7 +636,7 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             detail, advice = told(failure, next(iter(rows.values())).detail)
             what = f"{_name(engine)}: prefill engine {engine_id} is {state}: {failure}: {detail}"
             if len(rows) < len(engine.ranks):
-                named = ", ".join(f"PP {pp_rank} TP {tp_rank}" for pp_rank, tp_rank in sorted(rows))
+                named = ", ".join(worker_name(*rank) for rank in sorted(rows))
                 what += f" (on {named} of {len(engine.ranks)} ranks)"
             yield Finding(
                 level="problem" if is_now else "warning",

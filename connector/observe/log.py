@@ -297,6 +297,16 @@ class EventLog:
         what = f"its {tokens} tokens do not fit into the KV cache while {kept}; others are served before it"
         self.write("no room", f"{subject} waits: {what}; what to do: nixl-actor ps", logging.WARNING)
 
+    def loads_nothing(self, subject: str) -> None:
+        """A request whose load has failed finds no room: vLLM keeps for it what is free, and loads need that."""
+        why = "its load has failed, and no room is left to compute its prompt"
+        what = "until it has its blocks, no KV is loaded, and prompts are computed here"
+        self.write("loads", f"{subject}: {why}; {what}; what to do: nixl-actor ps", logging.WARNING)
+
+    def loads_again(self) -> None:
+        """All of these have their blocks, or have ended."""
+        self.write("loads", "KV is loaded again: no request whose load has failed waits for room", logging.WARNING)
+
     def leaves(self, engine: str, grace_seconds: float) -> None:
         """An engine is to end."""
         self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")

@@ -152,7 +152,7 @@ class Connections:
             self._put(
                 core.Connected(
                     connection=number,
-                    ranks=len(connection.ranks),
+                    workers=tuple(remote.worker for remote in connection.ranks),
                     is_builtin=connection.is_builtin,
                     life=connection.life,
                 )

@@ -51,7 +51,7 @@ from connector.runtime.context import ActorContext
 from connector.runtime.reads import AgentOwner
 from connector.wire.bounded import BadFrame, DecodeFailed
 from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
-from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply
+from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply, worker_name
 from connector.wire.handshake import encode_request as encode_metadata_request
 from statemachine import failures
 from statemachine.failures import (
@@ -97,11 +97,13 @@ class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
     """A rank of the peer that keeps blocks for us, and has to be told when we are done with them.
 
     Attributes:
+        worker: its name, for people.
         consumers: how many ranks of our engine it deals with.
         link: to its control socket; None where it is a built-in one.
     """
 
     agent: AgentName
+    worker: str
     consumers: int
     link: Link | None = None
 
@@ -388,7 +390,10 @@ async def _load(
     return Connection(
         peer=peer,
         plan=plan,
-        ranks=tuple(RemoteRank(agent=agents[rank], consumers=consumers[rank], link=links.get(rank)) for rank in ranks),
+        ranks=tuple(
+            RemoteRank(agent=agents[rank], worker=worker_name(*rank), consumers=consumers[rank], link=links.get(rank))
+            for rank in ranks
+        ),
         sources=tuple(
             ReadSource(
                 plan=read,

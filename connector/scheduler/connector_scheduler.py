@@ -356,6 +356,8 @@ class ConnectorScheduler:
             if request_id in self._to_compute:
                 self._to_compute.remove(request_id)  # nobody waits for it
                 self._failed_without_room.add(request_id)
+                if len(self._failed_without_room) == 1:
+                    self._event_log.loads_nothing(f"request {request_id}")
             self._note_no_room(request)
             return None, False
         if self._lets_pass and request_id not in self._to_compute:
@@ -390,8 +392,7 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._to_compute.discard(request_id)
         self._offered.discard(request_id)
-        self._without_room.discard(request_id)
-        self._failed_without_room.discard(request_id)
+        self._found_room(request_id)
         pull = self._waiting.pop(request_id, None)
         if pull is not None:
             self._note_taken(pull.remote)
@@ -420,8 +421,7 @@ class ConnectorScheduler:
         request_id = request.request_id
         self._failed.discard(request_id)
         self._to_compute.discard(request_id)
-        self._without_room.discard(request_id)
-        self._failed_without_room.discard(request_id)
+        self._found_room(request_id)
         self._answering.discard(request_id)
         self._heard_ns.pop(request_id, None)
         self._prompts_to_lend.pop(request_id, None)
@@ -928,7 +928,7 @@ class ConnectorScheduler:
         if self._stopped is not None:
             return False
         if self._draining.accepts:
-            return _wants_remote_decode(request) or self._has_room()
+            return _wants_remote_decode(request) or self._may_lend_back()
         return is_accepted and _wants_remote_decode(request) and self._draining.grants
 
     @property
@@ -970,7 +970,9 @@ class ConnectorScheduler:
             is_wanted = self._lends_back and bool(request.kv_transfer_params)
         return is_wanted and is_request_id(request.request_id)
 
-    def _has_room(self) -> bool:
+    def _may_lend_back(self) -> bool:
+        if self._without_room:
+            return False  # they would never find any, where answers end as fast as leases do
         pool = self._block_pool
         return pool is None or pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * pool.num_gpu_blocks
 
@@ -1052,6 +1054,14 @@ class ConnectorScheduler:
         self._event_log.finds_no_room(
             f"request {request.request_id}", request.num_tokens, self._kept.quarantined, self._kept.lent_back
         )
+
+    def _found_room(self, request_id: str) -> None:
+        """It has blocks now, or has ended."""
+        self._without_room.discard(request_id)
+        if request_id in self._failed_without_room:
+            self._failed_without_room.remove(request_id)
+            if not self._failed_without_room:
+                self._event_log.loads_again()
 
 
 def _distinct(reported: Sequence[Sequence[int]]) -> int:

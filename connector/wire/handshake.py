@@ -119,6 +119,11 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+def worker_name(pp_rank: int, tp_rank: int) -> str:
+    """For people; by these numbers `ps` and a worker's log name it too."""
+    return f"PP {pp_rank} TP {tp_rank}"
+
+
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of one of its ranks to who does not mean to read from it: a tool, which expects nothing.
 

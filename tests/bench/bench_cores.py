@@ -32,7 +32,8 @@ LIVES = 300
 """Requests or leases that one round passes through."""
 ROUNDS = 7
 TURNS = 3
-RANKS = 2
+WORKERS = ("PP 0 TP 0", "PP 0 TP 1")
+RANKS = len(WORKERS)
 ADDRESS = "10.0.0.1:5600"
 ENGINE = EngineLimits(
     lease_ns=30 * SECOND,
@@ -111,7 +112,7 @@ def measure_remote_engine(in_hand: int) -> Costs:
     clock = Clock(core)
     first = LeaseName("first", 7)
     core.handle(remote_engine.Announced(request_id="first", lease=first, address=ADDRESS, age_ns=0), clock.now_ns)
-    core.handle(remote_engine.Connected(connection=1, ranks=RANKS, is_builtin=False, life="1"), clock.now_ns)
+    core.handle(remote_engine.Connected(connection=1, workers=WORKERS, is_builtin=False, life="1"), clock.now_ns)
     for number in range(in_hand):
         _begin_request(clock, f"in-hand-{number}")
     best: Costs = {}

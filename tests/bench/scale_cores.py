@@ -21,6 +21,7 @@ class Cores:
 
     def __init__(self, load: Load) -> None:
         self._ranks = load.ranks
+        self._workers = tuple(map(str, range(load.ranks)))
         self._engines = [RemoteEngine(f"p{peer}", ADDRESS, ENGINE) for peer in range(load.peers)]
         self._lendings = [[Lending(LENDING) for _ in range(load.ranks)] for _ in range(load.peers)]
         self._now_ns = STEP_NS
@@ -86,7 +87,7 @@ class Cores:
                 case remote_engine.StartHandshake():
                     self._feed(
                         peer,
-                        remote_engine.Connected(connection=1, ranks=self._ranks, is_builtin=False, life="1"),
+                        remote_engine.Connected(connection=1, workers=self._workers, is_builtin=False, life="1"),
                     )
                 case remote_engine.Report(failure=failure):
                     assert failure is None

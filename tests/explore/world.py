@@ -1358,7 +1358,7 @@ class Turn:
         self.connections = _put(self.connections, core, tuple(sorted((*self.connections[core], connection))))
         return Connected(
             connection=number,
-            ranks=self._product.prefill_ranks,
+            workers=tuple(map(str, range(self._product.prefill_ranks))),
             is_builtin=self._product.is_builtin,
             life=str(self.life),
         )

@@ -35,7 +35,7 @@ def start(core: RemoteEngine, name: str = "on-d", at: int = 5 * SECOND) -> None:
 
 
 def read(core: RemoteEngine, at: int = 6 * SECOND) -> None:
-    core.handle(remote_engine.Connected(connection=1, ranks=1, is_builtin=False, life="a"), at)
+    core.handle(remote_engine.Connected(connection=1, workers=("PP 0 TP 0",), is_builtin=False, life="a"), at)
     core.handle(remote_engine.BlocksResolved(request_id="on-d", connection=1, reads=2), at)
 
 

@@ -28,7 +28,7 @@ EXAMPLES: list[Failure] = [
     failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),
     failures.PeerBackoff(**_PEER, retry_in_seconds=2.5, last="HandshakeTimeout"),
     failures.PeerRetired(**_PEER),
-    failures.PeerSilent(**_PEER, rank=1, waited_seconds=30.0),
+    failures.PeerSilent(**_PEER, worker="PP 0 TP 1", waited_seconds=30.0),
     failures.PeerLeaving(**_PEER, detail="ControlLinkLost"),
     failures.BlocksConsumed(**_PEER, remote_request_id="cmpl-3"),
     failures.TooManyPeers(**_PEER, limit=1024),

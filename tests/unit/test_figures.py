@@ -83,7 +83,7 @@ class Decode:
         self.tell(Started(request_id=request_id, lease=LEASE, address="h:1", age_ns=0))
 
     def connect(self, number: int = 1, after_seconds: float = 0.0) -> None:
-        connected = Connected(connection=number, ranks=1, is_builtin=False, life="life")
+        connected = Connected(connection=number, workers=("PP 0 TP 0",), is_builtin=False, life="life")
         self.tell(connected, after_seconds=after_seconds)
 
     def read(self, request_id: str = "r", connection: int = 1) -> None:

@@ -96,13 +96,17 @@ def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_faile
     prefill.prefill("other", tokens_of(40, seed=5))
     decode.submit("other", tokens_of(40, seed=5), prefill.params["other"])
     short = submit_short(decode)
-    run(decode)
+    with listening() as lines:
+        run(decode)
+    assert [each for each in lines.texts if "no KV is loaded, and prompts are computed here" in each]
     assert short <= decode.finished.keys()
     assert not decode.pull_of("other").awaited
     assert decode.computed["other"] == 40
-    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
-    run(decode)
+    with listening() as lines:
+        decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+        run(decode)
     assert "kept" in decode.finished
+    assert [each for each in lines.texts if "KV is loaded again" in each]
 
 
 def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
@@ -125,6 +129,32 @@ def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -
     decode.step(KVConnectorOutput(finished_sending=lent))
     run(decode, 3)
     assert "long" in decode.finished
+
+
+def test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back() -> None:
+    """Of each answer that is lent back the lease ends four turns later; together they always keep half of the pool."""
+    both_ways = {"bidirectional_kv_xfer": True}
+    prefill = HybridEngine([full()], engine_id="p", options=both_ways)
+    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways)
+    lent: dict[str, int] = {}
+    for turn in range(40):
+        if turn == 20:
+            assert len(lent) > 1
+            decode.submit("long", LONG, None)
+        tokens, name = tokens_of(8 * BLOCK_TOKENS, seed=100 + turn), f"answer-{turn}"
+        prefill.prefill(name, tokens)
+        decode.submit(name, tokens, prefill.params[name], max_tokens=2)
+        for _ in range(6):
+            over = {each for each, granted in lent.items() if turn - granted >= 4}
+            for each in over:
+                del lent[each]
+            before = set(decode.params)
+            decode.step(KVConnectorOutput(finished_recving=decode.loading or None, finished_sending=over or None))
+            lent |= {each: turn for each in decode.params.keys() - before if decode.params[each]}
+        prefill.step(KVConnectorOutput(finished_sending={name}))
+        if "long" in decode.finished:
+            return
+    pytest.fail(f"{len(decode.finished)} others were served meanwhile")
 
 
 def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:

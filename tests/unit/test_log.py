@@ -478,7 +478,9 @@ class Told:
 
     def connect(self, seconds: float) -> None:
         self.connections += 1
-        connected = remote_engine.Connected(connection=self.connections, ranks=1, is_builtin=False, life="a")
+        connected = remote_engine.Connected(
+            connection=self.connections, workers=("PP 0 TP 0",), is_builtin=False, life="a"
+        )
         self.feed(connected, seconds)
 
 

@@ -124,7 +124,7 @@ def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
     )
     lost = TransferError(peer="prefill", operation="send_notification", error="lost", transport_lost=True)
     actor.tell(MeetAsked(address="host"))
-    actor.tell(Connected(connection=1, ranks=1, is_builtin=True, life="a"))
+    actor.tell(Connected(connection=1, workers=("PP 0 TP 0",), is_builtin=True, life="a"))
     actor.tell(NotificationFailed(connection=1, failure=lost))
     actor.tell(Retire())
     assert core.state is State.DISCONNECTING

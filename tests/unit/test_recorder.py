@@ -175,7 +175,9 @@ def test_a_hold_is_named_by_the_lease_and_the_rank(recorder: Recorder, sink: Lis
     """What P says of a lease that is over is the reason."""
     core = reading_core(recorder)
     start(core, clock)
-    core.handle(remote_engine.Connected(connection=1, ranks=2, is_builtin=False, life="a"), clock.ns)
+    core.handle(
+        remote_engine.Connected(connection=1, workers=("PP 0 TP 0", "PP 0 TP 1"), is_builtin=False, life="a"), clock.ns
+    )
     gone = remote_engine.HoldAnswered(connection=1, rank=1, sent_ns=clock.ns, held=(), gone=((LEASE, "expired"),))
     core.handle(gone, clock.ns)
     holds = [(each.subject, each.to_state, each.reason) for each in sink.records if each.machine == "hold"]
@@ -196,7 +198,7 @@ def test_until_when_blocks_are_kept_is_recorded_of_leases_and_of_what_is_proven_
     sink.records.clear()
     core = reading_core(recorder)
     start(core, clock)
-    core.handle(remote_engine.Connected(connection=1, ranks=1, is_builtin=False, life="a"), clock.ns)
+    core.handle(remote_engine.Connected(connection=1, workers=("PP 0 TP 0",), is_builtin=False, life="a"), clock.ns)
     held = ((LEASE, NS_PER_SECOND),)
     core.handle(remote_engine.HoldAnswered(connection=1, rank=0, sent_ns=clock.ns, held=held, gone=()), clock.ns)
     before, after = (each.kept_until_ns for each in sink.records if each.machine == "hold")

@@ -105,12 +105,13 @@ A, B, C = LeaseName("p-a", 1), LeaseName("p-b", 2), LeaseName("p-c", 3)
 OF_BUILTIN = LeaseName("p-a", 0)
 """A built-in engine numbers no lease."""
 ADDRESS = "host:1"
+WORKERS = tuple(f"PP 0 TP {8 + rank}" for rank in range(72))
 
 LOST = TransferError(peer="p", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
 REFUSED = TransferError(peer="p", operation="READ", error="INVALID_PARAM", transport_lost=False)
 SILENT = HandshakeTimeout(peer="p", address=ADDRESS, timeout_seconds=5.0)
 RESET = ControlLinkLost(peer="p", address=ADDRESS, detail="reset")
-UNANSWERED = PeerSilent(peer="p", address=ADDRESS, rank=0, waited_seconds=60.0)
+UNANSWERED = PeerSilent(peer="p", address=ADDRESS, worker=WORKERS[0], waited_seconds=60.0)
 NEVER_ENDED = ReadNeverEnded(peer="p", address=ADDRESS, waited_seconds=30.0)
 UNLIKE = Incompatible(
     peer="p", address=ADDRESS, field="dtype", local="float16", remote="bfloat16", advice="start it alike"
@@ -162,7 +163,7 @@ class Driver:
         return self.feed(Settled(request_id=request_id, lease=lease, address=ADDRESS))
 
     def connect(self, number: int = 1, ranks: int = 1, *, is_builtin: bool = False, life: str = "l1") -> list[Effect]:
-        return self.feed(Connected(connection=number, ranks=ranks, is_builtin=is_builtin, life=life))
+        return self.feed(Connected(connection=number, workers=WORKERS[:ranks], is_builtin=is_builtin, life=life))
 
     def resolve(self, request_id: str, reads: int = 1, number: int = 1) -> list[Effect]:
         return self.feed(BlocksResolved(request_id=request_id, connection=number, reads=reads))
@@ -657,11 +658,31 @@ def test_who_is_asked_nothing_may_be_silent() -> None:
     assert drive.state is peer.State.READY
 
 
-def test_each_rank_has_to_answer() -> None:
+def test_each_rank_has_to_answer_and_the_one_that_does_not_is_named() -> None:
+    """By what it is called on P: we may deal with the last of its ranks only."""
     drive = reading(ranks=2)
     drive.wait(59 * S)
-    drive.held(600 * S, rank=1)
+    drive.held(600 * S, rank=0)
     drive.wait(S)
+    assert drive.state is peer.State.DRAINING
+    assert drive.core.view().peer.failure == PeerSilent(
+        peer="p", address=ADDRESS, worker=WORKERS[1], waited_seconds=60.0
+    )
+
+
+@pytest.mark.parametrize("is_said", ["hold", "release"])
+def test_an_answer_that_waited_while_this_process_stood_still_is_heard_before_its_sender_is_suspected(
+    is_said: str,
+) -> None:
+    """After SIGSTOP, or a step that kept the interpreter, the timer is due before the socket is looked at."""
+    drive = reading()
+    drive.now_ns += 100 * S
+    drive.core.advance(drive.now_ns)
+    assert drive.state is peer.State.READY
+    drive.held(60 * S, B) if is_said == "hold" else drive.confirm(B)
+    drive.wait(30 * S)
+    assert drive.state is peer.State.READY
+    drive.wait(31 * S)
     assert drive.state is peer.State.DRAINING
 
 

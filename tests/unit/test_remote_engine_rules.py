@@ -66,6 +66,7 @@ LIMITS = EngineLimits(
     incompatible_ns=60_000 * MS,
     retries=1,
 )
+WORKERS = ("PP 0 TP 2", "PP 0 TP 3", "PP 1 TP 2", "PP 1 TP 3")
 A, B = LeaseName("a", 1), LeaseName("b", 2)
 OF_BUILTIN = LeaseName("a", 0)
 """A built-in engine numbers no lease."""
@@ -118,7 +119,9 @@ class Executor:
     def connect(self, life: str = "1") -> None:
         assert self.take(StartHandshake)
         self.connects += 1
-        self.feed(Connected(connection=self.connects, ranks=self.ranks, is_builtin=self.is_builtin, life=life))
+        self.feed(
+            Connected(connection=self.connects, workers=WORKERS[: self.ranks], is_builtin=self.is_builtin, life=life)
+        )
 
     def held(self, sent_ns: int, remaining_ns: int, *, rank: int = 0, connection: int | None = None) -> None:
         self.feed(

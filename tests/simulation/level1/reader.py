@@ -173,7 +173,7 @@ class Reader(Executor):
         self.deliver(
             core.Connected(
                 connection=connection.number,
-                ranks=len(connection.ranks),
+                workers=tuple(map(str, range(len(connection.ranks)))),
                 is_builtin=life.engine.is_builtin,
                 life=life.name,
             )

@@ -913,7 +913,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._say,
-                'self._timers.set(("answer", rank), now_ns + self._limits.lease_ns)',
+                'self._timers.set(("answer", rank), now_ns + self._limits.lease_ns - self._resend_ns)',
                 "pass",
             ),
         ),
@@ -926,10 +926,26 @@ PEERS = (
         name="silence begins anew with each question",
         rule="silence makes suspect",
         broken="each question that is asked again begins the wait for an answer anew",
-        changes=(Edit(RemoteEngine._say, ' and ("answer", rank) not in self._timers', ""),),
+        changes=(Edit(RemoteEngine._say, " and not self._expects_answer(rank)", ""),),
         place=ByTest(
             "tests/unit/test_remote_engine.py::"
             "test_an_engine_that_answers_nothing_for_the_length_of_a_lease_is_not_waited_for_until_the_deadline"
+        ),
+    ),
+    Mutant(
+        name="our own standstill is the silence of others",
+        rule="silence makes suspect",
+        broken="an engine is suspected for an answer that has come while this process stood still",
+        changes=(
+            Edit(
+                RemoteEngine._fire,
+                """self._timers.set(("silence", subject), now_ns + self._resend_ns)""",
+                """self._timers.set(("silence", subject), now_ns)""",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_an_answer_that_waited_while_this_process_stood_still_is_heard_"
+            "before_its_sender_is_suspected[hold]"
         ),
     ),
     Mutant(
@@ -939,7 +955,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._speak_to,
-                "for rank in range(self._ranks):\n        self._timers.cancel(",
+                "for rank in range(self._ranks):\n        self._has_answered(",
                 "for rank in range(self._ranks):\n        (",
             ),
         ),
@@ -952,7 +968,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._take_release_answer,
-                'self._timers.cancel(("answer", event.rank))',
+                "self._has_answered(event.rank)",
                 "pass",
             ),
         ),

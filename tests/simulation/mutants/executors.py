@@ -875,6 +875,16 @@ SCHEDULER = (
         place=ByTest(LOAD_FAILURES + "::test_who_has_blocks_is_served_while_a_failed_load_finds_too_few"),
     ),
     Mutant(
+        name="answers are lent back before those who find no room",
+        row=60,
+        broken="answers go on being lent back while a prompt does not fit beside those that are; it is never served",
+        changes=(Edit(ConnectorScheduler._may_lend_back, "if self._without_room:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_kept_blocks.py::"
+            "test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back"
+        ),
+    ),
+    Mutant(
         name="a load lets nobody pass",
         row=60,
         broken="a load of higher priority that finds too few blocks stands before those that they are kept for",

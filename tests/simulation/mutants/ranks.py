@@ -70,7 +70,13 @@ MUTANTS = (
         name="only who was read is told",
         row=59,
         broken="a rank that holds a replica which was read elsewhere never hears that its blocks may be freed",
-        changes=(Edit(Connections._open, "ranks=len(connection.ranks)", "ranks=len(connection.sources)"),),
+        changes=(
+            Edit(
+                Connections._open,
+                "remote.worker for remote in connection.ranks",
+                "remote.worker for remote in connection.ranks[: len(connection.sources)]",
+            ),
+        ),
         place=level2("handed back"),
     ),
     Mutant(
