@@ -20,6 +20,7 @@ from connector.observe.live import Address, engines_behind
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import ConnectionRefused, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.wire import control
 from connector.wire.administration import (
     DrainReport,
     Meet,
@@ -27,9 +28,8 @@ from connector.wire.administration import (
     decode_meet_report,
     decode_report,
     encode_drain,
-    encode_meet,
 )
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import ActorExtension, decode_advertisement, encode_request
 
 ASK_SECONDS = 5.0
@@ -120,7 +120,7 @@ async def require_administration(
     frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0), seconds)
     try:
         said = decode_advertisement(frames_untrusted)
-    except (BadFrame, DecodeFailed) as error:
+    except DecodeFailed as error:
         raise AdministrationError(f"what listens at {address} is not a NIXL connector: {error.detail}") from error
     if said.error is not None:
         raise AdministrationError(f"the engine at {address} serves no more: {said.error}")
@@ -147,7 +147,7 @@ async def _require_one_engine(address: Address, seconds: float) -> None:
 async def _ask(side_channel: SideChannel, address: Address, seconds: float) -> DrainReport:
     try:
         return decode_report(await _exchange(side_channel, address, encode_drain(), seconds))
-    except (BadFrame, DecodeFailed) as error:
+    except DecodeFailed as error:
         raise AdministrationError(f"the engine at {address}: {error.detail}") from error
 
 
@@ -182,7 +182,7 @@ async def _meet_on(
             link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
         with closing(link):
             while True:
-                link.send(encode_meet(Meet(places=tuple(places))))
+                link.send(control.encode_request(Meet(places=tuple(places))))
                 with trio.fail_after(seconds):
                     report = decode_meet_report(await link.receive())
                 is_over = all(row.state in FINAL_STATES for row in report.rows)
@@ -193,5 +193,5 @@ async def _meet_on(
         raise AdministrationError(
             f"rank {rank} of the engine at {address} did not answer at {where} within {seconds:g} s"
         ) from error
-    except (SideChannelError, BadFrame, DecodeFailed) as error:
+    except (SideChannelError, DecodeFailed) as error:
         raise AdministrationError(f"rank {rank} of the engine at {address}: {error}") from error

@@ -39,7 +39,8 @@ from connector.ports.side_channel import (
     SideChannelError,
 )
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.wire.bounded import HOST_LENGTH_MAX, BadFrame, DecodeFailed, lacks_brackets, shorten, split_address
+from connector.wire import control
+from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, lacks_brackets, shorten, split_address
 from connector.wire.handshake import (
     Advertisement,
     decode_advertisement,
@@ -61,7 +62,6 @@ from connector.wire.inspection import (
     RequestRow,
     What,
     decode_inspected,
-    encode_question,
 )
 
 ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
@@ -471,7 +471,7 @@ class Surveyor:
             return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.error}")
         except SideChannelError as error:
             return silent("HandshakeRefused", error.error)
-        except (BadFrame, DecodeFailed) as error:
+        except DecodeFailed as error:
             return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
         if first.error is not None:
             return silent("HandshakeRefused", first.error)
@@ -509,7 +509,7 @@ class Surveyor:
             try:
                 with trio.fail_at(deadline):
                     said = first if rank == wanted[0] else await self._advertisement(address, rank)
-            except (trio.TooSlowError, SideChannelError, BadFrame, DecodeFailed) as error:
+            except (trio.TooSlowError, SideChannelError, DecodeFailed) as error:
                 reports[rank] = RankReport(rank=rank, problem=f"its handshake: {error or 'no answer'}")
                 return
             reports[rank] = await self._ask_worker(address, rank, said, questions, deadline)
@@ -573,7 +573,7 @@ class Surveyor:
             problem = f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
         except (LinkLost, SideChannelError) as error:
             problem = f"{where} cannot be reached: {error.error}"
-        except (BadFrame, DecodeFailed) as error:
+        except DecodeFailed as error:
             problem = f"{where} sent what is no answer: {error.detail}"
         finally:
             if link is not None:
@@ -589,9 +589,9 @@ class Surveyor:
 
 
 async def _answer_to(question: Inspect, link: Link) -> Inspected:
-    """Ask until it is answered. Raises LinkLost, BadFrame and DecodeFailed."""
+    """Ask until it is answered. Raises LinkLost, DecodeFailed."""
     while True:
-        link.send(encode_question(question))
+        link.send(control.encode_request(question))
         with trio.move_on_after(ASK_AGAIN_SECONDS):
             while True:
                 answer = decode_inspected(await link.receive())

@@ -19,7 +19,7 @@ from connector.protocol import NotificationFailureNoted, PeerAddress
 from connector.runtime.context import ActorContext
 from connector.runtime.handshake import Connection, connect, disconnect
 from connector.wire import control
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import HandshakeError
 from statemachine import remote_engine as core
 from statemachine.failures import Failure, HandshakeRefused, TransferError
@@ -179,7 +179,7 @@ class Connections:
                     self._put(_event_of(answer, number, rank))
         except trio.ClosedResourceError:
             return  # it was torn down
-        except (SideChannelError, BadFrame, DecodeFailed) as error:
+        except (SideChannelError, DecodeFailed) as error:
             self._put(core.LinkLost(connection=number, detail=str(error)))
 
     async def _notify(self, number: int, rank: int, message: bytes) -> None:

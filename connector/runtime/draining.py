@@ -20,8 +20,9 @@ import trio
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.ports.side_channel import SideChannel, SideChannelError
-from connector.wire.administration import DrainReport, Leave, decode_leave_taken, encode_leave
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.administration import DrainReport, Leave, decode_leave_taken
+from connector.wire.bounded import DecodeFailed
+from connector.wire.control import encode_request
 from statemachine import draining as machine
 from statemachine.draining import Draining, State
 from statemachine.kernel import Effect, Event
@@ -130,9 +131,9 @@ class EngineDraining:
         try:
             with trio.fail_after(TELL_SECONDS), closing(await self._side_channel.open_link(host, port, key)) as link:
                 grace_ns = max(0, self.value.ends_ns - self._clock.now_ns())
-                link.send(encode_leave(Leave(grace_ns=grace_ns, secret=secret)))
+                link.send(encode_request(Leave(grace_ns=grace_ns, secret=secret)))
                 decode_leave_taken(await link.receive())
-        except (trio.TooSlowError, SideChannelError, BadFrame, DecodeFailed) as error:
+        except (trio.TooSlowError, SideChannelError, DecodeFailed) as error:
             detail = str(error) or f"no answer within {TELL_SECONDS:g} s"
             self._say(f"worker {number} at {host}:{port} could not be told that the engine drains: {detail}")
             self._step(machine.WorkerSilent(worker=number))

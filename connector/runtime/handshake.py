@@ -49,7 +49,7 @@ from connector.ports.side_channel import (
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
 from connector.runtime.reads import AgentOwner
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply, worker_name
 from connector.wire.handshake import encode_request as encode_metadata_request
@@ -425,13 +425,13 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
             link = await context.side_channel.open_link(host, port, facts.control_key)
             link.send(encode_request(probe))
             if not isinstance(decode_answer(await link.receive()), HoldAnswer):
-                raise BadFrame("not the answer to a hold")
+                raise DecodeFailed("not the answer to a hold")
     except BaseException as error:
         if link is not None:
             link.close()
         if isinstance(error, NotAllowed):
             raise _not_allowed(peer, error) from error
-        if isinstance(error, trio.TooSlowError | SideChannelError | BadFrame | DecodeFailed):
+        if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
             reason = said or f"nothing came within {timeout_seconds:g} s"
             detail = f"its control socket at {host}:{port} did not answer: {reason}"

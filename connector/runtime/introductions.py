@@ -19,7 +19,7 @@ from connector.config import ConnectorOptions
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
-from connector.wire.bounded import BadFrame, DecodeFailed, split_place
+from connector.wire.bounded import DecodeFailed, split_place
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
 from statemachine.introduction import IntroductionLimits
@@ -179,7 +179,7 @@ class Introductions:
                     return partial(failed, f"no answer within {self._timeout_seconds:g} s")
         except SideChannelError as error:
             return partial(failed, error.error)
-        except (BadFrame, DecodeFailed) as error:
+        except DecodeFailed as error:
             return partial(failed, f"what listens there is not a NIXL connector: {error.detail}")
         if said.error is not None:
             return partial(failed, said.error)

@@ -47,7 +47,7 @@ from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
 from connector.wire import notifications
 from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
@@ -210,7 +210,7 @@ class LeaseKeeper:
             control.charge(asked.reply_address, units_to_decode(asked.frames_untrusted), understood=False)
             try:
                 message = wire.decode_request(asked.frames_untrusted)
-            except (BadFrame, DecodeFailed) as error:
+            except DecodeFailed as error:
                 # No answer: there is none that such a sender would understand.
                 control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
                 malformed = MessageMalformed(sender="somebody who is connected", detail=error.detail)

@@ -23,7 +23,7 @@ from connector.ports.side_channel import Listener, SideChannel, units_to_send
 from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
 from connector.wire.administration import encode_report, is_drain
-from connector.wire.bounded import BadFrame
+from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import encode_error, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
@@ -144,7 +144,7 @@ class HandshakeListener:
             return None, encode_report(self._draining.report())
         try:
             wanted = parse_request(frames_untrusted)
-        except BadFrame as error:
+        except DecodeFailed as error:
             return error.detail, encode_error(error.detail)
         payload = self._payloads.get((wanted.pp_rank, wanted.tp_rank))
         if payload is None:

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, BadFrame, DecodeFailed, decode_msgpack, shorten
+from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, DecodeFailed, decode_frame, decode_msgpack, shorten
 
 ADMINISTRATION_VERSION = 1
 
@@ -125,10 +125,8 @@ def encode_drain() -> bytes:
 
 def is_drain(frames_untrusted: Sequence[bytes]) -> bool:
     """Whether a question on the side channel is that one."""
-    if len(frames_untrusted) != 1:
-        return False
     try:
-        return decode_msgpack(_request_decoder, frames_untrusted[0], bytes_max=64) == (_DRAIN_ENGINE,)
+        return decode_frame(_request_decoder, frames_untrusted, bytes_max=64) == (_DRAIN_ENGINE,)
     except DecodeFailed:
         return False
 
@@ -139,34 +137,20 @@ def encode_report(report: DrainReport) -> bytes:
 
 
 def decode_report(frames_untrusted: Sequence[bytes]) -> DrainReport:
-    """Read the answer. Raises BadFrame for a wrong number of frames or a refusal, DecodeFailed for anything else."""
+    """Read the answer. Raises DecodeFailed, for a refusal as well."""
     if len(frames_untrusted) != 2:
-        raise BadFrame(f"expected 2 frames, got {len(frames_untrusted)}")
+        raise DecodeFailed(f"expected 2 frames, got {len(frames_untrusted)}")
     reply = decode_msgpack(_reply_decoder, frames_untrusted[0], bytes_max=REPORT_BYTES_MAX)
     if reply.drain is None:
-        raise BadFrame(f"it does not drain: {shorten(reply.error or 'no reason is given')}")
+        raise DecodeFailed(f"it does not drain: {shorten(reply.error or 'no reason is given')}")
     return reply.drain
 
 
-def encode_leave(message: Leave) -> tuple[bytes]:
-    """The frames of the message to a worker."""
-    return (_encoder.encode(message),)
-
-
 def decode_leave_taken(frames_untrusted: Sequence[bytes]) -> LeaveTaken:
-    """Read a worker's answer. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    if len(frames_untrusted) != 1:
-        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
-    return decode_msgpack(_taken_decoder, frames_untrusted[0], bytes_max=1024)
-
-
-def encode_meet(message: Meet) -> tuple[bytes]:
-    """The frames of the message to a worker."""
-    return (_encoder.encode(message),)
+    """Read a worker's answer. Raises DecodeFailed."""
+    return decode_frame(_taken_decoder, frames_untrusted, bytes_max=1024)
 
 
 def decode_meet_report(frames_untrusted: Sequence[bytes]) -> MeetReport:
-    """Read a worker's answer. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    if len(frames_untrusted) != 1:
-        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
-    return decode_msgpack(_met_decoder, frames_untrusted[0], bytes_max=REPORT_BYTES_MAX)
+    """Read a worker's answer. Raises DecodeFailed."""
+    return decode_frame(_met_decoder, frames_untrusted, bytes_max=REPORT_BYTES_MAX)

@@ -12,7 +12,7 @@ the length that is announced before an element is looked at. A text needs none f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -72,15 +72,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class DecodeFailed(Exception):
-    """Bytes from outside are not what the wire format says. `detail` is bounded and fit for a log line."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail)
-        self.detail = detail
-
-
-class BadFrame(Exception):
-    """A message that is not one of ours. `detail` is bounded and fit for an error reply."""
+    """Bytes from outside are not what the wire format says. `detail` is bounded, and fit for a log line or a reply."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail)
@@ -107,6 +99,15 @@ def decode_msgpack(
         raise DecodeFailed(shorten(str(error), 200)) from None
     except RecursionError:
         raise DecodeFailed("nested too deeply") from None
+
+
+def decode_frame(
+    decoder: msgspec.msgpack.Decoder[_Decoded], frames_untrusted: Sequence[bytes], *, bytes_max: int
+) -> _Decoded:
+    """Decode a message, which is one frame of at most `bytes_max` bytes, or raise DecodeFailed."""
+    if len(frames_untrusted) != 1:
+        raise DecodeFailed(f"expected one frame, got {len(frames_untrusted)}")
+    return decode_msgpack(decoder, frames_untrusted[0], bytes_max=bytes_max)
 
 
 def require_beside(field: str, fields: Fields, bytes_all: int, bytes_max: int) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
-from connector.wire.bounded import IDENTIFIER_PATTERN, BadFrame, decode_msgpack, shorten
+from connector.wire.bounded import IDENTIFIER_PATTERN, decode_frame, decode_msgpack, shorten
 from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 
@@ -221,19 +221,13 @@ def gone_lease(lease: LeaseName, why: str) -> GoneLease:
 
 
 def decode_request(frames_untrusted: Sequence[bytes]) -> ControlRequest:
-    """Read what a D or a tool sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    return decode_msgpack(_request_decoder, _only(frames_untrusted), bytes_max=REQUEST_BYTES_MAX)
+    """Read what a D or a tool sent. Raises DecodeFailed."""
+    return decode_frame(_request_decoder, frames_untrusted, bytes_max=REQUEST_BYTES_MAX)
 
 
 def decode_answer(frames_untrusted: Sequence[bytes]) -> ControlAnswer:
-    """D: read what a P sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    return decode_msgpack(_answer_decoder, _only(frames_untrusted), bytes_max=ANSWER_BYTES_MAX)
-
-
-def _only(frames: Sequence[bytes]) -> bytes:
-    if len(frames) != 1:
-        raise BadFrame(f"expected one frame, got {len(frames)}")
-    return frames[0]
+    """D: read what a P sent. Raises DecodeFailed."""
+    return decode_frame(_answer_decoder, frames_untrusted, bytes_max=ANSWER_BYTES_MAX)
 
 
 def is_request_id(text: str) -> bool:

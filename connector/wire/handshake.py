@@ -28,9 +28,9 @@ from connector.wire.bounded import (
     HOST_LENGTH_MAX,
     HOST_PATTERN,
     IDENTIFIER_PATTERN,
-    BadFrame,
     DecodeFailed,
     Fields,
+    decode_frame,
     decode_msgpack,
     render_untrusted,
     require_beside,
@@ -166,25 +166,22 @@ def encode_request(pp_rank: int, tp_rank: int) -> bytes:
 
 
 def parse_request(frames_untrusted: Sequence[bytes]) -> MetadataRequest:
-    """Read a request frame, the current or the older form. Raises BadFrame."""
-    if len(frames_untrusted) != 1:
-        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
-    frame = frames_untrusted[0]
+    """Read a request frame, the current or the older form. Raises DecodeFailed."""
     try:
-        message, pp_rank, tp_rank = _decode_request(frame)
+        message, pp_rank, tp_rank = _decode_request(frames_untrusted)
     except DecodeFailed as error:
-        raise BadFrame(f"not a request for metadata: {error.detail}") from None
+        raise DecodeFailed(f"not a request for metadata: {error.detail}") from None
     if message != GET_METADATA:
-        raise BadFrame(f"unknown request {render_untrusted(message)}")
+        raise DecodeFailed(f"unknown request {render_untrusted(message)}")
     return MetadataRequest(pp_rank, tp_rank)
 
 
-def _decode_request(frame: bytes) -> tuple[bytes, int, int]:
+def _decode_request(frames: Sequence[bytes]) -> tuple[bytes, int, int]:
     try:
-        return decode_msgpack(_request_decoder, frame, bytes_max=REQUEST_BYTES_MAX)
+        return decode_frame(_request_decoder, frames, bytes_max=REQUEST_BYTES_MAX)
     except DecodeFailed as error:
         try:
-            message, tp_rank = decode_msgpack(_older_request_decoder, frame, bytes_max=REQUEST_BYTES_MAX)
+            message, tp_rank = decode_frame(_older_request_decoder, frames, bytes_max=REQUEST_BYTES_MAX)
         except DecodeFailed:
             raise error from None
         return message, 0, tp_rank
@@ -263,9 +260,9 @@ def decode_reply(
 
 
 def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
-    """Read an engine's reply, whoever it is. Raises BadFrame for a wrong number of frames, DecodeFailed otherwise."""
+    """Read an engine's reply, whoever it is. Raises DecodeFailed."""
     if len(frames_untrusted) != 2:
-        raise BadFrame(f"expected 2 frames, got {len(frames_untrusted)}")
+        raise DecodeFailed(f"expected 2 frames, got {len(frames_untrusted)}")
     payload = _decode_payload(frames_untrusted[0])
     agent_metadata = payload.agent_metadata_bytes
     return Advertisement(

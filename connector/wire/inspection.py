@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import BadFrame, decode_msgpack, shorten
+from connector.wire.bounded import decode_frame, shorten
 from statemachine.trace import TransitionRecord
 
 INSPECTION_VERSION = 1
@@ -381,13 +381,6 @@ def with_texts(record: TransitionRecord, values: dict[str, str | None]) -> Trans
 # --- the tool's side --------------------------------------------------------------------------------------------------
 
 
-def encode_question(question: Inspect) -> tuple[bytes]:
-    """The frames of a question."""
-    return (_encoder.encode(question),)
-
-
 def decode_inspected(frames_untrusted: Sequence[bytes]) -> Inspected:
-    """Read what a worker sent. Raises BadFrame for a wrong number of frames, DecodeFailed for anything else."""
-    if len(frames_untrusted) != 1:
-        raise BadFrame(f"expected one frame, got {len(frames_untrusted)}")
-    return decode_msgpack(_decoder, frames_untrusted[0], bytes_max=ANSWER_BYTES_MAX)
+    """Read what a worker sent. Raises DecodeFailed."""
+    return decode_frame(_decoder, frames_untrusted, bytes_max=ANSWER_BYTES_MAX)

@@ -19,9 +19,8 @@ from connector.wire.administration import (
     MeetReport,
     decode_leave_taken,
     decode_meet_report,
-    encode_leave,
-    encode_meet,
 )
+from connector.wire.control import encode_request
 from statemachine.failures import PeerLeaving
 from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_pull import run
@@ -36,7 +35,7 @@ async def leave(p: Engine, grace_seconds: float = 60.0) -> LeaveTaken:
     channel = ZmqSideChannel()
     try:
         with closing(await channel.open_link(HOST, p.control.port)) as link:
-            link.send(encode_leave(Leave(grace_ns=round(grace_seconds * 1e9), secret=LEAVE_SECRET)))
+            link.send(encode_request(Leave(grace_ns=round(grace_seconds * 1e9), secret=LEAVE_SECRET)))
             return decode_leave_taken(await link.receive())
     finally:
         channel.close()
@@ -47,7 +46,7 @@ async def meet(d: Engine, *places: str) -> MeetReport:
     channel = ZmqSideChannel()
     try:
         with closing(await channel.open_link(HOST, d.control.port)) as link:
-            link.send(encode_meet(Meet(places=places)))
+            link.send(encode_request(Meet(places=places)))
             return decode_meet_report(await link.receive())
     finally:
         channel.close()

@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
-from connector.wire.administration import MEET_PLACES_MAX, Meet, encode_meet
+from connector.wire.administration import MEET_PLACES_MAX, Meet
 from connector.wire.control import REQUEST_BYTES_MAX, AskSums, Hold, Release, encode_request
 from connector.wire.handshake import encode_request as encode_handshake
-from connector.wire.inspection import WHATS, Inspect, encode_question
+from connector.wire.inspection import WHATS, Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from tests.attack.zmtp import EMPTY, GREETING, HELLO, HELLO_BYTES, endless, frame, many_frames, message
 from tests.fuzz.mutations import mutate
@@ -265,7 +265,7 @@ def meet(choose: random.Random) -> bytes:
     """Places that are new each time; nobody listens there."""
     hosts = (f"127.{choose.randint(1, 250)}.{choose.randint(0, 250)}.1" for _ in range(MEET_PLACES_MAX))
     places = (f"{host}:{choose.randint(1, 1023)}" for host in hosts)
-    return message(*encode_meet(Meet(places=tuple(places))))
+    return message(*encode_request(Meet(places=tuple(places))))
 
 
 def ask_sums() -> bytes:
@@ -277,7 +277,7 @@ def release() -> bytes:
 
 
 def inspect(choose: random.Random) -> bytes:
-    return message(*encode_question(Inspect(number=1, what=choose.choice(WHATS), match=choose.choice(("", "no such")))))
+    return message(*encode_request(Inspect(number=1, what=choose.choice(WHATS), match=choose.choice(("", "no such")))))
 
 
 def garbage(choose: random.Random) -> bytes:

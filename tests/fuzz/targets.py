@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from connector.wire import administration, control, handshake, inspection, metadata, notifications, params
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import ActorExtension, HandshakeError
 from connector.wire.inspection import Inspect
 from connector.wire.params import ParamsError
@@ -243,7 +243,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "handshake-request",
             lambda data: handshake.parse_request((data,)),
-            (BadFrame,),
+            (DecodeFailed,),
             (handshake.encode_request(0, 1), msgspec.msgpack.encode((handshake.GET_METADATA, 3))),
         ),
         Target(
@@ -256,7 +256,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "handshake-advertisement",
             lambda data: handshake.decode_advertisement((data, _CLOCK)),
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             (_PAYLOAD, handshake.encode_error("no such rank")),
         ),
         Target(
@@ -268,13 +268,13 @@ TARGETS: dict[str, Target] = {
         Target(
             "control-request",
             _request,
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             tuple(control.encode_request(each)[0] for each in _OF_A_WORKER),
         ),
         Target(
             "control-answer",
             _answer,
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             tuple(
                 control.encode_answer(each)[0]
                 for each in (
@@ -290,7 +290,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "lending",
             _lend,
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             tuple(control.encode_request(each)[0] for each in _OF_A_WORKER),
         ),
         Target(
@@ -303,20 +303,20 @@ TARGETS: dict[str, Target] = {
         Target(
             "drain-report",
             lambda data: administration.decode_report((data, _CLOCK)),
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             (administration.encode_report(_REPORT), handshake.encode_error("it does not drain"), b"\x80"),
         ),
         Target(
             "leave-taken",
             _leave_taken,
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             control.encode_answer(administration.LeaveTaken(leases=3)),
         ),
-        Target("meet-report", _meet_report, (BadFrame, DecodeFailed), control.encode_answer(_MET)),
+        Target("meet-report", _meet_report, (DecodeFailed,), control.encode_answer(_MET)),
         Target(
             "inspected",
             lambda data: inspection.decode_inspected((data,)),
-            (BadFrame, DecodeFailed),
+            (DecodeFailed,),
             (_inspected(),),
         ),
         Target(

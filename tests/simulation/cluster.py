@@ -33,7 +33,7 @@ from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from connector.wire import control
-from connector.wire.administration import Meet, encode_meet
+from connector.wire.administration import Meet
 from connector.wire.notifications import encode_release
 from statemachine import request
 from statemachine.draining import State
@@ -571,7 +571,7 @@ class Cluster:
         if fault.at_seconds > 0.0:
             if told.has_died() or told.is_stopping:
                 return
-            meet = encode_meet(Meet(places=(prefill.process.place,)))
+            meet = control.encode_request(Meet(places=(prefill.process.place,)))
             for rank in told.ranks:
                 self._around.network.inject(rank.host, rank.control.port, meet)
         self._strike(fault)

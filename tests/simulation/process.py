@@ -39,7 +39,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire import control
 from connector.wire.administration import Leave
-from connector.wire.bounded import BadFrame, DecodeFailed
+from connector.wire.bounded import DecodeFailed
 from connector.wire.identity import KvIdentity
 from connector.worker.step_fence import StepFence
 from statemachine.draining import State
@@ -354,7 +354,7 @@ class Rank:
         """A message has arrived at the control socket: whether a lease may end depends on what P was told."""
         try:
             message = control.decode_request(frames)
-        except (BadFrame, DecodeFailed):
+        except DecodeFailed:
             return
         oracles, now_ns = self._around.oracles, self.clock.now_ns()
         if isinstance(message, Leave) and self._leaves_ns is None:

@@ -11,6 +11,7 @@ import trio
 
 from connector.ports.side_channel import SideChannelError
 from connector.runtime.inspector import QUEUED, UNMET
+from connector.wire.control import encode_request
 from connector.wire.inspection import (
     WHATS,
     AnyRow,
@@ -21,7 +22,6 @@ from connector.wire.inspection import (
     RecordRow,
     RequestRow,
     decode_inspected,
-    encode_question,
 )
 from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda
@@ -97,7 +97,7 @@ class InspectedCluster(Cluster):
                     link.send((nonsense,))
                 for question in questions:
                     asked_at = len(self._trace)
-                    link.send(encode_question(question))
+                    link.send(encode_request(question))
                     answer = decode_inspected(await link.receive())
                     if not rank.is_dead:
                         self._check(process, rank, question, answer, asked_at)

@@ -35,7 +35,7 @@ from connector.runtime.lease_keeper import (
     lending_limits,
 )
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
-from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken, encode_leave
+from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken
 from connector.wire.bounded import shorten
 from connector.wire.control import (
     REQUEST_BYTES_MAX,
@@ -54,7 +54,7 @@ from connector.wire.control import (
     encode_request,
     encode_sums,
 )
-from connector.wire.inspection import Inspect, encode_question
+from connector.wire.inspection import Inspect
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Event
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, Lease, LeaseName, State
@@ -641,7 +641,7 @@ def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> N
                 hold = Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,), hears_leaving=hears)
                 link.send(encode_request(hold))
                 assert isinstance(decode_answer(await link.receive()), HoldAnswer)
-            taken = decode_leave_taken(await decoder.ask_raw(encode_leave(Leave(grace_ns=7, secret=LEAVE_SECRET))))
+            taken = decode_leave_taken(await decoder.ask_raw(encode_request(Leave(grace_ns=7, secret=LEAVE_SECRET))))
             assert taken == LeaveTaken(leases=1)
             assert decode_answer(await links[0].receive()) == Leaving(grace_ns=7)
             for link in links:
@@ -677,7 +677,7 @@ def test_only_its_own_engine_has_a_worker_leave() -> None:
 
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
-        foreign = encode_leave(Leave(grace_ns=7, secret=bytes(16)))
+        foreign = encode_request(Leave(grace_ns=7, secret=bytes(16)))
         await unanswered(lambda: decoder.ask_raw(foreign), lambda: bool(rank.failures))
         assert (await decoder.hold(lease)).held
         assert rank.keeper.leaves_ns is None
@@ -835,7 +835,7 @@ def test_who_sends_pays_for_the_length_of_what_is_sent() -> None:
         await refused(rank, decoder, bytes(length))
         assert listener.take() == (MALFORMED_UNITS + length // DECODED_BYTES_PER_UNIT, False)
         (hold,) = encode_request(Hold(engine_id="d", rank=0, ranks=1, sent_ns=5, leases=(lease,)))
-        (question,) = encode_question(Inspect(number=1, what="leases"))  # for whose answer the inspector charges
+        (question,) = encode_request(Inspect(number=1, what="leases"))  # for whose answer the inspector charges
         for message, charged in ((hold, (MESSAGE_UNITS + 1, True)), (question, (0, False))):
             long = msgspec.msgpack.encode(msgspec.msgpack.decode(message) | {"later": bytes(length)})
             if message is hold:

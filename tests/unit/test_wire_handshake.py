@@ -16,7 +16,7 @@ from connector.layout.local import LocalRank
 from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.ports.zmq_bridge import REPLY_FRAME_BYTES_MAX
-from connector.wire.bounded import BadFrame, DecodeFailed, render_untrusted, shorten
+from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,
     EXTENSION_BYTES_MAX,
@@ -137,7 +137,7 @@ class TestRequest:
         ],
     )
     def test_bad_frames(self, frames: list[bytes]) -> None:
-        with pytest.raises(BadFrame) as caught:
+        with pytest.raises(DecodeFailed) as caught:
             parse_request(frames)
         assert len(caught.value.detail) < 300
 
@@ -146,7 +146,7 @@ class TestRequest:
     def test_any_bytes(self, frames: list[bytes]) -> None:
         try:
             parse_request(frames)
-        except BadFrame:
+        except DecodeFailed:
             return
         assert len(frames) == 1
 

@@ -32,8 +32,9 @@ from connector.protocol import (
 )
 from connector.runtime import handshake
 from connector.step_metadata import WorkerReport
-from connector.wire.administration import Meet, decode_meet_report, decode_report, encode_drain, encode_meet
-from connector.wire.inspection import Inspect, encode_question
+from connector.wire.administration import Meet, decode_meet_report, decode_report, encode_drain
+from connector.wire.control import encode_request
+from connector.wire.inspection import Inspect
 from statemachine.draining import State
 from statemachine.lease import LeaseName
 from tests.rig.pulls import one_group
@@ -454,7 +455,7 @@ class Scene(abc.ABC):
         with trio.move_on_after(seconds), contextlib.suppress(SideChannelError):  # or it has died
             link = await channel.open_link(rank.host, rank.control.port)
             for number, what in enumerate(whats):
-                link.send(encode_question(Inspect(number=number, what=what)))  # type: ignore[arg-type]
+                link.send(encode_request(Inspect(number=number, what=what)))  # type: ignore[arg-type]
             while True:
                 await link.receive()
 
@@ -464,7 +465,7 @@ class Scene(abc.ABC):
         for _ in range(20):
             with trio.move_on_after(0.1), contextlib.suppress(SideChannelError):
                 link = await channel.open_link(self.reader.host, self.reader.control.port)
-                link.send(encode_meet(Meet(places=tuple(places))))
+                link.send(encode_request(Meet(places=tuple(places))))
                 return {row.place: row.state for row in decode_meet_report(await link.receive()).rows}
         return {}
 

@@ -535,7 +535,7 @@ HANDSHAKE = (
             Edit(
                 handshake._open_link,
                 "if not isinstance(decode_answer(await link.receive()), HoldAnswer):\n"
-                '                raise BadFrame("not the answer to a hold")',
+                '                raise DecodeFailed("not the answer to a hold")',
                 "pass",
             ),
         ),
@@ -621,10 +621,7 @@ KEEPER = (
         name="bad frames end the control task's turn",
         row=38,
         broken="a frame that is no message raises in the task of the control socket",
-        changes=(
-            Set(lease_keeper, "BadFrame", NOT_AN_ERROR_OF_THE_PRODUCT),
-            Set(lease_keeper, "DecodeFailed", NOT_AN_ERROR_OF_THE_PRODUCT),
-        ),
+        changes=(Set(lease_keeper, "DecodeFailed", NOT_AN_ERROR_OF_THE_PRODUCT),),
         place=level2("health", *GARBAGE),
     ),
     Mutant(

@@ -458,7 +458,7 @@ MUTANTS = (
         name="bad frame kills the listener",
         row=38,
         broken="a malformed handshake request raises in the listener's loop",
-        changes=(Set(listener, "BadFrame", NOT_AN_ERROR_OF_THE_PRODUCT),),
+        changes=(Set(listener, "DecodeFailed", NOT_AN_ERROR_OF_THE_PRODUCT),),
         place=level2("health", *GARBAGE),
     ),
     Mutant(
