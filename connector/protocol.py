@@ -275,24 +275,10 @@ class TransferMeasured(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: int
 
 
-class HandshakeFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A handshake failed (counted once, however many requests waited for it)."""
+class Noted(msgspec.Struct, frozen=True, kw_only=True):
+    """Something has happened of which only the number is told. `figure`: one of `observe.catalogue.NOTED`."""
 
-
-class TransferFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A READ failed."""
-
-
-class NotificationFailureNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A notification could not be sent."""
-
-
-class LateNotificationNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank of a consumer says that it has read blocks whose lease had expired before."""
-
-
-class StrayReleaseNoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A consumer says that it has read blocks of which this engine knows nothing, or which it has not lent."""
+    figure: str
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -319,16 +305,4 @@ class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Outcome: TypeAlias = (
-    ReceiveEnded
-    | SendEnded
-    | QuarantineLifted
-    | TransferMeasured
-    | HandshakeFailureNoted
-    | TransferFailureNoted
-    | NotificationFailureNoted
-    | LateNotificationNoted
-    | StrayReleaseNoted
-    | SumsWanted
-    | WorkerStopped
-)
+Outcome: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | TransferMeasured | Noted | SumsWanted | WorkerStopped

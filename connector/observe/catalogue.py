@@ -143,6 +143,15 @@ EXPIRED_LEASES = "expired_leases"
 LATE_NOTIFICATIONS = "late_notifications"
 STRAY_NOTIFICATIONS = "stray_notifications"
 
+NOTED = (
+    FAILED_HANDSHAKES,  # each once, however many requests waited for it
+    FAILED_TRANSFERS,
+    FAILED_NOTIFICATIONS,  # those that could not be sent
+    LATE_NOTIFICATIONS,  # a rank of a consumer says that it has read blocks whose lease had expired before
+    STRAY_NOTIFICATIONS,  # or blocks of which this engine knows nothing, or which it has not lent
+)
+"""What is only counted, when it happens (`protocol.Noted`)."""
+
 TRANSPORT_FAILURES = (FAILED_TRANSFERS, FAILED_HANDSHAKES, FAILED_NOTIFICATIONS)
 """What the built-in connector calls a failed transfer: everything below the level of a request that went wrong."""
 

@@ -26,14 +26,11 @@ from connector.observe import catalogue
 from connector.observe.catalogue import (
     COMPLETED_RECEIVES,
     EXPIRED_LEASES,
-    FAILED_HANDSHAKES,
-    FAILED_NOTIFICATIONS,
     FAILED_RECEIVES,
-    FAILED_TRANSFERS,
     LATE_NOTIFICATIONS,
+    NOTED,
     POST_SECONDS,
     QUARANTINED_RECEIVES,
-    STRAY_NOTIFICATIONS,
     TRANSFER_BYTES,
     TRANSFER_DESCRIPTORS,
     TRANSFER_SECONDS,
@@ -41,14 +38,9 @@ from connector.observe.catalogue import (
     Metric,
 )
 from connector.protocol import (
-    HandshakeFailureNoted,
-    LateNotificationNoted,
-    NotificationFailureNoted,
     Outcome,
     ReceiveEnded,
     SendEnded,
-    StrayReleaseNoted,
-    TransferFailureNoted,
     TransferMeasured,
 )
 from connector.versions import NIXL, shown_version
@@ -60,30 +52,12 @@ MEBIBYTE = 2**20
 MEASURED = (TRANSFER_SECONDS, POST_SECONDS, TRANSFER_BYTES, TRANSFER_DESCRIPTORS)
 
 # Counted: one integer each.
-COUNTED = (
-    COMPLETED_RECEIVES,
-    QUARANTINED_RECEIVES,
-    FAILED_HANDSHAKES,
-    FAILED_TRANSFERS,
-    FAILED_NOTIFICATIONS,
-    EXPIRED_LEASES,
-    LATE_NOTIFICATIONS,
-    STRAY_NOTIFICATIONS,
-)
+COUNTED = (COMPLETED_RECEIVES, QUARANTINED_RECEIVES, EXPIRED_LEASES, *NOTED)
 
 # By key of a series (`Metric.key`): an integer, a list of values, the newest value.
 COUNTS = "counts"
 SAMPLES = "samples"
 GAUGES = "gauges"
-
-COUNTED_AS: dict[type[Outcome], str] = {
-    HandshakeFailureNoted: FAILED_HANDSHAKES,
-    TransferFailureNoted: FAILED_TRANSFERS,
-    NotificationFailureNoted: FAILED_NOTIFICATIONS,
-    LateNotificationNoted: LATE_NOTIFICATIONS,
-    StrayReleaseNoted: STRAY_NOTIFICATIONS,
-}
-"""Outcomes that say nothing but that they have happened."""
 
 
 class ConnectorStats(KVConnectorStats):
@@ -100,33 +74,25 @@ class ConnectorStats(KVConnectorStats):
         return cls(_nothing() | {key: data[key] for key in _LOGGED})
 
     def add(self, outcome: Outcome) -> None:
-        """Fold one outcome in."""
+        """Fold one outcome in, but for those that have methods of their own: what is only counted, and a receive that
+        has been loaded, which may still fail."""
         match outcome:
             case TransferMeasured():
                 self.data[TRANSFER_SECONDS].append(outcome.seconds_in_transport)
                 self.data[POST_SECONDS].append(outcome.seconds_to_post)
                 self.data[TRANSFER_BYTES].append(outcome.bytes)
                 self.data[TRANSFER_DESCRIPTORS].append(outcome.descriptors)
-            case ReceiveEnded():
-                self._add_receive(outcome)
+            case ReceiveEnded(failure=Failure() as failure, quarantined=is_quarantined):
+                self.count_failed(failure)
+                self.data[QUARANTINED_RECEIVES] += is_quarantined
             case SendEnded(expired=True):
                 self.data[EXPIRED_LEASES] += 1
             case _:
-                self.add_noted(type(outcome), 1)
+                pass
 
-    def add_noted(self, kind: type[Outcome], times: int) -> None:
-        """Fold in so many outcomes of one kind, if it is one of COUNTED_AS."""
-        key = COUNTED_AS.get(kind)
-        if key is not None:
-            self.data[key] += times
-
-    def _add_receive(self, ended: ReceiveEnded) -> None:
-        if ended.failure is None:
-            self.count_loaded(1)
-        else:
-            self.count_failed(ended.failure)
-        if ended.quarantined:
-            self.data[QUARANTINED_RECEIVES] += 1
+    def add_noted(self, figure: str, times: int) -> None:
+        """This has happened so many times."""
+        self.data[figure] += times
 
     def count_loaded(self, requests: int) -> None:
         """So many requests may be used."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import trio
 
+from connector.observe.catalogue import FAILED_NOTIFICATIONS
 from connector.ports.nixl import AgentName, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Link, SideChannelError
-from connector.protocol import NotificationFailureNoted, PeerAddress
+from connector.protocol import Noted, PeerAddress
 from connector.runtime.context import ActorContext
 from connector.runtime.handshake import Connection, connect, disconnect
 from connector.wire import control
@@ -189,7 +190,7 @@ class Connections:
         try:
             await self._context.reads.port.send_notification(connection.ranks[rank].agent, message)
         except NixlCallFailed as error:
-            self._context.emit(NotificationFailureNoted())
+            self._context.emit(Noted(figure=FAILED_NOTIFICATIONS))
             failure = TransferError(
                 peer=connection.peer.engine_id,
                 operation=error.operation,

@@ -30,17 +30,17 @@ import trio
 
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
+from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_NOTIFICATIONS
 from connector.observe.log import is_said
 from connector.ports.nixl import NotificationReceived
 from connector.ports.side_channel import Listener, units_to_decode, units_to_send
 from connector.protocol import (
-    LateNotificationNoted,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    Noted,
     Outcome,
     SendEnded,
-    StrayReleaseNoted,
 )
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
@@ -304,7 +304,7 @@ class LeaseKeeper:
                 self._watch_notifications(is_expected)
             case lending.NoteLateRelease(sender=sender, request_id=request_id, was_expired=was_expired):
                 self.late_releases += 1
-                self._emit(LateNotificationNoted() if was_expired else StrayReleaseNoted())
+                self._emit(Noted(figure=LATE_NOTIFICATIONS if was_expired else STRAY_NOTIFICATIONS))
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")

@@ -28,12 +28,13 @@ import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.layout.geometry import BlockIdError
+from connector.observe.catalogue import FAILED_HANDSHAKES
 from connector.observe.log import WAIT_SAID_AFTER_SECONDS, EventLog, describe_wait
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
-    HandshakeFailureNoted,
     MeetPeer,
+    Noted,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
@@ -556,7 +557,7 @@ class PeerActor:
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
-        self._context.emit(HandshakeFailureNoted())
+        self._context.emit(Noted(figure=FAILED_HANDSHAKES))
 
     def _note_leaving(self, effect: core.NoteLeaving) -> None:
         if self._context.event_log is not None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from connector.clock import Clock
+from connector.observe.catalogue import FAILED_TRANSFERS
 from connector.ports import nixl
 from connector.ports.nixl import (
     AgentName,
@@ -39,7 +40,7 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-from connector.protocol import Outcome, TransferFailureNoted, TransferMeasured
+from connector.protocol import Noted, Outcome, TransferMeasured
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
@@ -330,7 +331,7 @@ class Reads:
         failure = None
         if error is not None:
             failure = TransferError(peer=order.peer, operation=operation, error=error, transport_lost=lost)
-            self._emit(TransferFailureNoted())
+            self._emit(Noted(figure=FAILED_TRANSFERS))
         ended = ReadEnded(
             request_id=order.request_id,
             read=order.read,

@@ -23,12 +23,14 @@ from typing import ParamSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
+from connector.observe.catalogue import NOTED
 from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
-from connector.observe.stats import COUNTED_AS, ConnectorStats
+from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
     LeaseGranted,
+    Noted,
     Outcome,
     QuarantineLifted,
     ReceiveEnded,
@@ -65,7 +67,7 @@ class TransferLedger:
         # How often each of those has come that are only counted, and what of that was taken: they are not kept, for
         # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts; the
         # engine thread takes.
-        self._noted: dict[type[Outcome], int] = dict.fromkeys(COUNTED_AS, 0)
+        self._noted = dict.fromkeys(NOTED, 0)
         self._noted_taken = self._noted.copy()
         self._stats = ConnectorStats()
         self._crashes = CrashCount()
@@ -137,8 +139,8 @@ class TransferLedger:
     def record(self, outcome: Outcome) -> None:
         """Something has ended. It is told with the next `take_results`. Any thread, but for what is only counted: the
         trio thread."""
-        if type(outcome) in COUNTED_AS:
-            self._noted[type(outcome)] += 1
+        if isinstance(outcome, Noted):
+            self._noted[outcome.figure] += 1
         else:
             self._outcomes.append(outcome)
 
@@ -240,9 +242,9 @@ class TransferLedger:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _take_noted(self) -> None:
-        for kind, times in self._noted.items():
-            self._count(self._stats.add_noted, kind, times - self._noted_taken[kind])
-            self._noted_taken[kind] = times
+        for figure, times in self._noted.items():
+            self._count(self._stats.add_noted, figure, times - self._noted_taken[figure])
+            self._noted_taken[figure] = times
 
     def _count(self, count: Callable[_Figures, None], *figures: _Figures.args, **named: _Figures.kwargs) -> None:
         try:

@@ -7,8 +7,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.catalogue import FAILED_NOTIFICATIONS
-from connector.observe.stats import ConnectorStats
 from connector.ports.nixl import NixlCallFailed
+from connector.protocol import Noted
 from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, Engine, answer_as_builtin, engine, lend_by_all, until
 from tests.actors.test_peers import nobody, reads
 from tests.actors.test_pull import run
@@ -106,7 +106,4 @@ def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytes
 
 def failed_notifications(rank: Engine) -> int:
     """As vLLM is told."""
-    stats = ConnectorStats()
-    for outcome in rank.outcomes:
-        stats.add(outcome)
-    return int(stats.data[FAILED_NOTIFICATIONS])
+    return rank.outcomes.count(Noted(figure=FAILED_NOTIFICATIONS))

@@ -14,16 +14,16 @@ import trio.testing
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
+from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_NOTIFICATIONS
 from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.protocol import (
-    LateNotificationNoted,
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    Noted,
     Outcome,
     SendEnded,
-    StrayReleaseNoted,
 )
 from connector.runtime import lease_keeper
 from connector.runtime.lease_keeper import (
@@ -147,10 +147,10 @@ class Rank:
         return sum(event == "Renewed" for _, event, _ in self.steps)
 
     def stray(self) -> int:
-        return sum(isinstance(each, StrayReleaseNoted) for each in self.outcomes)
+        return self.outcomes.count(Noted(figure=STRAY_NOTIFICATIONS))
 
     def late(self) -> int:
-        return sum(isinstance(each, LateNotificationNoted) for each in self.outcomes)
+        return self.outcomes.count(Noted(figure=LATE_NOTIFICATIONS))
 
 
 @asynccontextmanager

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
 from connector.clock import to_ns
-from connector.observe.stats import COUNTED_AS, ConnectorStats
+from connector.observe.catalogue import NOTED, STRAY_NOTIFICATIONS
+from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     LeaseGranted,
     Memory,
+    Noted,
     Outcome,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
     SendEnded,
-    StrayReleaseNoted,
     SumsWanted,
     TrackLease,
     WorkerStopped,
@@ -76,7 +76,7 @@ def test_a_figure_is_not_worth_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(ConnectorStats, fold, fail)
     book.enter(pull("a", [1]))
     book.record(ended("a", [1]))
-    book.record(StrayReleaseNoted())
+    book.record(Noted(figure=STRAY_NOTIFICATIONS))
     results = book.take_results()
     (loaded,) = book.take_loaded()
     book.end_loaded(set(), {loaded.request_id: PackingFailed(error="no room")}, results)
@@ -262,15 +262,15 @@ def test_actors_that_have_stopped_by_themselves_are_reported_too() -> None:
     assert book.take_report() is None
 
 
-@pytest.mark.parametrize("kind", COUNTED_AS, ids=lambda kind: kind.__name__)
-def test_an_idle_engine_keeps_nothing_of_what_is_only_counted(kind: Callable[[], Outcome]) -> None:
+@pytest.mark.parametrize("figure", NOTED)
+def test_an_idle_engine_keeps_nothing_of_what_is_only_counted(figure: str) -> None:
     """It takes no results, and strangers may go on for days."""
     book, _ = ledger()
 
     def note(times: int) -> int:
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(times):
-            book.record(kind())
+            book.record(Noted(figure=figure))
         return tracemalloc.get_traced_memory()[0] - before
 
     tracemalloc.start()
@@ -282,14 +282,14 @@ def test_an_idle_engine_keeps_nothing_of_what_is_only_counted(kind: Callable[[],
     book.take_results()
     stats = book.take_stats()
     assert stats is not None
-    assert stats.data[COUNTED_AS[kind]] == 10_300
+    assert stats.data[figure] == 10_300
     book.take_results()
     assert book.take_stats() is None
-    book.record(kind())
+    book.record(Noted(figure=figure))
     book.take_results()
     stats = book.take_stats()
     assert stats is not None
-    assert stats.data[COUNTED_AS[kind]] == 1
+    assert stats.data[figure] == 1
 
 
 def test_what_is_to_be_summed_is_taken_once_and_is_no_result() -> None:

@@ -32,16 +32,12 @@ from connector.clock import BootClock, Clock, to_ns
 from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.protocol import (
-    HandshakeFailureNoted,
-    LateNotificationNoted,
-    NotificationFailureNoted,
+    Noted,
     Outcome,
     QuarantineLifted,
     ReceiveEnded,
     SendEnded,
-    StrayReleaseNoted,
     SumsWanted,
-    TransferFailureNoted,
     TransferMeasured,
     WorkerStopped,
 )
@@ -79,11 +75,11 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
     (received(NOT_PROVEN), {"failed_receives": {"LeaseNotProven": 1}}),
     (received(STUCK, quarantined=True), {"failed_receives": {"Quarantined": 1}, "quarantined_receives": 1}),
     (SendEnded(request_id="r", expired=True), {"expired_leases": 1}),
-    (HandshakeFailureNoted(), {"failed_handshakes": 1}),
-    (TransferFailureNoted(), {"failed_transfers": 1}),
-    (NotificationFailureNoted(), {"failed_notifications": 1}),
-    (LateNotificationNoted(), {"late_notifications": 1}),
-    (StrayReleaseNoted(), {"stray_notifications": 1}),
+    (Noted(figure=catalogue.FAILED_HANDSHAKES), {"failed_handshakes": 1}),
+    (Noted(figure=catalogue.FAILED_TRANSFERS), {"failed_transfers": 1}),
+    (Noted(figure=catalogue.FAILED_NOTIFICATIONS), {"failed_notifications": 1}),
+    (Noted(figure=catalogue.LATE_NOTIFICATIONS), {"late_notifications": 1}),
+    (Noted(figure=catalogue.STRAY_NOTIFICATIONS), {"stray_notifications": 1}),
     (
         measured(),
         {
@@ -100,10 +96,21 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
 EVERYTHING = [outcome for outcome, _ in COUNTED_IN]
 
 
+def add_to(stats: ConnectorStats, outcome: Outcome) -> None:
+    """As the worker's ledger does."""
+    match outcome:
+        case Noted(figure=figure):
+            stats.add_noted(figure, 1)
+        case ReceiveEnded(failure=None):
+            stats.count_loaded(1)
+        case _:
+            stats.add(outcome)
+
+
 def stats_of(*outcomes: Outcome) -> ConnectorStats:
     stats = ConnectorStats()
     for outcome in outcomes:
-        stats.add(outcome)
+        add_to(stats, outcome)
     return stats
 
 
@@ -260,7 +267,7 @@ def test_shared_figures_of_the_periodic_line_agree_with_the_built_in_connector()
     builtin.record_kv_expired_req()
     ours = stats_of(
         *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS),
-        HandshakeFailureNoted(),
+        Noted(figure=catalogue.FAILED_HANDSHAKES),
         SendEnded(request_id="r", expired=True),
     ).reduce()
     expected = builtin.reduce()
@@ -322,17 +329,17 @@ def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -
     for seconds, mebibytes, descriptors in TRANSFERS:
         builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
     failures: list[tuple[int, Any, Outcome]] = [
-        (2, builtin.record_failed_transfer, TransferFailureNoted()),
-        (3, builtin.record_failed_notification, NotificationFailureNoted()),
-        (4, builtin.record_failed_handshake, HandshakeFailureNoted()),
+        (2, builtin.record_failed_transfer, Noted(figure=catalogue.FAILED_TRANSFERS)),
+        (3, builtin.record_failed_notification, Noted(figure=catalogue.FAILED_NOTIFICATIONS)),
+        (4, builtin.record_failed_handshake, Noted(figure=catalogue.FAILED_HANDSHAKES)),
         (5, builtin.record_kv_expired_req, SendEnded(request_id="r", expired=True)),
-        (6, builtin.record_notification_after_expiry, LateNotificationNoted()),
+        (6, builtin.record_notification_after_expiry, Noted(figure=catalogue.LATE_NOTIFICATIONS)),
     ]
     ours = stats_of(*(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS))
     for times, record, outcome in failures:
         for _ in range(times):
             record()
-            ours.add(outcome)
+            add_to(ours, outcome)
     builtin_metrics.observe(builtin.data)
     metrics.observe(across_processes(ours))
 
@@ -370,7 +377,11 @@ def test_ended_requests_are_counted_by_kind_and_per_engine() -> None:
 
 def test_failed_handshakes_and_reads_are_told_apart() -> None:
     registry = CollectorRegistry()
-    stats = stats_of(HandshakeFailureNoted(), TransferFailureNoted(), TransferFailureNoted())
+    stats = stats_of(
+        Noted(figure=catalogue.FAILED_HANDSHAKES),
+        Noted(figure=catalogue.FAILED_TRANSFERS),
+        Noted(figure=catalogue.FAILED_TRANSFERS),
+    )
     our_prometheus(registry).observe(across_processes(stats))
     assert value(registry, "vllm:nixl_actor_failed_handshakes_total") == 1
     assert value(registry, "vllm:nixl_actor_failed_reads_total") == 2
