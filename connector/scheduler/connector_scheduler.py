@@ -1005,7 +1005,7 @@ class ConnectorScheduler:
         far_ends = self._far_ends.lend(request.request_id, tokens)
         lent = [group.lend(block_ids[group.group_id], tokens, far_ends.get(group.group_id)) for group in self._groups]
         pairs = zip(self._groups, lent, strict=True)
-        firsts = [] if self._keeps_all_tokens else [group.first_token(table, tokens) for group, table in pairs]
+        firsts = () if self._keeps_all_tokens else tuple(group.first_token(table, tokens) for group, table in pairs)
         blocks = sum(map(len, lent))
         self._commands.append(
             LeaseGranted(
@@ -1019,22 +1019,22 @@ class ConnectorScheduler:
         self._figures.grant(request.request_id, blocks, tokens)
         if not is_for_decode:
             self._kept.lend_back(request.request_id, lent)
-        return build_remote_prefill(
+        remote = RemotePrefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,
             host=self._told_host,
             port=self._port,
-            block_ids=lent,
+            block_ids=tuple(map(tuple, lent)),
             tp_size=self._tp_size,
             dcp_size=self._dcp_size,
             pp_size=self._pp_size,
             num_tokens=tokens,
             lease_number=lease.number,
-            expires_seconds=expires_seconds,
-            prefix_digests=digests,
+            prefix_digests=tuple(digests),
             first_tokens=firsts,
-            keys=self._key_file.keys if self._key_file is not None else None,
         )
+        keys = self._key_file.keys if self._key_file is not None else None
+        return build_remote_prefill(remote, expires_seconds=expires_seconds, keys=keys)
 
     def _keep_quarantined(self, report: WorkerReport) -> None:
         if report.quarantined:

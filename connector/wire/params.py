@@ -21,7 +21,6 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -199,23 +198,11 @@ def require_genuine(
 
 
 def build_remote_prefill(
-    *,
-    engine_id: str,
-    request_id: str,
-    host: str,
-    port: int,
-    block_ids: Sequence[Sequence[int]],
-    tp_size: int,
-    num_tokens: int,
-    lease_number: int,
-    dcp_size: int = 1,
-    pp_size: int = 1,
-    expires_seconds: float | None = None,
-    prefix_digests: Sequence[tuple[int, str]] = (),
-    first_tokens: Sequence[int] = (),
-    keys: ParamsKeys | None = None,
+    remote: RemotePrefill, *, expires_seconds: float | None = None, keys: ParamsKeys | None = None
 ) -> dict[str, Any]:
     """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
+
+    `remote`: where they lie; it carries no signature yet.
 
     `expires_seconds` None: P lends to D, which reads the whole prompt. Otherwise D lends to P, for the next prompt of
     the conversation; it is the end of the lease by the clock that the listener tells (`time.perf_counter`), in seconds.
@@ -225,44 +212,29 @@ def build_remote_prefill(
     `keys`: to sign with; None: not signed.
     """
     lends_back = expires_seconds is not None
-    digests = tuple(prefix_digests)
-    firsts = tuple(first_tokens)
-    signature: str | None = None
-    if keys is not None:
-        remote = RemotePrefill(
-            engine_id=engine_id,
-            request_id=request_id,
-            host=host,
-            port=port,
-            block_ids=tuple(map(tuple, block_ids)),
-            tp_size=tp_size,
-            dcp_size=dcp_size,
-            pp_size=pp_size,
-            num_tokens=num_tokens,
-            lease_number=lease_number,
-            prefix_digests=digests,
-            first_tokens=firsts,
-        )
-        signature = keys.sign(remote, lends_back=lends_back)
-    return {
+    made = {
         "do_remote_prefill": not lends_back,
         "do_remote_decode": lends_back,
-        "remote_block_ids": [list(group) for group in block_ids],
-        "remote_engine_id": engine_id,
-        "remote_request_id": request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": tp_size,
-        "dcp_size": dcp_size,
-        "pp_size": pp_size,
-        "remote_num_tokens": num_tokens,
+        "remote_block_ids": [list(group) for group in remote.block_ids],
+        "remote_engine_id": remote.engine_id,
+        "remote_request_id": remote.request_id,
+        "remote_host": remote.host,
+        "remote_port": remote.port,
+        "tp_size": remote.tp_size,
+        "dcp_size": remote.dcp_size,
+        "pp_size": remote.pp_size,
+        "remote_num_tokens": remote.num_tokens,
         "remote_blocks_expiry_time": expires_seconds,
         "transfer_mode": "pull",
-        "lease_number": lease_number,
-        "prefix_digests": [list(each) for each in digests],
-        **({"first_tokens": list(firsts)} if firsts else {}),
-        **({"signature": signature, "signed_host": host} if signature is not None else {}),
+        "lease_number": remote.lease_number,
+        "prefix_digests": [list(each) for each in remote.prefix_digests],
     }
+    if remote.first_tokens:
+        made["first_tokens"] = list(remote.first_tokens)
+    if keys is not None:
+        made["signature"] = keys.sign(remote, lends_back=lends_back)
+        made["signed_host"] = remote.host
+    return made
 
 
 class _WireField(msgspec.Struct, frozen=True):

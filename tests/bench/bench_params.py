@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from connector.key_files import ParamsKeyFile
 from connector.scheduler.prefix_digest import prompt_digests
-from connector.wire.params import build_remote_prefill, parse_remote_prefill, require_genuine
+from connector.wire.params import RemotePrefill, build_remote_prefill, parse_remote_prefill, require_genuine
 from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
 
 BLOCKS = (8, 128, 1024, 8192)
@@ -33,18 +33,18 @@ KEYS = ParamsKeys((ParamsKey("2026-01", bytes(range(32))),))
 
 
 def build(blocks: int, keys: ParamsKeys | None) -> dict[str, Any]:
-    return build_remote_prefill(
+    lent = RemotePrefill(
         engine_id="c3a1d5de-4d5c-4f5c-9c43-2d3a1f7a5b10",
         request_id="cmpl-3f0a4b0d5f9e4c8e8d7a-0-9b1c",
         host="10.11.12.13",
         port=5600,
-        block_ids=[list(range(blocks))],
+        block_ids=(tuple(range(blocks)),),
         tp_size=8,
         num_tokens=16 * blocks,
         lease_number=2**47 + 1,
-        prefix_digests=[(16 * blocks, "0" * 32)],
-        keys=keys,
+        prefix_digests=((16 * blocks, "0" * 32),),
     )
+    return build_remote_prefill(lent, keys=keys)
 
 
 def fastest_us(run: Callable[[], object]) -> float:

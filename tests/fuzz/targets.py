@@ -178,27 +178,31 @@ def _meet_report(data: bytes) -> object:
 # --- kv_transfer_params -----------------------------------------------------------------------------------------------
 
 _PARAMS = params.build_remote_prefill(
-    engine_id="prefill",
-    request_id="cmpl-1",
-    host="10.0.0.1",
-    port=5600,
-    block_ids=[[1, 2, 3], [4]],
-    tp_size=2,
-    num_tokens=50,
-    lease_number=7,
+    params.RemotePrefill(
+        engine_id="prefill",
+        request_id="cmpl-1",
+        host="10.0.0.1",
+        port=5600,
+        block_ids=((1, 2, 3), (4,)),
+        tp_size=2,
+        num_tokens=50,
+        lease_number=7,
+    )
 )
 _LENT_BACK = params.build_remote_prefill(
-    engine_id="decode",
-    request_id="cmpl-2",
-    host="d.local",
-    port=5600,
-    block_ids=[[1]],
-    tp_size=1,
-    num_tokens=16,
-    lease_number=1,
+    params.RemotePrefill(
+        engine_id="decode",
+        request_id="cmpl-2",
+        host="d.local",
+        port=5600,
+        block_ids=((1,),),
+        tp_size=1,
+        num_tokens=16,
+        lease_number=1,
+        prefix_digests=((16, "abc"),),
+        first_tokens=(0,),
+    ),
     expires_seconds=1.5,
-    prefix_digests=[(16, "abc")],
-    first_tokens=[0],
 )
 
 
@@ -218,14 +222,16 @@ _KEYS = ParamsKeys((ParamsKey("new", b"x" * 32), ParamsKey("old", b"y" * 32)))
 
 
 _SIGNED = params.build_remote_prefill(
-    engine_id="prefill",
-    request_id="cmpl-1",
-    host="10.0.0.1",
-    port=5600,
-    block_ids=[[1, 2, 3]],
-    tp_size=1,
-    num_tokens=48,
-    lease_number=7,
+    params.RemotePrefill(
+        engine_id="prefill",
+        request_id="cmpl-1",
+        host="10.0.0.1",
+        port=5600,
+        block_ids=((1, 2, 3),),
+        tp_size=1,
+        num_tokens=48,
+        lease_number=7,
+    ),
     keys=_KEYS,
 )
 

@@ -27,7 +27,7 @@ from connector.wire.handshake import (
     parse_request,
 )
 from connector.wire.metadata import AgentMetadata, decode_agent_metadata, encode_agent_metadata
-from connector.wire.params import ParamsKind, build_remote_prefill, classify
+from connector.wire.params import ParamsKind, RemotePrefill, build_remote_prefill, classify
 from connector.worker.compatibility_hash import compatibility_hash
 from tests.rig.facts import facts
 from tests.unit.vllm_setup import engine_config, layer_name, write_model
@@ -147,16 +147,17 @@ def test_clock_frame_is_what_the_builtin_consumer_reads() -> None:
 
 
 def test_builtin_consumer_accepts_our_params() -> None:
-    params = build_remote_prefill(
+    lent = RemotePrefill(
         engine_id="engine",
         request_id="request",
         host="127.0.0.1",
         port=5600,
-        block_ids=[[1, 2, 3]],
+        block_ids=((1, 2, 3),),
         tp_size=2,
         num_tokens=130,
         lease_number=2**63 - 1,
     )
+    params = build_remote_prefill(lent)
     assert classify(params) is ParamsKind.REMOTE_PREFILL
     metadata = NixlConnectorMetadata()
     metadata.add_new_req_to_recv("local", ([7, 8, 9],), params)

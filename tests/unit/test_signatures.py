@@ -72,9 +72,7 @@ CHANGED: dict[str, Any] = {
 
 def params(*, keys: ParamsKeys | None = KEYS, lends_back: bool = False) -> dict[str, Any]:
     """As they come out of a router."""
-    not_said = ("signature", "signed_host")
-    fields = {name: value for name, value in msgspec.structs.asdict(LENT).items() if name not in not_said}
-    made = build_remote_prefill(**fields, expires_seconds=7.5 if lends_back else None, keys=keys)
+    made = build_remote_prefill(LENT, expires_seconds=7.5 if lends_back else None, keys=keys)
     returned: dict[str, Any] = json.loads(json.dumps(made))
     return returned
 

@@ -22,16 +22,17 @@ from connector.wire.params import (
 from tests.unit.numbers_as_floats import as_floats
 from tests.unit.properties import on_any_machine
 
-VALID: dict[str, Any] = build_remote_prefill(
+LENT = RemotePrefill(
     engine_id="engine-1",
     request_id="cmpl-a:b-0",
     host="10.0.0.1",
     port=5600,
-    block_ids=[[3, 1, 4], [1]],
+    block_ids=((3, 1, 4), (1,)),
     tp_size=2,
     num_tokens=200,
     lease_number=7,
 )
+VALID = build_remote_prefill(LENT)
 
 REQUIRED = ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
 
@@ -45,17 +46,7 @@ def _failure(raw: Any, limits: ParamLimits | None = None) -> Any:
 
 
 def test_round_trip_through_json() -> None:
-    parsed = parse_remote_prefill(json.loads(json.dumps(VALID)))
-    assert parsed == RemotePrefill(
-        engine_id="engine-1",
-        request_id="cmpl-a:b-0",
-        host="10.0.0.1",
-        port=5600,
-        block_ids=((3, 1, 4), (1,)),
-        tp_size=2,
-        num_tokens=200,
-        lease_number=7,
-    )
+    assert parse_remote_prefill(json.loads(json.dumps(VALID))) == LENT
 
 
 def test_integers_may_come_as_floats() -> None:

@@ -26,7 +26,7 @@ from connector.scheduler.prefix_digest import prefix_digests, prompt_digests
 from connector.wire import administration, control, handshake, inspection, notifications
 from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.metadata import AgentMetadata, decode_agent_metadata, encode_agent_metadata
-from connector.wire.params import build_remote_prefill, parse_remote_prefill, require_genuine
+from connector.wire.params import RemotePrefill, build_remote_prefill, parse_remote_prefill, require_genuine
 from connector.wire.signatures import parse_keys
 from connector.worker.block_sums import BlockSums
 from connector.worker.weights import fingerprint_of
@@ -70,19 +70,18 @@ IDENTITY = KvIdentity(
     group_tokens=(16,),
 )
 RECORD = TransitionRecord(1, 2.5, 3, "p", 0, "kv_producer", "lease", "p-1", "computing", "Granted", "held", blocks=4)
-REMOTE: dict[str, Any] = {
-    "engine_id": "p",
-    "request_id": "p-1",
-    "host": "10.0.0.1",
-    "port": 5600,
-    "block_ids": [[3, 4], [9]],
-    "tp_size": 2,
-    "num_tokens": 20,
-    "lease_number": 7,
-    "prefix_digests": [(20, "0123")],
-    "first_tokens": [0, 4],
-    "keys": KEYS,
-}
+REMOTE = RemotePrefill(
+    engine_id="p",
+    request_id="p-1",
+    host="10.0.0.1",
+    port=5600,
+    block_ids=((3, 4), (9,)),
+    tp_size=2,
+    num_tokens=20,
+    lease_number=7,
+    prefix_digests=((20, "0123"),),
+    first_tokens=(0, 4),
+)
 
 
 class Message(NamedTuple):
@@ -258,7 +257,7 @@ def test_texts_are_those_of_version_0_1(name: str) -> None:
 @pytest.mark.parametrize("lends_back", [False, True])
 def test_parameters_and_their_signatures_are_those_of_version_0_1(lends_back: bool) -> None:
     old = msgspec.json.decode(lines()["parameters of D" if lends_back else "parameters of P"])
-    new = build_remote_prefill(**REMOTE, expires_seconds=12.5 if lends_back else None)
+    new = build_remote_prefill(REMOTE, expires_seconds=12.5 if lends_back else None, keys=KEYS)
     assert is_in(old, msgspec.json.decode(msgspec.json.encode(new)))
     remote = parse_remote_prefill(old | ADDED)
     assert remote == parse_remote_prefill(new)
@@ -325,7 +324,7 @@ def test_checksums_of_blocks_are_those_of_version_0_1() -> None:
 def _missing() -> dict[str, bytes]:
     said = {name: message.encode(message.meant) for name, message in MESSAGES.items()} | TEXTS
     for name, expires in (("parameters of P", None), ("parameters of D", 12.5)):
-        said[name] = msgspec.json.encode(build_remote_prefill(**REMOTE, expires_seconds=expires))
+        said[name] = msgspec.json.encode(build_remote_prefill(REMOTE, expires_seconds=expires, keys=KEYS))
     there = lines() if LINES.exists() else {}
     return {name: frame for name, frame in said.items() if name not in there}
 
