@@ -16,10 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from connector.observe.spans import PullTimes
 from connector.protocol import Command
-from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension
-from connector.wire.identity import KvIdentity
-from connector.wire.inspection import INSPECTION_VERSION
 
 
 @dataclass
@@ -35,44 +32,17 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's part of the handshake payload, on its way from the worker to the scheduler process.
+    """One rank's part of the handshake payload, on its way from the worker to the scheduler process, which serves it.
 
-    The scheduler process adds the name of its life and serves it. The metadata is bytes already, so that peers get what
-    the worker made. `leave_secret` is for the scheduler process alone (`wire.administration.Leave`). The other fields
-    are those of `wire.handshake.ActorExtension`.
+    The metadata is bytes already, so that peers get what the worker made. `leave_secret` is for the scheduler process
+    alone (`wire.administration.Leave`).
     """
 
     compatibility_hash: str
     agent_metadata: bytes
-    tp_size: int
-    dcp_size: int
-    pp_size: int
-    tp_rank: int
-    pp_rank: int
-    control_host: str
-    control_port: int
+    extension: ActorExtension
+    """Without the name of its life, which only the scheduler process knows."""
     leave_secret: bytes = field(repr=False)
-    control_key: str | None = None
-    identity: KvIdentity | None = None
-    verify: str = "off"
-
-    def extension(self, life: str) -> ActorExtension:
-        """What peers are told of this rank; `life` names this run of the scheduler process."""
-        return ActorExtension(
-            life=life,
-            tp_size=self.tp_size,
-            dcp_size=self.dcp_size,
-            pp_size=self.pp_size,
-            tp_rank=self.tp_rank,
-            pp_rank=self.pp_rank,
-            control_host=self.control_host,
-            control_port=self.control_port,
-            control_key=self.control_key,
-            inspection=INSPECTION_VERSION,
-            identity=self.identity,
-            verify=self.verify,
-            administration=ADMINISTRATION_VERSION,
-        )
 
 
 @dataclass

@@ -117,8 +117,9 @@ class ListenerThread:
             draining=EngineDraining(
                 side_channel=ZmqSideChannel(self._workers_access),
                 workers=[
-                    OwnWorker(each.control_host, each.control_port, each.control_key, each.leave_secret)
+                    OwnWorker(said.control_host, said.control_port, said.control_key, each.leave_secret)
                     for each in self._ranks.values()
+                    for said in (each.extension,)
                 ],
                 clock=self._clock,
                 grace_ns=self._grace_ns,
@@ -142,7 +143,7 @@ class ListenerThread:
             rank: encode_payload(
                 metadata.compatibility_hash,
                 metadata.agent_metadata,
-                msgspec.structs.replace(metadata.extension(self._life), draining=state),
+                msgspec.structs.replace(metadata.extension, life=self._life, draining=state),
             )
             for rank, metadata in self._ranks.items()
         }

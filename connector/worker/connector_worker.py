@@ -65,8 +65,10 @@ from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import NIXL, shown_version
-from connector.wire.administration import LEAVE_SECRET_BYTES
+from connector.wire.administration import ADMINISTRATION_VERSION, LEAVE_SECRET_BYTES
 from connector.wire.control import encode_sums
+from connector.wire.handshake import ActorExtension
+from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
@@ -244,8 +246,8 @@ class ConnectorWorker:
             layout.memory_kind,
             shown_version(*NIXL),
             ", ".join(self._options.backends),
-            metadata.control_host,
-            metadata.control_port,
+            metadata.extension.control_host,
+            metadata.extension.control_port,
             layout.tp_rank,
             layout.tp_size,
             layout.pp_rank,
@@ -312,17 +314,22 @@ class ConnectorWorker:
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
             agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
-            tp_size=layout.tp_size,
-            dcp_size=layout.dcp_size,
-            pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
-            tp_rank=layout.tp_rank,
-            pp_rank=layout.pp_rank,
-            control_host=control_host,
-            control_port=control.port,
+            extension=ActorExtension(
+                life="",
+                tp_size=layout.tp_size,
+                dcp_size=layout.dcp_size,
+                pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
+                tp_rank=layout.tp_rank,
+                pp_rank=layout.pp_rank,
+                control_host=control_host,
+                control_port=control.port,
+                control_key=side_channel.public_key,
+                inspection=INSPECTION_VERSION,
+                identity=registration.identity,
+                verify=self._options.verify,
+                administration=ADMINISTRATION_VERSION,
+            ),
             leave_secret=leave_secret,
-            control_key=side_channel.public_key,
-            identity=registration.identity,
-            verify=self._options.verify,
         )
         return Supervisor(
             options=self._options,

@@ -8,28 +8,14 @@ import trio
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.scheduler import listener_thread
 from connector.scheduler.listener_thread import ListenerThread
-from connector.step_metadata import HandshakeMetadata
 from connector.wire.handshake import encode_request
-from tests.rig.facts import LEAVE_SECRET
-from tests.rig.listener import make_listener_thread
+from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
 
 
 def serve(port: int) -> ListenerThread:
     """The listener of an engine of one rank."""
-    metadata = HandshakeMetadata(
-        compatibility_hash="hash",
-        agent_metadata=b"agent",
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        tp_rank=0,
-        pp_rank=0,
-        control_host="127.0.0.1",
-        control_port=1,
-        leave_secret=LEAVE_SECRET,
-    )
-    return make_listener_thread("127.0.0.1", port, {(0, 0): metadata})
+    return make_listener_thread("127.0.0.1", port, {(0, 0): one_rank()})
 
 
 def ask(port: int, frame: bytes, seconds: float = 2.0) -> tuple[bytes, ...] | None:

@@ -9,6 +9,13 @@ from connector.clock import BootClock, to_ns
 from connector.runtime.draining import Lent
 from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata
+from tests.rig.facts import LEAVE_SECRET, facts
+
+
+def one_rank(control_host: str = "127.0.0.1", control_port: int = 1) -> HandshakeMetadata:
+    """Of an engine of one rank."""
+    extension = facts(life="", control_host=control_host, control_port=control_port)
+    return HandshakeMetadata("hash", b"agent", extension, LEAVE_SECRET)
 
 
 def make_listener_thread(

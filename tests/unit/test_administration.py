@@ -21,10 +21,9 @@ from connector.runtime.draining import Lent
 from connector.wire.handshake import encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
 from tests.rig.facts import facts
-from tests.rig.listener import make_listener_thread
+from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.name_server import name_server
 from tests.rig.network import free_port
-from tests.unit.test_listener_thread import metadata
 from tests.unit.test_wire_handshake import METADATA
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -80,7 +79,7 @@ def engines(
     """Their listeners, and no worker: who could not be told that the engine drains is not waited for."""
     with ExitStack() as stack:
         for host, port in places:
-            told = metadata("127.0.0.1", free_port())
+            told = one_rank("127.0.0.1", free_port())
             told.agent_metadata = encode_agent_metadata(METADATA)
             ranks = {(0, 0): told}
             listener = make_listener_thread(host, port, ranks, count=count, grace_ns=to_ns(grace_seconds))

@@ -22,12 +22,10 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ThreadStartError
 from connector.scheduler import listener_thread
 from connector.scheduler.listener_thread import ListenerThread
-from connector.step_metadata import HandshakeMetadata
 from connector.wire.administration import Leave, LeaveTaken, encode_drain
 from connector.wire.control import decode_request, encode_answer
 from connector.wire.handshake import encode_request
-from tests.rig.facts import LEAVE_SECRET
-from tests.rig.listener import make_listener_thread
+from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
 
 HOST = "127.0.0.1"
@@ -61,28 +59,13 @@ def make(
     return ListenerThread(
         host,
         port,
-        {(0, 0): metadata(*control)},
+        {(0, 0): one_rank(*control)},
         LIFE,
         on_death=on_death,
         clock=BootClock(),
         grace_ns=to_ns(grace_seconds),
         lease_ns=to_ns(30),
         count=count,
-    )
-
-
-def metadata(control_host: str = "10.0.0.1", control_port: int = 40_000) -> HandshakeMetadata:
-    return HandshakeMetadata(
-        compatibility_hash="hash",
-        agent_metadata=b"agent",
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        tp_rank=0,
-        pp_rank=0,
-        control_host=control_host,
-        control_port=control_port,
-        leave_secret=LEAVE_SECRET,
     )
 
 
@@ -154,7 +137,7 @@ def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
             raise RuntimeError("injected")
 
     monkeypatch.setattr(runtime_listener, "LOOK_AGAIN_SECONDS", 0.01)
-    listener = make_listener_thread(HOST, port, {(0, 0): metadata()}, look_again=look)
+    listener = make_listener_thread(HOST, port, {(0, 0): one_rank()}, look_again=look)
     listener.start()
     deadline = time.monotonic() + 10
     while looks < 4 and time.monotonic() < deadline:

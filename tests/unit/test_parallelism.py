@@ -25,6 +25,7 @@ from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.parallelism import placement, ranks_of, require_supported_parallelism
 from statemachine.lease import LeaseName
+from tests.rig.facts import facts
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank, rings_of_two_heads
 from tests.unit.vllm_setup import (
@@ -276,6 +277,23 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
         assert worker.get_transfer_results().finished_sending == {"a"}
         assert worker.get_transfer_results().finished_sending == set()
         assert worker.ledger.open_sends == 0
+    finally:
+        worker.shutdown()
+
+
+def test_a_worker_says_which_rank_it_is_and_what_it_understands(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Sizes(tp=2, tp_rank=1).apply(config, monkeypatch)
+    caches, tensors = make_caches(config, monkeypatch, FAMILIES["latent"](1, 64), kernel_block_tokens=KERNEL_BLOCK)
+    worker = ConnectorWorker(config, caches, parse_options({}))
+    worker.register_kv_caches(tensors)
+    try:
+        assert worker.handshake_metadata is not None
+        said = worker.handshake_metadata.extension
+        where = {"control_host": said.control_host, "control_port": said.control_port}
+        assert said == facts(life="", tp_size=2, tp_rank=1, identity=said.identity, **where)
+        assert said.identity is not None
     finally:
         worker.shutdown()
 

@@ -11,41 +11,20 @@ from vllm.v1.request import RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, RejectPull, StartPull, TrackLease
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.wire.administration import ADMINISTRATION_VERSION
-from connector.wire.handshake import ActorExtension
-from connector.wire.inspection import INSPECTION_VERSION
+from connector.wire.identity import KvIdentity, LayerIdentity
 from statemachine.lease import LeaseName
-from tests.rig.facts import LEAVE_SECRET
+from tests.rig.facts import LEAVE_SECRET, facts
 from tests.unit.hybrid_engine import HybridEngine, full
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def test_a_rank_tells_its_facts_and_the_scheduler_adds_its_life() -> None:
-    metadata = HandshakeMetadata(
-        compatibility_hash="hash",
-        agent_metadata=b"agent",
-        tp_size=4,
-        dcp_size=2,
-        pp_size=3,
-        tp_rank=1,
-        pp_rank=2,
-        control_host="10.0.0.1",
-        control_port=40_000,
-        leave_secret=LEAVE_SECRET,
-    )
-    assert metadata.extension("0" * 32) == ActorExtension(
-        life="0" * 32,
-        tp_size=4,
-        dcp_size=2,
-        pp_size=3,
-        tp_rank=1,
-        pp_rank=2,
-        control_host="10.0.0.1",
-        control_port=40_000,
-        inspection=INSPECTION_VERSION,
-        administration=ADMINISTRATION_VERSION,
-    )
+def test_what_a_rank_says_of_itself_survives_the_way_to_the_scheduler() -> None:
+    """vLLM pickles it."""
+    identity = KvIdentity(factors={"model": "tiny"}, layers={"layer.0": LayerIdentity(dtype="bfloat16")})
+    extension = facts(life="", tp_size=4, dcp_size=2, pp_size=3, tp_rank=1, pp_rank=2, identity=identity)
+    metadata = HandshakeMetadata("hash", b"agent", extension, LEAVE_SECRET)
+    assert pickle.loads(pickle.dumps(metadata)) == metadata
 
 
 @pytest.mark.parametrize(
