@@ -19,9 +19,8 @@ are such numbers looked for, and then the fields one by one to find the culprit,
 from __future__ import annotations
 
 import enum
-import functools
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -41,21 +40,14 @@ _NESTING_MAX = 2
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 """All of which parameters have that name an engine to read from."""
 
-
-class ParamLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Upper bounds on what a router may hand us. The defaults are far above what vLLM produces."""
-
-    blocks_max: int = 1 << 20
-    """Blocks of one request, all cache groups together."""
-    groups_max: int = 64
-    block_id_max: int = 2**31 - 1
-    id_length_max: int = 512
-    host_length_max: int = HOST_LENGTH_MAX
-    tokens_max: int = 2**31 - 1
-    parallel_size_max: int = 1024
-
-
-DEFAULT_LIMITS = ParamLimits()
+# Upper bounds on what a router may hand us, far above what vLLM produces.
+BLOCKS_MAX = 1 << 20
+"""Of one request, all cache groups together."""
+GROUPS_MAX = 64
+BLOCK_ID_MAX = 2**31 - 1
+ID_LENGTH_MAX = 512
+TOKENS_MAX = 2**31 - 1
+PARALLEL_SIZE_MAX = 1024
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -133,29 +125,29 @@ def names_source(raw_untrusted: object) -> bool:
     return all(key in raw for key in _SOURCE_KEYS) and bool(raw["remote_block_ids"])
 
 
-def parse_remote_prefill(raw_untrusted: object, limits: ParamLimits = DEFAULT_LIMITS) -> RemotePrefill:
+def parse_remote_prefill(raw_untrusted: object) -> RemotePrefill:
     """Check `kv_transfer_params` of a request whose KV is to be read from P, or read back from D.
 
     Raises ParamsError naming the first field that is missing, of the wrong type or out of bounds. Does not look at
     the two `do_remote_*` flags: that is `classify`.
     """
     raw = _require_dict(raw_untrusted)
-    known = {field.key: raw[field.key] for field in _wire_fields(limits) if field.key in raw}
+    known = {field.key: raw[field.key] for field in _FIELDS if field.key in raw}
     try:
-        wire = _convert(known, limits)
+        wire = msgspec.convert(known, _Wire)
     except (msgspec.ValidationError, RecursionError):
         known = {key: _with_integers(value) for key, value in known.items()}
         port = known.get("remote_port")
         if isinstance(port, str) and _PORT_TEXT.fullmatch(port):
             known["remote_port"] = int(port)
         try:
-            wire = _convert(known, limits)
+            wire = msgspec.convert(known, _Wire)
         except (msgspec.ValidationError, RecursionError):
-            raise _first_error(known, limits) from None
+            raise _first_error(known) from None
     block_ids: tuple[tuple[int, ...], ...] = wire.remote_block_ids
     block_count = sum(map(len, block_ids))
-    if block_count > limits.blocks_max:
-        raise _error("remote_block_ids", f"at most {limits.blocks_max} blocks", block_count)
+    if block_count > BLOCKS_MAX:
+        raise _error("remote_block_ids", f"at most {BLOCKS_MAX} blocks", block_count)
     return RemotePrefill(
         engine_id=wire.remote_engine_id,
         request_id=wire.remote_request_id,
@@ -247,82 +239,68 @@ class _WireField(msgspec.Struct, frozen=True):
     """Ellipsis: the key is required."""
 
 
-@functools.lru_cache(maxsize=8)
-def _wire_fields(limits: ParamLimits) -> tuple[_WireField, ...]:
-    identifier = Annotated[str, Meta(max_length=limits.id_length_max, pattern=IDENTIFIER_PATTERN)]
-    identifier_words = f"1 to {limits.id_length_max} characters without control characters"
-    host = Annotated[str, Meta(max_length=limits.host_length_max, pattern=HOST_PATTERN)]
-    host_words = f"a host name or address of at most {limits.host_length_max} characters"
-    block_id = Annotated[int, Meta(ge=0, le=limits.block_id_max)]
-    group = Annotated[tuple[block_id, ...], Meta(max_length=limits.blocks_max)]
-    blocks = Annotated[tuple[group, ...], Meta(max_length=limits.groups_max)]
-    size = Annotated[int, Meta(ge=1, le=limits.parallel_size_max)]
-    size_words = f"an integer from 1 to {limits.parallel_size_max}"
-    length = Annotated[int, Meta(ge=1, le=limits.tokens_max)]
-    digest = Annotated[str, Meta(max_length=64)]
-    first = Annotated[int, Meta(ge=0, le=limits.tokens_max)]
-    seconds = Annotated[float, Meta(ge=0, le=1e12)]
-    seconds_words = "a finite number of seconds, or null"
-    return (
-        _WireField("remote_engine_id", identifier, identifier_words),
-        _WireField("remote_request_id", identifier, identifier_words),
-        _WireField("remote_host", host, host_words),
-        _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
-        _WireField(
-            "remote_block_ids",
-            blocks,
-            f"at most {limits.groups_max} lists of block ids, each at most {limits.block_id_max}",
-        ),
-        _WireField("tp_size", size, size_words),
-        _WireField("dcp_size", size, size_words, 1),
-        _WireField("pp_size", size, size_words, 1),
-        _WireField(
-            "remote_num_tokens",
-            Annotated[int, Meta(ge=0, le=limits.tokens_max)] | None,
-            f"an integer from 0 to {limits.tokens_max}, or null",
-            None,
-        ),
-        _WireField("remote_blocks_expiry_time", seconds | None, seconds_words, None),
-        _WireField("transfer_mode", Literal["pull"], '"pull" (push transfers are not supported)', "pull"),
-        _WireField(
-            "lease_number",
-            Annotated[int, Meta(ge=1, le=LEASE_NUMBER_MAX)] | None,
-            f"an integer from 1 to {LEASE_NUMBER_MAX}, or null",
-            None,
-        ),
-        _WireField(
-            "prefix_digests",
-            Annotated[tuple[tuple[length, digest], ...], Meta(max_length=PREFIX_DIGESTS_MAX)],
-            f"at most {PREFIX_DIGESTS_MAX} pairs of a number of tokens and a digest",
-            (),
-        ),
-        _WireField(
-            "first_tokens",
-            Annotated[tuple[first, ...], Meta(max_length=limits.groups_max)],
-            f"at most {limits.groups_max} numbers of a token, each at most {limits.tokens_max}",
-            (),
-        ),
-        _WireField(
-            "signature",
-            Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,
-            f"a text of at most {SIGNATURE_LENGTH_MAX} characters, or null",
-            None,
-        ),
-        _WireField("signed_host", host | None, f"{host_words}, or null", None),
-    )
+_Identifier: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+_Host: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
+_BlockId: TypeAlias = Annotated[int, Meta(ge=0, le=BLOCK_ID_MAX)]
+_Group: TypeAlias = Annotated[tuple[_BlockId, ...], Meta(max_length=BLOCKS_MAX)]
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=PARALLEL_SIZE_MAX)]
+_Length: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+_Digest: TypeAlias = Annotated[str, Meta(max_length=64)]
+_Token: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 
+_IDENTIFIER_WORDS = f"1 to {ID_LENGTH_MAX} characters without control characters"
+_HOST_WORDS = f"a host name or address of at most {HOST_LENGTH_MAX} characters"
+_SIZE_WORDS = f"an integer from 1 to {PARALLEL_SIZE_MAX}"
 
-@functools.lru_cache(maxsize=8)
-def _wire_struct(limits: ParamLimits) -> type[msgspec.Struct]:
-    fields = [
-        (field.key, field.type) if field.default is ... else (field.key, field.type, field.default)
-        for field in _wire_fields(limits)
-    ]
-    return msgspec.defstruct("KvTransferParams", fields, frozen=True, kw_only=True)
-
-
-def _convert(known: dict[str, Any], limits: ParamLimits) -> Any:
-    return msgspec.convert(known, _wire_struct(limits))
+_FIELDS = (
+    _WireField("remote_engine_id", _Identifier, _IDENTIFIER_WORDS),
+    _WireField("remote_request_id", _Identifier, _IDENTIFIER_WORDS),
+    _WireField("remote_host", _Host, _HOST_WORDS),
+    _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
+    _WireField(
+        "remote_block_ids",
+        Annotated[tuple[_Group, ...], Meta(max_length=GROUPS_MAX)],
+        f"at most {GROUPS_MAX} lists of block ids, each at most {BLOCK_ID_MAX}",
+    ),
+    _WireField("tp_size", _Size, _SIZE_WORDS),
+    _WireField("dcp_size", _Size, _SIZE_WORDS, 1),
+    _WireField("pp_size", _Size, _SIZE_WORDS, 1),
+    _WireField("remote_num_tokens", _Token | None, f"an integer from 0 to {TOKENS_MAX}, or null", None),
+    _WireField("remote_blocks_expiry_time", _Seconds | None, "a finite number of seconds, or null", None),
+    _WireField("transfer_mode", Literal["pull"], '"pull" (push transfers are not supported)', "pull"),
+    _WireField(
+        "lease_number",
+        Annotated[int, Meta(ge=1, le=LEASE_NUMBER_MAX)] | None,
+        f"an integer from 1 to {LEASE_NUMBER_MAX}, or null",
+        None,
+    ),
+    _WireField(
+        "prefix_digests",
+        Annotated[tuple[tuple[_Length, _Digest], ...], Meta(max_length=PREFIX_DIGESTS_MAX)],
+        f"at most {PREFIX_DIGESTS_MAX} pairs of a number of tokens and a digest",
+        (),
+    ),
+    _WireField(
+        "first_tokens",
+        Annotated[tuple[_Token, ...], Meta(max_length=GROUPS_MAX)],
+        f"at most {GROUPS_MAX} numbers of a token, each at most {TOKENS_MAX}",
+        (),
+    ),
+    _WireField(
+        "signature",
+        Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,
+        f"a text of at most {SIGNATURE_LENGTH_MAX} characters, or null",
+        None,
+    ),
+    _WireField("signed_host", _Host | None, f"{_HOST_WORDS}, or null", None),
+)
+_Wire: Any = msgspec.defstruct(
+    "KvTransferParams",
+    [(each.key, each.type) if each.default is ... else (each.key, each.type, each.default) for each in _FIELDS],
+    frozen=True,
+    kw_only=True,
+)
 
 
 def _with_integers(value: Any, depth: int = _NESTING_MAX) -> Any:
@@ -335,9 +313,9 @@ def _with_integers(value: Any, depth: int = _NESTING_MAX) -> Any:
     return value
 
 
-def _first_error(known: dict[str, Any], limits: ParamLimits) -> ParamsError:
+def _first_error(known: dict[str, Any]) -> ParamsError:
     """The error of the first field that does not convert; called only when some field does not."""
-    for field in _wire_fields(limits):
+    for field in _FIELDS:
         if field.key not in known:
             if field.default is ...:
                 return ParamsError(BadParams(field=field.key, expected=field.expected, found="nothing"))
@@ -346,23 +324,23 @@ def _first_error(known: dict[str, Any], limits: ParamLimits) -> ParamsError:
             msgspec.convert(known[field.key], field.type)
         except (msgspec.ValidationError, RecursionError):
             if field.key == "remote_block_ids":
-                return _block_ids_error(known[field.key], field.expected, limits)
+                return _block_ids_error(known[field.key], field.expected)
             return _error(field.key, field.expected, known[field.key])
     # Only the depth of the whole can be too much when no part of it is.
     return _error("(the whole)", "less deeply nested values", known)
 
 
-def _block_ids_error(block_ids: object, expected: str, limits: ParamLimits) -> ParamsError:
+def _block_ids_error(block_ids: object, expected: str) -> ParamsError:
     """Point at the group or the block that is wrong: a rendering of the whole list helps nobody."""
-    if not isinstance(block_ids, (list, tuple)) or len(block_ids) > limits.groups_max:
+    if not isinstance(block_ids, (list, tuple)) or len(block_ids) > GROUPS_MAX:
         return _error("remote_block_ids", expected, block_ids)
     for group_index, group in enumerate(block_ids):
         where = f"remote_block_ids[{group_index}]"
-        if not isinstance(group, (list, tuple)) or len(group) > limits.blocks_max:
-            return _error(where, f"a list of at most {limits.blocks_max} integers", group)
+        if not isinstance(group, (list, tuple)) or len(group) > BLOCKS_MAX:
+            return _error(where, f"a list of at most {BLOCKS_MAX} integers", group)
         for index, block in enumerate(group):
-            if type(block) is not int or not 0 <= block <= limits.block_id_max:
-                return _error(f"{where}[{index}]", f"an integer from 0 to {limits.block_id_max}", block)
+            if type(block) is not int or not 0 <= block <= BLOCK_ID_MAX:
+                return _error(f"{where}[{index}]", f"an integer from 0 to {BLOCK_ID_MAX}", block)
     return _error("remote_block_ids", expected, block_ids)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.wire.params import (
-    ParamLimits,
+    BLOCKS_MAX,
     ParamsError,
     ParamsKind,
     RemotePrefill,
@@ -37,9 +37,9 @@ VALID = build_remote_prefill(LENT)
 REQUIRED = ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
 
 
-def _failure(raw: Any, limits: ParamLimits | None = None) -> Any:
+def _failure(raw: Any) -> Any:
     with pytest.raises(ParamsError) as caught:
-        parse_remote_prefill(raw, limits or ParamLimits())
+        parse_remote_prefill(raw)
     assert len(caught.value.failure.found) <= 80
     assert str(caught.value).isprintable()
     return caught.value.failure
@@ -192,15 +192,20 @@ def test_wrong_block_is_pointed_at(block_ids: Any, field: str) -> None:
     assert _failure(VALID | {"remote_block_ids": block_ids}).field == field
 
 
-def test_limits_are_the_callers() -> None:
-    limits = ParamLimits(blocks_max=4, groups_max=2, block_id_max=9, id_length_max=8, parallel_size_max=2)
-    small = VALID | {"remote_request_id": "r"}
-    parse_remote_prefill(small, limits)
-    assert _failure(small | {"remote_block_ids": [[1, 2, 3], [4, 5]]}, limits).field == "remote_block_ids"
-    assert _failure(small | {"remote_block_ids": [[1, 2, 3, 4, 5]]}, limits).field == "remote_block_ids[0]"
-    assert _failure(small | {"remote_block_ids": [[10]]}, limits).field == "remote_block_ids[0][0]"
-    assert _failure(small | {"remote_engine_id": "123456789"}, limits).field == "remote_engine_id"
-    assert _failure(small | {"tp_size": 3}, limits).field == "tp_size"
+def test_values_at_the_bounds_are_taken() -> None:
+    for changes in (
+        {"remote_block_ids": [[0] * (BLOCKS_MAX - 1), [2**31 - 1]]},
+        {"remote_block_ids": [[1]] * 64, "first_tokens": [2**31 - 1] * 64},
+        {"remote_engine_id": "e" * 512, "remote_request_id": "r" * 512, "remote_host": "h" * 255},
+        {"tp_size": 1024, "dcp_size": 1024, "pp_size": 1024, "remote_num_tokens": 2**31 - 1},
+    ):
+        parse_remote_prefill(VALID | changes)
+
+
+def test_more_blocks_than_any_request_has_are_refused() -> None:
+    half = [0] * (BLOCKS_MAX // 2)
+    assert _failure(VALID | {"remote_block_ids": [half, [*half, 0]]}).field == "remote_block_ids"
+    assert _failure(VALID | {"remote_block_ids": [[*half, *half, 0]]}).field == "remote_block_ids[0]"
 
 
 @pytest.mark.parametrize("raw", [[], "text", 5, True, [("remote_port", 1)]])
