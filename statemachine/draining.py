@@ -38,7 +38,6 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
         cause: why it drains, for people.
         began_ns, ends_ns: of the grace period.
         untold: workers that have neither told their decode engines nor been given up.
-        lent: prefills that are lent or will be, when it was last counted.
     """
 
     lease_ns: int
@@ -47,7 +46,6 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int = 0
     ends_ns: int = 0
     untold: frozenset[int] = frozenset()
-    lent: int = 0
 
     @property
     def stops_granting_ns(self) -> int:
@@ -64,14 +62,8 @@ class Asked(Event, frozen=True, kw_only=True):
     workers: int
 
 
-class WorkerTold(Event, frozen=True, kw_only=True):
-    """A worker has told its decode engines."""
-
-    worker: int
-
-
-class WorkerSilent(Event, frozen=True, kw_only=True):
-    """A worker cannot be told; its decode engines learn it from the end of its process."""
+class WorkerSettled(Event, frozen=True, kw_only=True):
+    """A worker has told its decode engines, or cannot be told: they learn it from the end of its process then."""
 
     worker: int
 
@@ -84,7 +76,7 @@ class Counted(Event, frozen=True, kw_only=True):
 
 
 class TellWorkers(Effect, frozen=True, kw_only=True):
-    """Have every worker tell its decode engines; feed WorkerTold or WorkerSilent for each, and Counted now and then."""
+    """Have every worker tell its decode engines; feed WorkerSettled for each, and Counted now and then."""
 
     grace_ns: int
 
@@ -111,19 +103,14 @@ def _begin(draining: Draining, event: Asked) -> tuple[Draining, Effects]:
     return begun, (SayDraining(), TellWorkers(grace_ns=event.grace_ns))
 
 
-def _have_told(draining: Draining, event: WorkerTold | WorkerSilent) -> tuple[Draining, Effects]:
+def _settle(draining: Draining, event: WorkerSettled) -> tuple[Draining, Effects]:
     return msgspec.structs.replace(draining, untold=draining.untold - {event.worker}), NO_EFFECTS
 
 
 def _count(draining: Draining, event: Counted) -> tuple[Draining, Effects]:
-    counted = msgspec.structs.replace(draining, lent=event.lent)
     if (event.lent or draining.untold) and event.now_ns < draining.ends_ns:
-        return counted, NO_EFFECTS
-    return msgspec.structs.replace(counted, state=State.DRAINED), (SayDrained(lent=event.lent),)
-
-
-def _recount(draining: Draining, event: Counted) -> tuple[Draining, Effects]:
-    return msgspec.structs.replace(draining, lent=event.lent), NO_EFFECTS
+        return draining, NO_EFFECTS
+    return msgspec.structs.replace(draining, state=State.DRAINED), (SayDrained(lent=event.lent),)
 
 
 _SERVING, _DRAINING, _DRAINED = State.SERVING, State.DRAINING, State.DRAINED
@@ -133,16 +120,16 @@ MACHINE: Machine[Draining] = Machine(
     states=State,
     initial=_SERVING,
     terminal=frozenset(),
-    events=(Asked, WorkerTold, WorkerSilent, Counted),
+    events=(Asked, WorkerSettled, Counted),
     table={
         (_SERVING, Asked): to(_begin, _DRAINING),
-        (_DRAINING, WorkerTold): to(_have_told, _DRAINING),
-        (_DRAINING, WorkerSilent): to(_have_told, _DRAINING),
+        (_DRAINING, WorkerSettled): to(_settle, _DRAINING),
         (_DRAINING, Counted): to(_count, _DRAINING, _DRAINED),
-        (_DRAINED, WorkerTold): to(_have_told, _DRAINED),
-        (_DRAINED, WorkerSilent): to(_have_told, _DRAINED),
-        (_DRAINED, Counted): to(_recount, _DRAINED),
+        (_DRAINED, WorkerSettled): to(_settle, _DRAINED),
     },
     ignored=pairs((_DRAINING, _DRAINED), (Asked,), "it drains already; whoever asks looks at how far it has come"),
-    impossible=pairs((_SERVING,), (WorkerTold, WorkerSilent, Counted), "nobody has been told, and nothing is counted"),
+    impossible={
+        **pairs((_SERVING,), (WorkerSettled, Counted), "nobody has been told, and nothing is counted"),
+        **pairs((_DRAINED,), (Counted,), "it is counted until then"),
+    },
 )

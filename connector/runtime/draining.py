@@ -136,9 +136,7 @@ class EngineDraining:
         except (trio.TooSlowError, SideChannelError, DecodeFailed) as error:
             detail = str(error) or f"no answer within {TELL_SECONDS:g} s"
             self._say(f"worker {number} at {host}:{port} could not be told that the engine drains: {detail}")
-            self._step(machine.WorkerSilent(worker=number))
-        else:
-            self._step(machine.WorkerTold(worker=number))
+        self._step(machine.WorkerSettled(worker=number))
 
     def _step(self, event: Event) -> None:
         """What raises is logged, and only that is lost: the machine has taken the step, and nobody takes it again."""

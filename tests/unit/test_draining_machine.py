@@ -13,8 +13,7 @@ from statemachine.draining import (
     SayDraining,
     State,
     TellWorkers,
-    WorkerSilent,
-    WorkerTold,
+    WorkerSettled,
 )
 from statemachine.kernel import Effect, Event
 
@@ -34,21 +33,16 @@ def after(*events: Event) -> tuple[Draining, list[Effect]]:
 
 
 def test_it_waits_until_every_worker_was_told_and_nothing_is_lent() -> None:
-    told = [WorkerTold(worker=0), WorkerTold(worker=1)]
+    settled = [WorkerSettled(worker=0), WorkerSettled(worker=1)]
     for events in (
         (Counted(now_ns=101, lent=0),),
-        (told[0], Counted(now_ns=101, lent=0)),
-        (*told, Counted(now_ns=101, lent=1)),
+        (settled[0], Counted(now_ns=101, lent=0)),
+        (*settled, Counted(now_ns=101, lent=1)),
     ):
         value, effects = after(*events)
         assert (value.state, effects) == (State.DRAINING, [])
-    value, effects = after(*told, Counted(now_ns=101, lent=1), Counted(now_ns=102, lent=0))
+    value, effects = after(*settled, Counted(now_ns=101, lent=1), Counted(now_ns=102, lent=0))
     assert (value.state, effects) == (State.DRAINED, [SayDrained(lent=0)])
-
-
-def test_a_worker_that_cannot_be_told_is_not_waited_for() -> None:
-    value, _ = after(WorkerSilent(worker=0), WorkerTold(worker=1), Counted(now_ns=101, lent=0))
-    assert value.state is State.DRAINED
 
 
 @pytest.mark.parametrize("lent", [0, 3])
@@ -60,7 +54,7 @@ def test_the_grace_period_bounds_the_wait(lent: int) -> None:
 
 def test_it_begins_once_and_is_said_once() -> None:
     again = Asked(now_ns=150, cause="another", grace_ns=9999, workers=7)
-    value, effects = after(again, WorkerTold(worker=0), WorkerTold(worker=1), again, Counted(now_ns=151, lent=0))
+    value, effects = after(again, WorkerSettled(worker=0), WorkerSettled(worker=1), again, Counted(now_ns=151, lent=0))
     assert (value.cause, value.ends_ns, effects) == ("a test", 160, [SayDrained(lent=0)])
-    value, effects = after(Counted(now_ns=160, lent=2), again, WorkerTold(worker=1), Counted(now_ns=161, lent=0))
-    assert (value.state, value.lent, effects) == (State.DRAINED, 0, [SayDrained(lent=2)])
+    value, effects = after(Counted(now_ns=160, lent=2), again, WorkerSettled(worker=1))
+    assert (value.state, effects) == (State.DRAINED, [SayDrained(lent=2)])
