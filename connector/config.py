@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
-from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, render_untrusted, split_place
+from connector.wire.bounded import Place, render_untrusted, split_place
 from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
@@ -39,7 +39,6 @@ _SHOWN_ALWAYS = ("kv_lease_duration", "request_timeout_seconds", "handshake_time
 _log = get_logger()
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-_Place = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -100,7 +99,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     control_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     """Port of the control socket of the first rank of the first data-parallel engine; each further rank has the next
     one. 0: any free port for each."""
-    known_peers: Annotated[tuple[_Place, ...], Meta(max_length=PLACES_MAX)] = ()
+    known_peers: Annotated[tuple[Place, ...], Meta(max_length=PLACES_MAX)] = ()
     """Prefill engines that a decode engine connects before their first request, and again when they are back: host:port
     of their side channels. One that does not answer is tried again."""
     peer_limit: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024

@@ -49,7 +49,7 @@ from connector.ports.side_channel import (
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
 from connector.runtime.reads import AgentOwner
-from connector.wire.bounded import DecodeFailed
+from connector.wire.bounded import RANKS_MAX, DecodeFailed
 from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply, worker_name
 from connector.wire.handshake import encode_request as encode_metadata_request
@@ -67,9 +67,6 @@ from statemachine.failures import (
 
 ASKED_AT_ONCE = 16
 """Questions that are open to one engine at a time: how many ranks it has is what a request says."""
-
-RANKS_MAX = 1024
-"""Ranks of one engine that a rank deals with."""
 
 FIRST_RANK = RankId(0, 0)
 

@@ -121,8 +121,8 @@ from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.step_overlap import may_read
 from connector.versions import shown_version
-from connector.wire.bounded import shorten
-from connector.wire.control import ID_LENGTH_MAX, is_request_id
+from connector.wire.bounded import ID_LENGTH_MAX, shorten
+from connector.wire.control import is_request_id
 from connector.wire.params import (
     ParamsError,
     ParamsKind,

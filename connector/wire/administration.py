@@ -18,12 +18,12 @@ second has a secret in it, which a worker makes when it starts and vLLM carries 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import HOST_LENGTH_MAX, PLACE_PATTERN, DecodeFailed, decode_frame, decode_msgpack, shorten
+from connector.wire.bounded import DecodeFailed, Natural, Place, decode_frame, decode_msgpack, shorten
 
 ADMINISTRATION_VERSION = 1
 
@@ -35,9 +35,6 @@ LEAVE_SECRET_BYTES = 16
 MEET_PLACES_MAX = 64
 """Of one message."""
 
-_Place: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
-_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     """The engine is to end: its leases are renewed for `grace_ns` at most, and its decode engines are told.
@@ -46,20 +43,20 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     lose what its engine goes on to lend.
     """
 
-    grace_ns: _Count
+    grace_ns: Natural
     secret: Annotated[bytes, Meta(min_length=LEAVE_SECRET_BYTES, max_length=LEAVE_SECRET_BYTES)]
 
 
 class LeaveTaken(msgspec.Struct, frozen=True, kw_only=True, tag="leave_taken"):
     """They are told. `leases` of this worker have not ended."""
 
-    leases: _Count
+    leases: Natural
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
     """Connect the prefill engines at these places, host:port of their side channels, and keep them connected."""
 
-    places: Annotated[tuple[_Place, ...], Meta(max_length=MEET_PLACES_MAX)]
+    places: Annotated[tuple[Place, ...], Meta(max_length=MEET_PLACES_MAX)]
 
 
 class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,9 +96,9 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["draining", "drained"]
     seconds: float
     seconds_left: float
-    lent: _Count
-    not_lent: _Count
-    answering: _Count = 0
+    lent: Natural
+    not_lent: Natural
+    answering: Natural = 0
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 RENDERED_LENGTH_MAX = 80
 """Longest text that an error message quotes from untrusted input, in characters."""
@@ -28,6 +29,17 @@ HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"
 HOST_LENGTH_MAX = 255
 PLACE_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+:[0-9]{1,5}\Z"
 """host:port of a side channel."""
+
+ID_LENGTH_MAX = 512
+"""Characters of the name of an engine, a request or a layer."""
+RANKS_MAX = 1024
+"""Of one engine."""
+NUMBER_MAX = 2**63 - 1
+"""The largest of 64 bits with a sign."""
+
+Identifier: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+Place: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=PLACE_PATTERN)]
+Natural: TypeAlias = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 
 FIELDS_MAX = 64
 """Of the outermost map. No message has half as many; a later version may have more of them than this one."""

@@ -22,15 +22,22 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
-from connector.wire.bounded import IDENTIFIER_PATTERN, decode_frame, decode_msgpack, shorten
+from connector.wire.bounded import (
+    ID_LENGTH_MAX,
+    IDENTIFIER_PATTERN,
+    NUMBER_MAX,
+    RANKS_MAX,
+    Identifier,
+    Natural,
+    decode_frame,
+    decode_msgpack,
+    shorten,
+)
 from connector.wire.inspection import Inspect
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 
 WHY_LENGTH_MAX = 200
 """Characters."""
-ID_LENGTH_MAX = 512
-"""Characters of an engine or request id, as in `kv_transfer_params`."""
-RANKS_MAX = 1024
 ANSWER_BYTES_MAX = 2 << 20
 """Of what is said to a D. More than the largest there is: 512 leases with an id and a reason of the longest kind, 4
 bytes to a character."""
@@ -41,11 +48,8 @@ SUMS_PART_BYTES = 1 << 20
 SUMS_PARTS_MAX = 256
 """Enough for 33 million checksums: a prompt of a million tokens in blocks of 16, in 500 layers."""
 
-_NUMBER_MAX = 2**63 - 1
-_Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
 _LEASES = Meta(max_length=LEASES_PER_MESSAGE_MAX)
 _Leases: TypeAlias = Annotated[tuple[LeaseName, ...], _LEASES]
-_EngineId: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 _is_identifier = re.compile(IDENTIFIER_PATTERN).match
 
 
@@ -77,13 +81,13 @@ class GoneLease(NamedTuple):
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """D wants the blocks of `leases` to be kept."""
 
-    engine_id: _EngineId
+    engine_id: Identifier
     """D's."""
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     """Number of the sender among the ranks of its engine."""
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
     """How many ranks of that engine deal with this P rank."""
-    sent_ns: _Nanoseconds
+    sent_ns: Natural
     leases: _Leases
     hears_leaving: bool = False
     """The sender understands Leaving, and wants to be told."""
@@ -95,7 +99,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """This rank of D is done with `leases`. The fields are those of `Hold`."""
 
-    engine_id: _EngineId
+    engine_id: Identifier
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
     leases: _Leases
@@ -107,7 +111,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
     """What became of each lease of a `Hold`, in any order. A lease that is named in neither list is not answered."""
 
-    sent_ns: _Nanoseconds
+    sent_ns: Natural
     """That of the `Hold`."""
     held: Annotated[tuple[HeldLease, ...], _LEASES] = ()
     gone: Annotated[tuple[GoneLease, ...], _LEASES] = ()
@@ -115,8 +119,8 @@ class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
     def __post_init__(self) -> None:
         _require_bounded([*self.held, *self.gone])
         for held in self.held:
-            if not 0 <= held.remaining_ns <= _NUMBER_MAX:
-                raise ValueError(f"remaining_ns is not from 0 to {_NUMBER_MAX}")
+            if not 0 <= held.remaining_ns <= NUMBER_MAX:
+                raise ValueError(f"remaining_ns is not from 0 to {NUMBER_MAX}")
         for gone in self.gone:
             if len(gone.why) > WHY_LENGTH_MAX or not gone.why.isprintable():
                 raise ValueError(f"why is longer than {WHY_LENGTH_MAX} characters, or not printable")
@@ -169,7 +173,7 @@ class LeaseSums(msgspec.Struct, frozen=True, kw_only=True):
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
     """P is to end. It serves what it lends for `grace_ns` from when it said so, and then no more."""
 
-    grace_ns: _Nanoseconds
+    grace_ns: Natural
 
 
 LeaseRequest: TypeAlias = Hold | Release
@@ -245,5 +249,5 @@ def _require_bounded(leases: Iterable[LeaseName | HeldLease | GoneLease]) -> Non
             raise ValueError(f"more than {LEASES_PER_MESSAGE_MAX} leases")
         if not is_request_id(lease.request_id):
             raise ValueError(f"a request id is not 1 to {ID_LENGTH_MAX} characters without control characters")
-        if not 0 <= lease.number <= _NUMBER_MAX:
-            raise ValueError(f"the number of a lease is not from 0 to {_NUMBER_MAX}")
+        if not 0 <= lease.number <= NUMBER_MAX:
+            raise ValueError(f"the number of a lease is not from 0 to {NUMBER_MAX}")

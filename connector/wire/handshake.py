@@ -28,6 +28,7 @@ from connector.wire.bounded import (
     HOST_LENGTH_MAX,
     HOST_PATTERN,
     IDENTIFIER_PATTERN,
+    RANKS_MAX,
     DecodeFailed,
     Fields,
     decode_frame,
@@ -46,7 +47,6 @@ PUBLIC_KEY_PATTERN = r"\A[!-~]{40}\Z"
 """A key of CURVE in its text form (Z85)."""
 LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
 EXTENSION_VERSION = 2
-RANK_MAX = 1023
 EXTENSION_BYTES_MAX = 1 << 20
 """Of a payload without its metadata: some two hundred bytes for each layer of `identity`."""
 PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + EXTENSION_BYTES_MAX
@@ -62,8 +62,8 @@ SAME_HASH = (
 OTHERS_NAMED_MAX = 5
 """Fields that differ beside the first one."""
 
-_Rank: TypeAlias = Annotated[int, Meta(ge=0, le=RANK_MAX)]
-_Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANK_MAX + 1)]
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 
 
 class MetadataRequest(msgspec.Struct, frozen=True):

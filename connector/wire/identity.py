@@ -31,7 +31,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import IDENTIFIER_PATTERN
+from connector.wire.bounded import IDENTIFIER_PATTERN, Identifier
 
 FACTORS_MAX = 256
 LAYERS_MAX = 4096
@@ -94,7 +94,6 @@ _NAMES_OF_THE_SAME = {
     QUANTIZATION: _SAME_FILES,
 }
 
-_Name: TypeAlias = Annotated[str, Meta(max_length=512, pattern=IDENTIFIER_PATTERN)]
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 _Scales: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=HEADS_MAX)]
 _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -135,8 +134,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
             that does not say.
     """
 
-    factors: Annotated[dict[_Name, _Value], Meta(max_length=FACTORS_MAX)]
-    layers: Annotated[dict[_Name, LayerIdentity], Meta(max_length=LAYERS_MAX)]
+    factors: Annotated[dict[Identifier, _Value], Meta(max_length=FACTORS_MAX)]
+    layers: Annotated[dict[Identifier, LayerIdentity], Meta(max_length=LAYERS_MAX)]
     group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=4096)] = ()
 
 

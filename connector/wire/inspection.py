@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import decode_frame, shorten
+from connector.wire.bounded import Natural, decode_frame, shorten
 from statemachine.trace import TransitionRecord
 
 INSPECTION_VERSION = 1
@@ -48,8 +48,6 @@ What: TypeAlias = Literal[
 ]
 WHATS: tuple[What, ...] = get_args(What)
 
-_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Show rows of one kind.
@@ -62,10 +60,10 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
         rows: how many at most.
     """
 
-    number: _Count
+    number: Natural
     what: What
     match: Annotated[str, Meta(max_length=MATCH_LENGTH_MAX)] = ""
-    first: _Count = 0
+    first: Natural = 0
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)] = ROWS_MAX
 
 
@@ -308,11 +306,11 @@ AnyRow: TypeAlias = (
 class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
     """The answer. `next` None: there are no more rows. `total`: rows of this kind, whether they match or not."""
 
-    number: _Count
+    number: Natural
     what: What
     wall: float
-    total: _Count
-    next: _Count | None
+    total: Natural
+    next: Natural | None
     rows: Annotated[tuple[AnyRow, ...], Meta(max_length=ROWS_MAX)]
 
 

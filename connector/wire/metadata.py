@@ -19,9 +19,12 @@ import msgspec
 from msgspec import Meta
 
 from connector.wire.bounded import (
+    ID_LENGTH_MAX,
     IDENTIFIER_PATTERN,
+    NUMBER_MAX,
     DecodeFailed,
     Fields,
+    Identifier,
     announced_length,
     decode_msgpack,
     require_beside,
@@ -37,19 +40,15 @@ AGENT_BYTES_MAX = 8 << 20
 FACTS_BYTES_MAX = 4 << 20
 """All the rest: a kilobyte for each region."""
 METADATA_BYTES_MAX = AGENT_BYTES_MAX + FACTS_BYTES_MAX
-NAME_LENGTH_MAX = 512
-"""Characters."""
 
 SHARED_GROUP = -1
 """Group id of a region in which several cache groups have their blocks."""
 
-_ADDRESS_MAX = 2**63 - 1
 _PER_REGION = Meta(max_length=REGIONS_MAX)
-_Name: TypeAlias = Annotated[str, Meta(max_length=NAME_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 # Of a long list: which characters there are is looked at once for all, for a pattern costs more than making the text.
-_NameInList: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+_NameInList: TypeAlias = Annotated[str, Meta(min_length=1, max_length=ID_LENGTH_MAX)]
 _is_identifier = re.compile(IDENTIFIER_PATTERN).match
-_Address: TypeAlias = Annotated[int, Meta(ge=1, le=_ADDRESS_MAX)]
+_Address: TypeAlias = Annotated[int, Meta(ge=1, le=NUMBER_MAX)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 40)]
 _BlockCount: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -62,7 +61,7 @@ _Members: TypeAlias = Annotated[list[_NameInList], Meta(max_length=MEMBERS_MAX)]
 class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """The handshake map of one rank. Lists have one entry per region."""
 
-    engine_id: _Name
+    engine_id: Identifier
     agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=AGENT_BYTES_MAX)]
     """NIXL's own part, for `add_remote_agent`."""
     kv_caches_base_addr: Annotated[list[_Address], Meta(min_length=1, max_length=REGIONS_MAX)]
@@ -73,11 +72,11 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one kernel block."""
     block_strides: _Lengths
     """Bytes from one kernel block to the next."""
-    kv_cache_layout: _Name
+    kv_cache_layout: Identifier
     block_size: _Size
     """Tokens of one kernel block."""
     ssm_sizes: tuple[_Offset, _Offset]
-    attn_backend_name: _Name
+    attn_backend_name: Identifier
     physical_blocks_per_logical_kv_block: _Size
     region_num_blocks: Annotated[list[_BlockCount], _PER_REGION] | None = None
     region_group_ids: Annotated[list[_Group], _PER_REGION] | None = None
@@ -88,7 +87,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ple_block_len: _Length | None = None
     region_members: Annotated[list[_Members], _PER_REGION] = msgspec.field(default_factory=list)
     """MEMBERS_MAX in all."""
-    packed_member_layouts: Annotated[dict[_Name, tuple[_Offset, _Length]], _PER_REGION] = msgspec.field(
+    packed_member_layouts: Annotated[dict[Identifier, tuple[_Offset, _Length]], _PER_REGION] = msgspec.field(
         default_factory=dict
     )
 
@@ -119,7 +118,7 @@ def decode_agent_metadata(data_untrusted: bytes) -> AgentMetadata:
     ):
         if stride < length:
             raise DecodeFailed(f"block stride {stride} is less than block length {length}")
-        if address + stride * (count - 1) + length > _ADDRESS_MAX:
+        if address + stride * (count - 1) + length > NUMBER_MAX:
             raise DecodeFailed(f"region at {address:#x} runs past the end of the address space")
     _require_names("region_names", metadata.region_names or ())
     for members in metadata.region_members:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from connector.wire.bounded import render_untrusted
+from connector.wire.bounded import ID_LENGTH_MAX, RANKS_MAX, render_untrusted
 
 HEARTBEAT_PREFIX = "HB:"
 MESSAGE_BYTES_MAX = 4 << 20
@@ -25,8 +25,6 @@ MESSAGE_BYTES_MAX = 4 << 20
 HEARTBEAT_BYTES_MAX = 64 << 10
 """Largest heartbeat that we send; more requests make more messages."""
 REQUEST_IDS_MAX = 1 << 16
-REQUEST_ID_LENGTH_MAX = 512
-CONSUMERS_MAX = 1024
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -56,8 +54,8 @@ Notification: TypeAlias = Release | Heartbeat | Malformed
 
 def encode_release(request_id: str, consumers: int) -> bytes:
     """The notification that goes with D's READ of `request_id` (its id on P)."""
-    if not 1 <= consumers <= CONSUMERS_MAX:
-        raise ValueError(f"consumers must be from 1 to {CONSUMERS_MAX}, not {consumers}")
+    if not 1 <= consumers <= RANKS_MAX:
+        raise ValueError(f"consumers must be from 1 to {RANKS_MAX}, not {consumers}")
     return f"{request_id}:{consumers}".encode()
 
 
@@ -107,8 +105,8 @@ def _parse_heartbeat(text: str, message: bytes) -> Heartbeat | Malformed:
         return _malformed(f"more than {REQUEST_IDS_MAX} request ids", message)
     # Each once: whatever looks for them takes a step for each, and a sender could name one that is lent over and over.
     request_ids = tuple(request_id for request_id in dict.fromkeys(listed.split(",")) if request_id)
-    if any(len(request_id) > REQUEST_ID_LENGTH_MAX for request_id in request_ids):
-        return _malformed(f"a request id longer than {REQUEST_ID_LENGTH_MAX} characters", message)
+    if any(len(request_id) > ID_LENGTH_MAX for request_id in request_ids):
+        return _malformed(f"a request id longer than {ID_LENGTH_MAX} characters", message)
     return Heartbeat(request_ids)
 
 
@@ -116,13 +114,13 @@ def _parse_release(text: str, message: bytes) -> Release | Malformed:
     request_id, separator, consumers = text.rpartition(":")
     if not separator or not request_id:
         return _malformed("no request id and consumer count", message)
-    if len(request_id) > REQUEST_ID_LENGTH_MAX:
-        return _malformed(f"a request id longer than {REQUEST_ID_LENGTH_MAX} characters", message)
+    if len(request_id) > ID_LENGTH_MAX:
+        return _malformed(f"a request id longer than {ID_LENGTH_MAX} characters", message)
     # `int` alone would accept signs, spaces, underscores and the digits of every script.
-    if not (consumers.isascii() and consumers.isdigit() and len(consumers) <= len(str(CONSUMERS_MAX))):
+    if not (consumers.isascii() and consumers.isdigit() and len(consumers) <= len(str(RANKS_MAX))):
         return _malformed("consumer count is not a number", message)
-    if not 1 <= int(consumers) <= CONSUMERS_MAX:
-        return _malformed(f"consumer count is not from 1 to {CONSUMERS_MAX}", message)
+    if not 1 <= int(consumers) <= RANKS_MAX:
+        return _malformed(f"consumer count is not from 1 to {RANKS_MAX}", message)
     return Release(request_id, int(consumers))
 
 

@@ -25,12 +25,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import HOST_LENGTH_MAX, HOST_PATTERN, IDENTIFIER_PATTERN, render_untrusted
+from connector.wire.bounded import (
+    HOST_LENGTH_MAX,
+    HOST_PATTERN,
+    ID_LENGTH_MAX,
+    NUMBER_MAX,
+    RANKS_MAX,
+    Identifier,
+    render_untrusted,
+)
 from connector.wire.signatures import ParamsKeys
 from statemachine.failures import BadParams, ParamsFailure, ParamsForged
-
-LEASE_NUMBER_MAX = 2**63 - 1
-"""Largest number of a lease. 0 is not a number in the parameters: it stands for their silence."""
 
 PREFIX_DIGESTS_MAX = 8
 SIGNATURE_LENGTH_MAX = 256
@@ -45,9 +50,7 @@ BLOCKS_MAX = 1 << 20
 """Of one request, all cache groups together."""
 GROUPS_MAX = 64
 BLOCK_ID_MAX = 2**31 - 1
-ID_LENGTH_MAX = 512
 TOKENS_MAX = 2**31 - 1
-PARALLEL_SIZE_MAX = 1024
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -239,11 +242,10 @@ class _WireField(msgspec.Struct, frozen=True):
     """Ellipsis: the key is required."""
 
 
-_Identifier: TypeAlias = Annotated[str, Meta(max_length=ID_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
 _Host: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
 _BlockId: TypeAlias = Annotated[int, Meta(ge=0, le=BLOCK_ID_MAX)]
 _Group: TypeAlias = Annotated[tuple[_BlockId, ...], Meta(max_length=BLOCKS_MAX)]
-_Size: TypeAlias = Annotated[int, Meta(ge=1, le=PARALLEL_SIZE_MAX)]
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 _Digest: TypeAlias = Annotated[str, Meta(max_length=64)]
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
@@ -251,11 +253,11 @@ _Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 
 _IDENTIFIER_WORDS = f"1 to {ID_LENGTH_MAX} characters without control characters"
 _HOST_WORDS = f"a host name or address of at most {HOST_LENGTH_MAX} characters"
-_SIZE_WORDS = f"an integer from 1 to {PARALLEL_SIZE_MAX}"
+_SIZE_WORDS = f"an integer from 1 to {RANKS_MAX}"
 
 _FIELDS = (
-    _WireField("remote_engine_id", _Identifier, _IDENTIFIER_WORDS),
-    _WireField("remote_request_id", _Identifier, _IDENTIFIER_WORDS),
+    _WireField("remote_engine_id", Identifier, _IDENTIFIER_WORDS),
+    _WireField("remote_request_id", Identifier, _IDENTIFIER_WORDS),
     _WireField("remote_host", _Host, _HOST_WORDS),
     _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
     _WireField(
@@ -271,8 +273,8 @@ _FIELDS = (
     _WireField("transfer_mode", Literal["pull"], '"pull" (push transfers are not supported)', "pull"),
     _WireField(
         "lease_number",
-        Annotated[int, Meta(ge=1, le=LEASE_NUMBER_MAX)] | None,
-        f"an integer from 1 to {LEASE_NUMBER_MAX}, or null",
+        Annotated[int, Meta(ge=1, le=NUMBER_MAX)] | None,  # 0 is no number here: it stands for their silence
+        f"an integer from 1 to {NUMBER_MAX}, or null",
         None,
     ),
     _WireField(

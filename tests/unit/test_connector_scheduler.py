@@ -32,7 +32,7 @@ from connector.protocol import (
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.prefix_digest import prompt_digests
 from connector.step_metadata import StepMetadata, WorkerReport
-from connector.wire.params import LEASE_NUMBER_MAX
+from connector.wire.bounded import NUMBER_MAX
 from statemachine import draining
 from statemachine.draining import Draining, State
 from statemachine.failures import Failure
@@ -77,7 +77,7 @@ def test_a_restarted_engine_repeats_no_number_of_its_former_life() -> None:
         for name in ("a", "b"):
             engine.prefill(name, TOKENS)
         first, second = (engine.params[name]["lease_number"] for name in ("a", "b"))
-        assert 0 < first < second < LEASE_NUMBER_MAX
+        assert 0 < first < second < NUMBER_MAX
         numbers |= {first, second}
     assert len(numbers) == 6
 

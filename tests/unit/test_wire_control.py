@@ -20,10 +20,9 @@ from connector.wire.administration import (
     encode_report,
     is_drain,
 )
-from connector.wire.bounded import DecodeFailed
+from connector.wire.bounded import ID_LENGTH_MAX, DecodeFailed
 from connector.wire.control import (
     ANSWER_BYTES_MAX,
-    ID_LENGTH_MAX,
     REQUEST_BYTES_MAX,
     SUMS_PART_BYTES,
     SUMS_PARTS_MAX,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.wire.bounded import RANKS_MAX
 from connector.wire.notifications import (
-    CONSUMERS_MAX,
     MESSAGE_BYTES_MAX,
     REQUEST_IDS_MAX,
     Heartbeat,
@@ -29,7 +29,7 @@ def test_release_of_an_id_with_colons() -> None:
     assert parse_notification(encode_release("a:b:3", 1)) == Release("a:b:3", 1)
 
 
-@pytest.mark.parametrize("consumers", [0, -1, CONSUMERS_MAX + 1])
+@pytest.mark.parametrize("consumers", [0, -1, RANKS_MAX + 1])
 def test_release_needs_a_sensible_count(consumers: int) -> None:
     with pytest.raises(ValueError, match="consumers"):
         encode_release("r", consumers)
