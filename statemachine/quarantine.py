@@ -42,14 +42,7 @@ class Quarantine:
         return self._blocks_of.get(owner, 0)
 
     def keep(self, owner: Hashable, blocks: int) -> None:
-        """So many blocks of `owner`, which has ended, are kept aside."""
-        self._change(owner, blocks)
-
-    def lift(self, owner: Hashable) -> None:
-        """They are written into no more; nothing happens if there are none."""
-        self._change(owner, 0)
-
-    def _change(self, owner: Hashable, blocks: int) -> None:
+        """So many blocks of `owner`, which has ended, are kept aside now; 0: nothing writes into them any more."""
         self.blocks += blocks - self._blocks_of.pop(owner, 0)
         if blocks:
             self._blocks_of[owner] = blocks

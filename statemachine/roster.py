@@ -376,10 +376,7 @@ class Roster:
         """So many blocks of a request are in quarantine now."""
         quarantine = self._quarantine
         was_full = quarantine.is_full
-        if blocks:
-            quarantine.keep(owner, blocks)
-        else:
-            quarantine.lift(owner)
+        quarantine.keep(owner, blocks)
         if quarantine.is_full is was_full:
             return []
         limit = quarantine.limit_blocks

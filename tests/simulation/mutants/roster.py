@@ -161,7 +161,7 @@ MUTANTS = (
         broken="nothing is read any more when the quarantine was full once",
         changes=(
             Edit(
-                Quarantine._change,
+                Quarantine.keep,
                 "self.is_full = self.blocks >= self.limit_blocks",
                 "self.is_full |= self.blocks >= self.limit_blocks",
             ),
