@@ -393,8 +393,6 @@ class NoteLeaving(Effect, frozen=True, kw_only=True):
 class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
     """A handshake failed that requests wait for; said once, however many they are."""
 
-    failure: Failure
-
 
 # --- views: what lives, for people; nothing of them leads back into the core ------------------------------------------
 
@@ -986,7 +984,7 @@ class RemoteEngine:
             if has_left:
                 self._step_departure(departure.AttemptFailed(), now_ns, cause)
             if is_awaited:
-                self._effects.append(NoteHandshakeFailure(failure=failure))
+                self._effects.append(NoteHandshakeFailure())
             if has_left:
                 # Where the port refuses, asking again costs nothing: no pause, in which a new process is not found.
                 is_awaited = is_awaited and not isinstance(failure, ConnectionRefused)

@@ -197,13 +197,10 @@ class AwaitPeer(Effect, frozen=True, kw_only=True):
 
 
 class Report(Effect, frozen=True, kw_only=True):
-    """Tell the engine that this request has ended. `failure` is None for done.
-
-    `is_quarantined`: READs may still write into the destination blocks, which must not return to the pool.
-    """
+    """Tell the engine that this request has ended. `failure` is None for done. READs of `in_flight` may still write
+    into the destination blocks, which must not return to the pool."""
 
     failure: Failure | None
-    is_quarantined: bool = False
 
 
 # --- handlers -------------------------------------------------------------------------------------------------------
@@ -355,7 +352,7 @@ def _quarantine(request: Request, event: QuiesceTimeout) -> tuple[Request, Effec
     assert request.failure is not None
     failure = Quarantined(reads=len(request.in_flight), waited_seconds=event.waited_seconds, cause=request.failure.kind)
     ended = msgspec.structs.replace(request, state=State.FAILED, failure=failure, ending=None, is_retryable=False)
-    return ended, (Report(failure=failure, is_quarantined=True),)
+    return ended, (Report(failure=failure),)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -882,7 +882,7 @@ def test_a_failed_handshake_fails_who_waits_and_is_said_once() -> None:
     drive.start("a")
     drive.start("b")
     effects = drive.feed(ConnectFailed(failure=SILENT))
-    assert effects == [NoteHandshakeFailure(failure=SILENT), failed("a", SILENT), failed("b", SILENT)]
+    assert effects == [NoteHandshakeFailure(), failed("a", SILENT), failed("b", SILENT)]
     (report,) = drive.start("c")
     assert isinstance(report, Report)
     assert isinstance(report.failure, PeerBackoff)
@@ -925,7 +925,7 @@ def test_an_attempt_that_a_request_joins_is_made_for_it() -> None:
     drive.feed(LinkLost(connection=1, detail="reset"))
     drive.feed(TornDown(connection=1))
     assert drive.start("c", C) == []
-    assert drive.feed(ConnectFailed(failure=SILENT)) == [NoteHandshakeFailure(failure=SILENT), failed("c", SILENT)]
+    assert drive.feed(ConnectFailed(failure=SILENT)) == [NoteHandshakeFailure(), failed("c", SILENT)]
     assert drive.state is peer.State.BACKOFF
 
 

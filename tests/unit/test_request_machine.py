@@ -288,7 +288,7 @@ def test_reads_that_never_end_are_quarantined_and_the_request_ends_without_them(
     request, effects = run(reading(3), failed(1), QUIESCE_TIMEOUT)
     failure = Quarantined(reads=2, waited_seconds=30.0, cause="TransferError")
     assert request.state is State.FAILED
-    assert effects == [StartQuiesceTimer(), Report(failure=failure, is_quarantined=True)]
+    assert effects == [StartQuiesceTimer(), Report(failure=failure)]
     # Who it is that may still be written into is known to the core, which lifts the quarantine.
     assert request.in_flight == {0, 2}
     assert run(request, completed(0), failed(2), quiesced(2)) == (request, [])
@@ -432,7 +432,7 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
                 assert self.posted
                 self.completions_ns, self.has_read = [], True
             case Report():
-                assert effect.is_quarantined == bool(self.open_reads)
+                assert self.request.in_flight == self.open_reads
                 assert not self.reports
                 if effect.failure is None and self.has_read:
                     assert max(self.completions_ns) <= self.proven_ns
