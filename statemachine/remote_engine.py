@@ -571,6 +571,8 @@ class RemoteEngine:
     ) -> None:
         self.engine_id = engine_id
         self.address = address
+        """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept
+        whatever they say: if the engine did move, READs fail or its control sockets are reset."""
         self._limits = limits
         self._identity = identity
         self._note: Callable[[Noted], object] | None = None
@@ -647,7 +649,7 @@ class RemoteEngine:
             case Settled():
                 self._settle_without_reading(event, now_ns)
             case MeetAsked(address=address):
-                self._address_from(address)
+                self.address = address
                 if self._peer.state is peer.State.IDLE:
                     self._step_peer(peer.Wanted(), now_ns)
             case AbortAsked(request_id=request_id):
@@ -738,7 +740,7 @@ class RemoteEngine:
     def _announce(self, event: Announced, now_ns: int) -> None:
         if self._is_consumed(event.lease):
             return  # it is told so when it starts
-        self._address_from(event.address)
+        self.address = event.address
         self._claim(event.lease, event.request_id, now_ns - event.age_ns, now_ns)
 
     def _start(self, event: Started, now_ns: int) -> None:
@@ -757,7 +759,7 @@ class RemoteEngine:
             consumed = BlocksConsumed(**self._of_peer(), remote_request_id=event.lease.request_id)
             self._step_request(request_id, request.PeerFailed(failure=consumed), now_ns)
             return
-        self._address_from(event.address)
+        self.address = event.address
         claim = self._claim(event.lease, request_id, now_ns - event.age_ns, now_ns)
         if claim.gone is not None:
             has_left = claim.gone == LEFT
@@ -770,7 +772,7 @@ class RemoteEngine:
     def _settle_without_reading(self, event: Settled, now_ns: int) -> None:
         if self._is_consumed(event.lease):
             return
-        self._address_from(event.address)
+        self.address = event.address
         self._claim(event.lease, event.request_id, now_ns, now_ns)
         self._leave(event.lease, event.request_id, now_ns)
 
@@ -1387,11 +1389,6 @@ class RemoteEngine:
     @property
     def _is_awaited(self) -> bool:
         return bool(self._waiting or self._proving or self._wanted)
-
-    def _address_from(self, address: Address) -> None:
-        """Requests may name the engine at different addresses; the newest is tried next. A working connection is kept
-        whatever they say: if the engine did move, READs fail or its control sockets are reset."""
-        self.address = address
 
     def _of_peer(self) -> dict[str, Any]:
         return {"peer": self.engine_id, "address": str(self.address)}

@@ -68,7 +68,7 @@ class Connections:
             self._listen(number, connection)
         postponed, self._postponed = self._postponed, []
         for task, arguments in postponed:
-            self._spawn(task, *arguments)
+            self.spawn(task, *arguments)
 
     def detach(self) -> None:
         """The nursery ends. What is asked for from now on begins with the next one, if there is one."""
@@ -78,11 +78,11 @@ class Connections:
 
     def open(self, address: PeerAddress) -> None:
         """Connected or ConnectFailed follows."""
-        self._spawn(self._open, address)
+        self.spawn(self._open, address)
 
     def take_back(self, number: int, failure: Failure | None) -> None:
         """TornDown follows. `failure`: what has made its agents useless to others, too."""
-        self._spawn(self._take_back, number, failure)
+        self.spawn(self._take_back, number, failure)
 
     def agent_lost(self, agent: AgentName, failure: Failure) -> None:
         """Another actor has given up an agent on which some of these stand, perhaps."""
@@ -109,19 +109,16 @@ class Connections:
 
     def notify(self, number: int, rank: int, message: bytes) -> None:
         """Send a notification of NIXL to a rank of a built-in engine. NotificationFailed may follow."""
-        self._spawn(self._notify, number, rank, message)
-
-    # --- how ----------------------------------------------------------------------------------------------------
+        self.spawn(self._notify, number, rank, message)
 
     def spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task of the actor's beside those of the connections."""
-        self._spawn(task, *args)
-
-    def _spawn(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run a task beside those of the connections; without a nursery, when there is one."""
         if self._nursery is not None:
             self._nursery.start_soon(task, *args)
         else:
             self._postponed.append((task, args))
+
+    # --- how ----------------------------------------------------------------------------------------------------
 
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
@@ -167,7 +164,7 @@ class Connections:
             return  # `attach` does
         for rank, remote in enumerate(connection.ranks):
             if remote.link is not None:
-                self._spawn(self._receive, number, rank, remote.link)
+                self.spawn(self._receive, number, rank, remote.link)
 
     async def _receive(self, number: int, rank: int, link: Link) -> None:
         """Answers of one rank, until its link is lost or closed."""

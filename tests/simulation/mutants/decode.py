@@ -761,8 +761,8 @@ REQUESTS = (
         changes=(
             Edit(
                 RemoteEngine._settle_without_reading,
-                "self._address_from(event.address)",
-                "self._address_from(event.address)\n"
+                "self.address = event.address",
+                "self.address = event.address\n"
                 "    self._effects.append(Report(request_id=event.request_id, failure=None, is_quarantined=False))",
             ),
         ),
