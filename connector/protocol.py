@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from connector.ports.nixl import ReadMeasured
 from statemachine.failures import Failure, ParamsFailure
 from statemachine.lease import LeaseName
 
@@ -266,15 +267,6 @@ class QuarantineLifted(msgspec.Struct, frozen=True, kw_only=True):
     local_block_ids: list[int]
 
 
-class TransferMeasured(msgspec.Struct, frozen=True, kw_only=True):
-    """One READ completed; NIXL's own figures."""
-
-    seconds_in_transport: float
-    seconds_to_post: float
-    bytes: int
-    descriptors: int
-
-
 class Noted(msgspec.Struct, frozen=True, kw_only=True):
     """Something has happened of which only the number is told. `figure`: one of `observe.catalogue.NOTED`."""
 
@@ -305,4 +297,4 @@ class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Outcome: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | TransferMeasured | Noted | SumsWanted | WorkerStopped
+Outcome: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | ReadMeasured | Noted | SumsWanted | WorkerStopped

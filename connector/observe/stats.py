@@ -37,11 +37,11 @@ from connector.observe.catalogue import (
     TRANSPORT_FAILURES,
     Metric,
 )
+from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
     Outcome,
     ReceiveEnded,
     SendEnded,
-    TransferMeasured,
 )
 from connector.versions import NIXL, shown_version
 from statemachine.failures import AbortedByClient, Failure
@@ -77,7 +77,7 @@ class ConnectorStats(KVConnectorStats):
         """Fold one outcome in, but for those that have methods of their own: what is only counted, and a receive that
         has been loaded, which may still fail."""
         match outcome:
-            case TransferMeasured():
+            case ReadMeasured():
                 self.data[TRANSFER_SECONDS].append(outcome.seconds_in_transport)
                 self.data[POST_SECONDS].append(outcome.seconds_to_post)
                 self.data[TRANSFER_BYTES].append(outcome.bytes)

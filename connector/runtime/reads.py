@@ -40,7 +40,7 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-from connector.protocol import Noted, Outcome, TransferMeasured
+from connector.protocol import Noted, Outcome
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
@@ -299,14 +299,7 @@ class Reads:
                     finally:
                         self._post_next()
                 case ReadMeasured():
-                    self._emit(
-                        TransferMeasured(
-                            seconds_in_transport=event.seconds_in_transport,
-                            seconds_to_post=event.seconds_to_post,
-                            bytes=event.bytes,
-                            descriptors=event.descriptors,
-                        )
-                    )
+                    self._emit(event)
                 case NotificationReceived():
                     self._on_notification(event)
                 case PortBroken():

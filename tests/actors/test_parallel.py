@@ -13,7 +13,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.layout.landing import Permute
-from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease, TransferMeasured
+from connector.ports.nixl import ReadMeasured
+from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease
 from connector.worker.landing import LandedBlocks, landing_caches
 from statemachine.failures import BadParams
 from tests.actors.engines import (
@@ -342,8 +343,8 @@ async def descriptors(ranks: list[Engine], reads: int) -> int:
     return sum(outcome.descriptors for each in ranks for outcome in measured(each))
 
 
-def measured(rank: Engine) -> list[TransferMeasured]:
-    return [outcome for outcome in rank.outcomes if isinstance(outcome, TransferMeasured)]
+def measured(rank: Engine) -> list[ReadMeasured]:
+    return [outcome for outcome in rank.outcomes if isinstance(outcome, ReadMeasured)]
 
 
 def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:

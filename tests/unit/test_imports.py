@@ -101,8 +101,8 @@ def stands_alone(module: str) -> bool:
     return top in ("msgspec", "statemachine") or top in sys.stdlib_module_names
 
 
-def stands_alone_with(package: str) -> Callable[[str], bool]:
-    return lambda module: stands_alone(module) or is_in(module, package)
+def stands_alone_with(*packages: str) -> Callable[[str], bool]:
+    return lambda module: stands_alone(module) or is_in(module, *packages)
 
 
 RULES = [
@@ -121,9 +121,9 @@ RULES = [
     Rule("wire is bytes", ("connector/wire",), neither("nixl", "vllm", "trio", "zmq", "torch", "numpy", *WORLDLY)),
     Rule("wire does not know what its values mean", ("connector/wire",), of_ours_only("connector.wire")),
     Rule(
-        "the protocol of the two sides knows neither of them",
+        "the protocol of the two sides knows neither of them, but the form of what the port says",
         ("connector/protocol.py",),
-        stands_alone_with("numpy"),
+        stands_alone_with("numpy", "connector.ports.nixl"),
     ),
     Rule("only ports touch NIXL and ZMQ", ("connector", "statemachine"), neither("nixl", "zmq"), ("connector/ports",)),
     Rule(

@@ -31,6 +31,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from connector.clock import BootClock, Clock, to_ns
 from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
+from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
     Noted,
     Outcome,
@@ -38,7 +39,6 @@ from connector.protocol import (
     ReceiveEnded,
     SendEnded,
     SumsWanted,
-    TransferMeasured,
     WorkerStopped,
 )
 from connector.scheduler.engine_figures import EngineFigures
@@ -58,9 +58,13 @@ def received(failure: Failure | None = None, *, quarantined: bool = False) -> Re
     return ReceiveEnded(request_id="r", failure=failure, local_block_ids=[1], quarantined=quarantined)
 
 
-def measured(seconds: float = 0.02, *, mebibytes: int = 4, descriptors: int = 64) -> TransferMeasured:
-    return TransferMeasured(
-        seconds_in_transport=seconds, seconds_to_post=seconds / 10, bytes=mebibytes * MIB, descriptors=descriptors
+def measured(seconds: float = 0.02, *, mebibytes: int = 4, descriptors: int = 64) -> ReadMeasured:
+    return ReadMeasured(
+        handle=1,
+        seconds_in_transport=seconds,
+        seconds_to_post=seconds / 10,
+        bytes=mebibytes * MIB,
+        descriptors=descriptors,
     )
 
 
