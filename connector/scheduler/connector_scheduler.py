@@ -557,11 +557,6 @@ class ConnectorScheduler:
             return True
         return bool(self._commands) or self._draining.keeps_stepping
 
-    @property
-    def far_ends_held(self) -> dict[str, list[int]]:
-        """Ids of the blocks that are kept from the pool beside those of requests, by request; see `far_ends`."""
-        return self._far_ends.held
-
     # --- side channel -------------------------------------------------------------------------------------------
 
     def serve_handshakes(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:

@@ -40,7 +40,7 @@ class FarEnds:
 
     @property
     def held(self) -> dict[str, list[int]]:
-        """Block ids, by request."""
+        """Ids of the blocks that are kept from the pool beside those of requests, by request."""
         return {request_id: list(blocks.values()) for request_id, blocks in self._held.items()}
 
     def bind(self, pool: BlockPool) -> None:

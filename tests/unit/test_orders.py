@@ -129,7 +129,7 @@ class Orders:
         side = self.scheduler.connector._scheduler
         assert not any((side._waiting, side._loading, side._failed, side._to_compute, side._computing))
         assert not any((side._heard_ns, side._answering))
-        assert not side.far_ends_held
+        assert not side._far_ends.held
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Orders:
         for blocks in [*held, *(blocks for _, blocks in self.scheduler.deferred_frees)]:
             for block in blocks:
                 expected[block.block_id] += not block.is_null
-        kept = [*self.quarantined, *self.scheduler.connector._scheduler.far_ends_held.values()]
+        kept = [*self.quarantined, *self.scheduler.connector._scheduler._far_ends.held.values()]
         for block_id in (block_id for blocks in kept for block_id in blocks):
             expected[block_id] += 1
         assert [0 if block.is_null else block.ref_cnt for block in self.pool.blocks] == expected

@@ -590,7 +590,7 @@ class VllmEngine:
         expected = [0] * self._pool.num_gpu_blocks
         for block_id, count in self._quarantined.items():
             expected[block_id] += count
-        far_ends = self.scheduler.connector.scheduler_side.far_ends_held
+        far_ends = self.scheduler.connector.scheduler_side._far_ends.held
         for block_id in (block_id for blocks in far_ends.values() for block_id in blocks):
             expected[block_id] += 1
         held = [blocks for group in self._held for blocks in group.values()]
@@ -620,7 +620,7 @@ class VllmEngine:
             "prefills in the scheduler": len(side._computing),
             "prompts to lend": len(side._prompts_to_lend),
             "requests that are answered here": len(side._answering),
-            "far ends of windows": len(side.far_ends_held),
+            "far ends of windows": len(side._far_ends.held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
         }
