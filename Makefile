@@ -1,9 +1,11 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
-# make test    everything that can be checked here, part after part, each of which runs whatever became of the others:
+# make test    what has to hold at each commit, part after part, each of which runs whatever became of the others:
 #                check, test-parts (tests that need no whole engine, two at a time), upstream, simulate-fresh,
-#                test-pairs (engines of all kinds, two files at a time), test-alone (tests of how soon something is
-#                noticed, and of engines that take long to start, which want the machine for themselves), programs
-#                (which of those that tests need are missing; an error where CI=true and apt could have brought them)
+#                test-engines (engines without a model, and those pairs of whole ones that show most), programs (which of
+#                those that tests need are missing; an error where CI=true and apt could have brought them). Half an hour
+# make test-all   the same, then test-long (all other files, two at a time: rare engines, floods, churn) and test-alone
+#                (tests of how soon something is noticed, and of engines that take long to start, which want the machine
+#                for themselves); before a release. An hour or more
 # make upstream   vLLM's own scheduler-level tests of its connector, with this one in its place; fetches vLLM's source
 #              distribution (44 MB) the first time, and says SKIPPED where it cannot, unless CI is set to true
 # make explore every order of events of the two cores with a few requests, in which up to two go wrong; takes minutes
@@ -34,11 +36,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
          tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py tests/e2e/test_spans.py
+ENGINES := tests/e2e/test_engines.py tests/e2e/test_families.py tests/e2e/test_builtin_compatibility.py \
+           tests/e2e/test_request_kinds.py tests/e2e/test_metrics.py tests/e2e/test_cache_reset.py \
+           tests/e2e/test_routers.py tests/e2e/test_aborts.py tests/e2e/test_security.py tests/e2e/test_why.py
+# Minutes of floods, churn or ten thousand requests. With every pair of engines that stands nowhere else: test-long.
+LONG := tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py tests/actors/test_churn.py \
+        tests/integration/test_attacks.py tests/integration/test_leaks.py
 SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-parts test-pairs test-alone upstream programs explore simulate simulate-fresh \
+.PHONY: setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream programs explore simulate simulate-fresh \
         soak churn crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := test
 
@@ -57,18 +65,26 @@ check: setup
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
-parts: check test-parts upstream simulate-fresh test-pairs test-alone programs
+parts: check test-parts upstream simulate-fresh test-engines programs
+
+test-all: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs=1 all-parts
+
+all-parts: check test-parts upstream simulate-fresh test-engines test-long test-alone programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
 TWO_AT_A_TIME := -n 2 --durations 25 --dist loadfile --no-loadscope-reorder
 
 test-parts: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) \
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(LONG:%=--ignore %) \
 		tests/unit tests/explore tests/simulation tests/actors tests/conformance
 
-test-pairs: setup
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/integration tests/gpu tests/e2e $(patsubst %,--ignore %,$(ALONE))
+test-engines: setup
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(LONG:%=--ignore %) tests/integration tests/gpu $(ENGINES)
+
+test-long: setup
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(patsubst %,--ignore %,$(ALONE) $(ENGINES)) $(LONG) tests/e2e
 
 test-alone: setup
 	$(BIN)/python -m pytest $(ALONE)
