@@ -260,6 +260,7 @@ class ConnectorScheduler:
         # Requests that were passed over because what is kept leaves no room for them; and those of them whose loads
         # have failed.
         self._without_room: set[str] = set()
+        self._behind_lent_back: set[str] = set()
         self._failed_without_room: set[str] = set()
         # When the last step was scheduled.
         self._stepped_ns = clock.now_ns()
@@ -359,6 +360,8 @@ class ConnectorScheduler:
                 if len(self._failed_without_room) == 1:
                     self._event_log.loads_nothing(f"request {request_id}")
             self._note_no_room(request)
+            if self._kept.would_leave_room(request.num_tokens):
+                self._behind_lent_back.add(request_id)
             return None, False
         if self._lets_pass and request_id not in self._to_compute:
             return None, False
@@ -966,8 +969,8 @@ class ConnectorScheduler:
         return is_wanted and is_request_id(request.request_id)
 
     def _may_lend_back(self) -> bool:
-        if self._without_room:
-            return False  # they would never find any, where answers end as fast as leases do
+        if self._behind_lent_back:
+            return False  # they would never find room, where answers end as fast as leases do
         pool = self._block_pool
         return pool is None or pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * pool.num_gpu_blocks
 
@@ -1053,6 +1056,7 @@ class ConnectorScheduler:
     def _found_room(self, request_id: str) -> None:
         """It has blocks now, or has ended."""
         self._without_room.discard(request_id)
+        self._behind_lent_back.discard(request_id)
         if request_id in self._failed_without_room:
             self._failed_without_room.remove(request_id)
             if not self._failed_without_room:

@@ -82,13 +82,21 @@ class KeptBlocks:
         """Whether a request of so many tokens, of which so many have blocks already, may fit into what is left."""
         if self._pool is None or not (self.quarantined or self._lent_back):
             return True
-        needed = sum(-(-num_tokens // size) for size in self._block_sizes)
         cached = sum(num_cached // size for size in self._block_sizes)
-        kept = self.quarantined + len(self._lent_back)
         # What it finds in the prefix cache may be lent back.
         shared = min(cached, len(self._lent_back))
+        return len(self._lent_back) - shared <= self._left_beside_quarantine(num_tokens)
+
+    def would_leave_room(self, num_tokens: int) -> bool:
+        """Whether it might fit if nothing were lent back."""
+        return self._left_beside_quarantine(num_tokens) >= 0
+
+    def _left_beside_quarantine(self, num_tokens: int) -> int:
+        """Blocks, when a request has all that it needs; negative: it lacks some."""
+        assert self._pool is not None
         usable: int = self._pool.num_gpu_blocks - 1  # without the null block
-        return needed + kept - shared <= usable
+        needed = sum(-(-num_tokens // size) for size in self._block_sizes)
+        return usable - self.quarantined - needed
 
 
 def _take_off(counts: Counter[int], block_ids: Iterable[int]) -> None:

@@ -105,5 +105,5 @@ def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytes
 
 
 def failed_notifications(rank: Engine) -> int:
-    """As vLLM is told."""
+    """As the ledger hears of it."""
     return rank.outcomes.count(Noted(figure=FAILED_NOTIFICATIONS))

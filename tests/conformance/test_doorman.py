@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import os
 import random
 import resource
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
@@ -191,6 +194,19 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(each)
 
 
+def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+    """Where no thread of another test, of UCX for instance, takes the descriptor that somebody else has given back."""
+
+    @functools.wraps(test)
+    def elsewhere(**arguments: Any) -> None:
+        program = f"from {__name__} import {test.__name__} as test; test.__wrapped__(**{arguments!r})"
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * SECONDS)
+        if ran.returncode:
+            pytest.fail(ran.stdout + ran.stderr)
+
+    return elsewhere
+
+
 async def knock(stranger: socket.socket, port: int) -> None:
     """The kernel connects it, whoever accepts it."""
     stranger.setblocking(False)
@@ -207,6 +223,7 @@ async def is_greeted(stranger: socket.socket) -> None:
         await trio.sleep(0.01)
 
 
+@in_a_process_of_its_own
 def test_without_descriptors_a_stranger_makes_room_and_no_engine() -> None:
     async def test() -> None:
         async with door() as listening:
@@ -229,6 +246,7 @@ def test_without_descriptors_a_stranger_makes_room_and_no_engine() -> None:
 
 
 @pytest.mark.parametrize("engines", [0, 1])
+@in_a_process_of_its_own
 def test_without_descriptors_newcomers_wait_if_there_is_no_stranger(engines: int) -> None:
     """Nothing spins meanwhile but libzmq, what it costs does not grow, and somebody is told."""
 

@@ -33,6 +33,7 @@ SLACK = 8
 MEASURED = 5
 """Requests of which the median is taken: in one of them a dict may grow that holds many requests."""
 OBJECTS_OF_AN_OPEN_REQUEST = 50
+"""A tenth more than the 45 that there were."""
 OBJECTS_LEFT_BEHIND = 5
 """A lease that was released is remembered on both sides (`CONSUMED_MAX`, `ENDED_MAX`), in their order."""
 TRANSIENT_BYTES_PER_BLOCK = 120

@@ -157,6 +157,21 @@ def test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_
     pytest.fail(f"{len(decode.finished)} others were served meanwhile")
 
 
+@pytest.mark.parametrize("reason", ["lent back", "quarantine"])
+def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, _ = in_quarantine()
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    if reason == "lent back":
+        kept = side._kept.quarantined
+        monkeypatch.setattr(side._kept, "quarantined", 0)
+        monkeypatch.setattr(side._kept, "_lent_back", dict.fromkeys(range(1, kept + 1), 1))
+    assert side._may_lend_back()
+    decode.submit("long", LONG, None)
+    run(decode, 2)
+    assert "long" in side._without_room
+    assert side._may_lend_back() == (reason == "quarantine")
+
+
 def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM resets no prefix cache while there is one, and ends a pause by that; and an idle engine makes no step."""
     decode, block_ids = in_quarantine()

@@ -281,18 +281,31 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
         worker.shutdown()
 
 
+@pytest.mark.parametrize(
+    "sizes", [Sizes(tp=4, dcp=4, tp_rank=1), Sizes(tp=2, pp=3, tp_rank=1, pp_rank=2)], ids=["DCP", "PP"]
+)
 def test_a_worker_says_which_rank_it_is_and_what_it_understands(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
-    Sizes(tp=2, tp_rank=1).apply(config, monkeypatch)
+    sizes.apply(config, monkeypatch)
     caches, tensors = make_caches(config, monkeypatch, FAMILIES["latent"](1, 64), kernel_block_tokens=KERNEL_BLOCK)
-    worker = ConnectorWorker(config, caches, parse_options({}))
+    worker = ConnectorWorker(config, caches, parse_options({"verify": "all"}))
     worker.register_kv_caches(tensors)
     try:
         assert worker.handshake_metadata is not None
         said = worker.handshake_metadata.extension
-        where = {"control_host": said.control_host, "control_port": said.control_port}
-        assert said == facts(life="", tp_size=2, tp_rank=1, identity=said.identity, **where)
+        assert said == facts(
+            life="",
+            tp_size=sizes.tp,
+            dcp_size=sizes.dcp,
+            pp_size=sizes.pp,
+            tp_rank=sizes.tp_rank,
+            pp_rank=sizes.pp_rank,
+            control_host=said.control_host,
+            control_port=said.control_port,
+            identity=said.identity,
+            verify="all",
+        )
         assert said.identity is not None
     finally:
         worker.shutdown()

@@ -875,7 +875,7 @@ SCHEDULER = (
         name="answers are lent back before those who find no room",
         row=60,
         broken="answers go on being lent back while a prompt does not fit beside those that are; it is never served",
-        changes=(Edit(ConnectorScheduler._may_lend_back, "if self._without_room:", "if False:"),),
+        changes=(Edit(ConnectorScheduler._may_lend_back, "if self._behind_lent_back:", "if False:"),),
         place=ByTest(
             "tests/unit/test_kept_blocks.py::"
             "test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back"
