@@ -256,7 +256,7 @@ class ConnectorScheduler:
         self._prompts_to_lend: dict[str, Request] = {}
         # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
         self._far_ends = FarEnds(self._groups if not self._tokens_left_to_decode else ())
-        self._kept = KeptBlocks(self._groups)
+        self._kept = KeptBlocks()
         # Requests that were passed over because what is kept leaves no room for them; and those of them whose loads
         # have failed.
         self._without_room: set[str] = set()
@@ -353,24 +353,26 @@ class ConnectorScheduler:
             self._failed.remove(request_id)
             self._to_compute.add(request_id)
             return None, False
-        if not self._kept.leave_room(request.num_tokens, num_computed_tokens):
+        pull = self._waiting.get(request_id)
+        loaded = num_computed_tokens if pull is None else pull.tokens
+        if not self._kept.leave_room(request, loaded):
             if request_id in self._to_compute:
                 self._to_compute.remove(request_id)  # nobody waits for it
                 self._failed_without_room.add(request_id)
                 if len(self._failed_without_room) == 1:
                     self._event_log.loads_nothing(f"request {request_id}")
             self._note_no_room(request)
-            if self._kept.would_leave_room(request.num_tokens):
+            if self._kept.would_leave_room(request, loaded):
                 self._behind_lent_back.add(request_id)
             return None, False
         if self._lets_pass and request_id not in self._to_compute:
             return None, False
-        pull = self._waiting.get(request_id)
         if pull is None:
             return 0, False
         count = pull.tokens - num_computed_tokens
-        if self._failed_without_room and isinstance(pull.remote, RemotePrefill) and count > 0:
-            # vLLM keeps all that is free, and more, for the one that has failed: no load would begin before it does.
+        if self._failed_without_room and count > 0:
+            # vLLM keeps all that is free, and more, for the one that has failed: no load would begin before it does,
+            # and nobody behind one that cannot is looked at. Nor behind one whose parameters are bad.
             self._waiting[request_id] = replace(pull, computed_because=catalogue.NO_ROOM)
             return 0, False
         if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
@@ -475,6 +477,11 @@ class ConnectorScheduler:
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
         self._stepped_ns = self._clock.now_ns()
+        if self._failed_without_room and self._kept.is_none:
+            # Their turn may be far off; what they need is kept for them as for all whose load has failed.
+            self._to_compute |= self._failed_without_room
+            self._failed_without_room.clear()
+            self._event_log.loads_again()
         self._lets_pass = False
         if self._offered:
             self._lets_pass = len(self._to_compute) > 0
@@ -594,7 +601,7 @@ class ConnectorScheduler:
         self._cache_manager = manager
         self._block_pool = manager.block_pool
         self._far_ends.bind(manager.block_pool)
-        self._kept.bind(manager.block_pool)
+        self._kept.bind(manager)
         tell_offloading_of_reads()
 
     def shutdown(self) -> None:
@@ -1016,7 +1023,7 @@ class ConnectorScheduler:
         )
         self._figures.grant(request.request_id, blocks, tokens)
         if not is_for_decode:
-            self._kept.lend_back(request.request_id, lent)
+            self._kept.lend_back(request.request_id, (*block_ids, *lent))
         remote = RemotePrefill(
             engine_id=self._engine_id,
             request_id=lease.request_id,

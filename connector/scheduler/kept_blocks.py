@@ -5,51 +5,55 @@
 
 vLLM serves its queue in order, and stops at the first request whose blocks it cannot have. It takes for granted that
 what is missing comes back when others end. One that needs more blocks than are left beside these waits for none of the
-others, and everybody behind it would wait with it: such a request is passed over until they are back. It is passed over
-only where it is certain that it does not fit; where it cannot be told, vLLM's own rule holds.
+others, and everybody behind it would wait with it: such a request is passed over until they are back. How many it needs
+is what vLLM itself asks for before it admits a request: windows and states have bounds of their own, and what it finds
+in the prefix cache is there already.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from connector.families import Keeps
-from connector.scheduler.cache_groups import NULL_BLOCK_ID, TransferGroup
+from connector.scheduler.cache_groups import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 
 class KeptBlocks:
     """See the module's docstring. Lives on the scheduler's thread.
 
-    Args:
-        groups: cache groups of the engine. Those whose tables keep everything say how many blocks a request needs.
-
     Attributes:
         quarantined: how many blocks, whatever the number of ranks. Asked for in every step.
     """
 
-    def __init__(self, groups: Sequence[TransferGroup]) -> None:
-        self._block_sizes = [group.block_size for group in groups if group.keeps == Keeps()]
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self.quarantined = 0
         # How many ranks keep each block out of the pool; never 0.
         self._quarantined: Counter[int] = Counter()
         # How many answers each block is lent back of; never 0. And the blocks of each of them, by request.
         self._lent_back: Counter[int] = Counter()
-        self._of_answer: dict[str, list[int]] = {}
+        self._of_answer: dict[str, set[int]] = {}
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.quarantined or self._lent_back)
 
     @property
     def lent_back(self) -> int:
         """How many blocks, whatever the number of answers."""
         return len(self._lent_back)
 
-    def bind(self, pool: BlockPool) -> None:
-        """The pool of the engine's blocks."""
-        self._pool = pool
+    def bind(self, manager: KVCacheManager) -> None:
+        """Who gives the engine's blocks to requests."""
+        self._manager = manager
+        self._pool = manager.block_pool
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A rank has READs that may still write into these blocks."""
@@ -67,8 +71,8 @@ class KeptBlocks:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def lend_back(self, request_id: str, tables: Iterable[Sequence[int]]) -> None:
-        """The blocks of an answer are lent; vLLM keeps them until `end`."""
-        block_ids = [block_id for table in tables for block_id in table if block_id != NULL_BLOCK_ID]
+        """An answer is lent that has these blocks; vLLM keeps all of them until `end`, whatever part is lent."""
+        block_ids = {block_id for table in tables for block_id in table} - {NULL_BLOCK_ID}
         self._of_answer[request_id] = block_ids
         self._lent_back.update(block_ids)
 
@@ -78,25 +82,47 @@ class KeptBlocks:
             for request_id in request_ids:
                 _take_off(self._lent_back, self._of_answer.pop(request_id, ()))
 
-    def leave_room(self, num_tokens: int, num_cached: int) -> bool:
-        """Whether a request of so many tokens, of which so many have blocks already, may fit into what is left."""
-        if self._pool is None or not (self.quarantined or self._lent_back):
+    def leave_room(self, request: Request, loaded: int) -> bool:
+        """Whether a request fits into what is left, if all that is not kept comes back. `loaded`: of how many of its
+        tokens the KV may be loaded or found here."""
+        if self.is_none:
             return True
-        cached = sum(num_cached // size for size in self._block_sizes)
-        # What it finds in the prefix cache may be lent back.
-        shared = min(cached, len(self._lent_back))
-        return len(self._lent_back) - shared <= self._left_beside_quarantine(num_tokens)
+        kept = self._quarantined.keys() | self._lent_back.keys()
+        return self._needed(request, loaded, kept) <= self._usable - len(kept)
 
-    def would_leave_room(self, num_tokens: int) -> bool:
-        """Whether it might fit if nothing were lent back."""
-        return self._left_beside_quarantine(num_tokens) >= 0
+    def would_leave_room(self, request: Request, loaded: int) -> bool:
+        """Whether it would fit if nothing were lent back."""
+        return self._needed(request, loaded, self._quarantined.keys()) <= self._usable - self.quarantined
 
-    def _left_beside_quarantine(self, num_tokens: int) -> int:
-        """Blocks, when a request has all that it needs; negative: it lacks some."""
+    @property
+    def _usable(self) -> int:
         assert self._pool is not None
-        usable: int = self._pool.num_gpu_blocks - 1  # without the null block
-        needed = sum(-(-num_tokens // size) for size in self._block_sizes)
-        return usable - self.quarantined - needed
+        blocks: int = self._pool.num_gpu_blocks
+        return blocks - 1  # without the null block
+
+    def _needed(self, request: Request, loaded: int, kept: Collection[int]) -> int:
+        """Blocks that are not kept. Those of its prefix that other requests hold take their place, too."""
+        manager = self._manager
+        assert manager is not None
+        blocks, found, _ = manager.get_computed_blocks(request)
+        tokens = min(request.num_tokens, manager.max_model_len)
+        asked = min(
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=tokens,
+                new_computed_blocks=blocks.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=computed,
+                num_local_computed_tokens=found,
+                num_tokens_main_model=tokens,
+                apply_admission_cap=True,
+                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+            )
+            for computed in {found, max(found, loaded)}
+        )
+        prefix = {block.block_id: block for table in blocks.blocks for block in table if not block.is_null}
+        held = [number for number, block in prefix.items() if block.ref_cnt > 0 and number not in kept]
+        return int(asked) + len(held)
 
 
 def _take_off(counts: Counter[int], block_ids: Iterable[int]) -> None:

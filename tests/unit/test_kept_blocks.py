@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from connector.clock import NS_PER_SECOND
-from connector.families import Keeps
-from connector.scheduler.cache_groups import TransferGroup
 from connector.scheduler.connector_scheduler import QUARANTINE_ASKED_NS
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.step_metadata import WorkerReport
 from tests.rig.work import Counted
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, tokens_of
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, tokens_of, window
 from tests.unit.log_lines import listening
 
 BLOCKS = 34
@@ -109,6 +111,27 @@ def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_faile
     assert [each for each in lines.texts if "KV is loaded again" in each]
 
 
+@pytest.mark.parametrize("params", [None, {"do_remote_prefill": True, "remote_block_ids": "none"}])
+def test_nor_does_one_with_bad_parameters_behind_such_a_failed_load(params: dict[str, Any] | None) -> None:
+    """Nothing would be read for it, but it would wait like a load."""
+    decode, _ = in_quarantine(recomputes=True)
+    decode.submit("bad", tokens_of(40, seed=4), params)
+    short = submit_short(decode)
+    for _ in range(20):
+        decode.step(KVConnectorOutput(finished_recving=decode.loading, failed_recving=decode.loading))
+    assert short | {"bad"} <= decode.finished.keys()
+
+
+def test_loads_begin_again_when_nothing_is_kept_although_the_failed_one_has_not_had_its_turn() -> None:
+    decode, block_ids = in_quarantine(recomputes=True)
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    run(decode, 3)
+    assert side._failed_without_room == {"kept"}
+    side._keep_quarantined(report(lifted=[block_ids]))
+    side.build_step_metadata(SchedulerOutput.make_empty())
+    assert (side._failed_without_room, side._to_compute) == (set(), {"kept"})
+
+
 def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
     both_ways = {"bidirectional_kv_xfer": True}
     prefill = HybridEngine([full()], engine_id="p", options=both_ways)
@@ -197,76 +220,82 @@ def side_clock(decode: HybridEngine, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 # --- what fits --------------------------------------------------------------------------------------------------------
 
-EVERYTHING = TransferGroup(group_id=0, block_size=16, keeps=Keeps())
+TOKENS = BLOCK_TOKENS
 
 
-class Pool:
-    """As much of vLLM's pool as is asked for here."""
-
-    def __init__(self, blocks: int) -> None:
-        self.num_gpu_blocks = blocks
-        self.blocks = list(range(blocks))
-
-    def touch(self, blocks: object) -> None: ...
-
-    def free_blocks(self, blocks: object) -> None: ...
+def engine(*specs: KVCacheSpec, blocks: int = 11) -> tuple[HybridEngine, KeptBlocks]:
+    """With one block more than it has for requests."""
+    found = HybridEngine(specs or [full()], engine_id="d", blocks=blocks)
+    return found, found.scheduler.connector._scheduler._kept  # type: ignore[union-attr]
 
 
-def kept(*groups: TransferGroup, blocks: int = 11) -> KeptBlocks:
-    found = KeptBlocks(groups or (EVERYTHING,))
-    found.bind(Pool(blocks))  # type: ignore[arg-type]
-    return found
+def asked(decode: HybridEngine, tokens: int, *, seed: int = 1) -> Request:
+    name = f"asked-{tokens}-{seed}"
+    decode.submit(name, tokens_of(tokens, seed=seed), None)
+    return decode.scheduler.requests[name]
 
 
 def test_everything_fits_where_nothing_is_kept() -> None:
-    assert kept().leave_room(10_000, 0), "vLLM refuses what is longer than the pool"
+    decode, kept = engine()
+    assert kept.leave_room(asked(decode, 11 * TOKENS), 0), "vLLM refuses what is longer than the pool"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_left_is_counted_once_for_all_ranks(ranks: int) -> None:
-    found = kept()
+    decode, kept = engine()
     for _ in range(ranks):
-        found.quarantine([1, 2, 3])
-    assert found.quarantined == 3
-    assert found.leave_room(7 * 16, 0)
-    assert not found.leave_room(7 * 16 + 1, 0)
+        kept.quarantine([1, 2, 3])
+    assert kept.quarantined == 3
+    assert kept.leave_room(asked(decode, 7 * TOKENS), 0)
+    assert not kept.leave_room(asked(decode, 7 * TOKENS + 1), 0)
     for rank in range(ranks):
-        assert not found.leave_room(8 * 16, 0), rank
-        found.lift([1, 2, 3])
-    assert found.leave_room(8 * 16, 0)
+        assert not kept.leave_room(asked(decode, 8 * TOKENS, seed=rank), 0)
+        kept.lift([1, 2, 3])
+    assert kept.leave_room(asked(decode, 8 * TOKENS, seed=2), 0)
 
 
-def test_what_it_finds_cached_may_be_lent_back_itself() -> None:
-    found = kept()
-    found.lend_back("a", [[1, 2, 3, 4]])
-    found.lend_back("b", [[0, 1, 2, 5]])
-    assert found.lent_back == 5
-    assert not found.leave_room(6 * 16, 0)
-    assert found.leave_room(6 * 16, 16)
-    assert not found.leave_room(11 * 16, 11 * 16)
-    found.end(["a", "somebody else"])
-    assert found.lent_back == 3
-    found.end(["b"])
-    assert found.lent_back == 0
+def test_blocks_of_two_answers_are_lent_back_until_both_have_ended() -> None:
+    _, kept = engine()
+    kept.lend_back("a", [[1, 2, 3, 4], [4]])
+    kept.lend_back("b", [[0, 1, 2, 5]])
+    assert kept.lent_back == 5
+    kept.end(["a", "somebody else"])
+    assert kept.lent_back == 3
+    kept.end(["b"])
+    assert kept.lent_back == 0
 
 
-def test_tables_that_are_clipped_are_not_counted() -> None:
-    window = TransferGroup(group_id=1, block_size=16, keeps=Keeps(window=32))
-    found = kept(EVERYTHING, window)
-    found.quarantine([1, 2, 3])
-    assert found.leave_room(7 * 16, 0)
+@pytest.mark.parametrize(("holder", "fits"), [("nobody", False), ("who lends it back", True), ("somebody else", False)])
+def test_what_it_finds_cached_is_there_already_only_where_that_is_kept(holder: str, fits: bool) -> None:
+    """Of ten blocks four are lent back, and it finds four of the seven that it needs."""
+    decode, kept = engine()
+    prompt = tokens_of(7 * TOKENS)
+    decode.run("earlier", prompt[: 4 * TOKENS], None)
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    decode.submit("asked", prompt, None)
+    request = decode.scheduler.requests["asked"]
+    found = decode.scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+    cached = [block.block_id for block in found]
+    assert len(cached) == 4
+    others = [block.block_id for block in pool.blocks[1:] if block.block_id not in cached]
+    kept.lend_back("answer", [cached if holder == "who lends it back" else others[:4]])
+    if holder != "nobody":
+        pool.touch(found)
+    assert kept.leave_room(request, 0) is fits
+    assert kept.would_leave_room(request, 0)
 
 
-def test_of_two_groups_each_needs_its_own() -> None:
-    found = kept(EVERYTHING, TransferGroup(group_id=1, block_size=32, keeps=Keeps()))
-    found.quarantine([1])
-    assert found.leave_room(6 * 16, 0)
-    assert not found.leave_room(6 * 16 + 1, 0)
+def test_windows_need_what_vllm_asks_of_them_and_fewer_where_their_kv_is_loaded() -> None:
+    decode, kept = engine(full(), window(2 * TOKENS), window(2 * TOKENS), blocks=30)
+    kept.quarantine(range(1, 10))
+    request = asked(decode, 12 * TOKENS)
+    assert not kept.leave_room(request, 0), "its windows count"
+    assert kept.leave_room(request, 12 * TOKENS - 1), "of what is loaded a window keeps its end only"
 
 
 def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:
     """Of an engine that hung and has ended, hundreds of requests come back at once, on the scheduler's thread."""
-    found, lines = kept(blocks=4000), []
+    found, lines = KeptBlocks(), []
     requests = [range(first, first + 10) for first in range(0, 2000, 10)]
     for blocks in requests:
         found.quarantine(blocks)
