@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 
 class KeptBlocks:
-    """See the module's docstring. Lives on the scheduler's thread.
+    """See the module's docstring. Lives on the scheduler's thread. What is asked of each request that waits looks at
+    counts, and does not go through all that is kept.
 
     Attributes:
         quarantined: how many blocks, whatever the number of ranks. Asked for in every step.
@@ -33,77 +33,74 @@ class KeptBlocks:
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
-        self._pool: BlockPool | None = None
         self.quarantined = 0
-        # How many ranks keep each block out of the pool; never 0.
+        # How many ranks keep each block out of the pool; and with them how many answers it is lent back of. Never 0.
         self._quarantined: Counter[int] = Counter()
-        # How many answers each block is lent back of; never 0. And the blocks of each of them, by request.
-        self._lent_back: Counter[int] = Counter()
+        self._kept: Counter[int] = Counter()
+        # The blocks of each answer that is lent back, by request.
         self._of_answer: dict[str, set[int]] = {}
 
     @property
-    def is_none(self) -> bool:
-        return not (self.quarantined or self._lent_back)
+    def lent_back(self) -> int:
+        """How many blocks beside those, whatever the number of answers."""
+        return len(self._kept) - self.quarantined
 
     @property
-    def lent_back(self) -> int:
-        """How many blocks, whatever the number of answers."""
-        return len(self._lent_back)
+    def is_none(self) -> bool:
+        return not self._kept
 
     def bind(self, manager: KVCacheManager) -> None:
         """Who gives the engine's blocks to requests."""
         self._manager = manager
-        self._pool = manager.block_pool
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A rank has READs that may still write into these blocks."""
         self._quarantined.update(block_ids)
         self.quarantined = len(self._quarantined)
-        if self._pool is not None:
-            self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        self._kept.update(block_ids)
+        if self._manager is not None:
+            pool = self._manager.block_pool
+            pool.touch([pool.blocks[block_id] for block_id in block_ids])
 
     def lift(self, block_ids: Sequence[int]) -> None:
         """It has none any more. What others keep is not looked at: when an engine that hung has ended, hundreds of
         requests come back in one step."""
         _take_off(self._quarantined, block_ids)
         self.quarantined = len(self._quarantined)
-        if self._pool is not None:
-            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+        _take_off(self._kept, block_ids)
+        if self._manager is not None:
+            pool = self._manager.block_pool
+            pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
 
     def lend_back(self, request_id: str, tables: Iterable[Sequence[int]]) -> None:
         """An answer is lent that has these blocks; vLLM keeps all of them until `end`, whatever part is lent."""
         block_ids = {block_id for table in tables for block_id in table} - {NULL_BLOCK_ID}
         self._of_answer[request_id] = block_ids
-        self._lent_back.update(block_ids)
+        self._kept.update(block_ids)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """vLLM frees the blocks of these requests; whichever of them were lent back."""
         if self._of_answer:
             for request_id in request_ids:
-                _take_off(self._lent_back, self._of_answer.pop(request_id, ()))
+                _take_off(self._kept, self._of_answer.pop(request_id, ()))
 
     def leave_room(self, request: Request, loaded: int) -> bool:
         """Whether a request fits into what is left, if all that is not kept comes back. `loaded`: of how many of its
         tokens the KV may be loaded or found here."""
-        if self.is_none:
-            return True
-        kept = self._quarantined.keys() | self._lent_back.keys()
-        return self._needed(request, loaded, kept) <= self._usable - len(kept)
+        return self.is_none or self._fits(request, loaded, self._kept)
 
     def would_leave_room(self, request: Request, loaded: int) -> bool:
         """Whether it would fit if nothing were lent back."""
-        return self._needed(request, loaded, self._quarantined.keys()) <= self._usable - self.quarantined
+        return self._fits(request, loaded, self._quarantined)
 
-    @property
-    def _usable(self) -> int:
-        assert self._pool is not None
-        blocks: int = self._pool.num_gpu_blocks
-        return blocks - 1  # without the null block
+    def _fits(self, request: Request, loaded: int, kept: Collection[int]) -> bool:
+        assert self._manager is not None
+        usable: int = self._manager.block_pool.num_gpu_blocks - 1  # without the null block
+        return self._needed(self._manager, request, loaded, kept) + len(kept) <= usable
 
-    def _needed(self, request: Request, loaded: int, kept: Collection[int]) -> int:
+    @staticmethod
+    def _needed(manager: KVCacheManager, request: Request, loaded: int, kept: Collection[int]) -> int:
         """Blocks that are not kept. Those of its prefix that other requests hold take their place, too."""
-        manager = self._manager
-        assert manager is not None
         blocks, found, _ = manager.get_computed_blocks(request)
         tokens = min(request.num_tokens, manager.max_model_len)
         asked = min(

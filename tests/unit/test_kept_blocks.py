@@ -181,13 +181,12 @@ def test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_
 
 
 @pytest.mark.parametrize("reason", ["lent back", "quarantine"])
-def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, _ = in_quarantine()
+def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str) -> None:
+    decode, block_ids = in_quarantine()
     side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
     if reason == "lent back":
-        kept = side._kept.quarantined
-        monkeypatch.setattr(side._kept, "quarantined", 0)
-        monkeypatch.setattr(side._kept, "_lent_back", dict.fromkeys(range(1, kept + 1), 1))
+        side._kept.lend_back("answer", [block_ids])
+        side._kept.lift(block_ids)
     assert side._may_lend_back()
     decode.submit("long", LONG, None)
     run(decode, 2)
