@@ -90,6 +90,11 @@ class Door:
         (descriptor,) = self.listener._doorman._by_descriptor
         return descriptor
 
+    async def until_known(self, connections: int) -> None:
+        """They have been accepted, which a thread of libzmq does when it has its turn."""
+        while len(self.listener._doorman._by_descriptor) < connections:
+            await trio.sleep(0.01)
+
     async def until_cut_off(self, count: int) -> None:
         while len(self.cut_off) < count:
             await trio.sleep(0.01)
@@ -231,6 +236,7 @@ def test_without_descriptors_a_stranger_makes_room_and_no_engine() -> None:
             engine.send([b"hello"])
             await engine.receive()
             with await listening.stranger() as first, await listening.stranger(), socket.socket() as late:
+                await listening.until_known(3)
                 with no_descriptor_left():
                     await knock(late, listening.listener.port)
                     await is_greeted(late)
